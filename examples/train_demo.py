@@ -1,0 +1,333 @@
+"""Train the demo checkpoint: a small Qwen3.5 with an MTP head that writes Python.
+
+    pip install 'mlx-mtp[dev]'
+    python examples/train_demo.py --output demo
+
+The text is the standard library of the Python that runs this script, so nothing is downloaded. The backbone is
+transformers' reference Qwen3.5, 24 layers of 128; the head is put together from the same library's decoder layer and
+RMSNorm. The loss is the next-token loss plus, for drafts 1 to 3, the cross entropy of the head against the backbone's own
+distribution at the position it guesses, which is what decides whether a draft is accepted.
+
+A checkpoint of the training is kept in the output folder (``training.pt``): the same command goes on where it stopped.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextModel,
+)
+
+END = "<|endoftext|>"
+DEPTH = 3  # drafts that the head is trained for
+HEAD_WEIGHTS = (0.5, 0.25, 0.15)  # of the losses of drafts 1, 2, 3, beside 1.0 for the next token
+MATRIX_RATE, OTHER_RATE = 0.02, 3e-3  # peak learning rates
+NOT_CODE = ("site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__")
+
+TEXT_CONFIG = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "attention_dropout": 0.0,
+    "mamba_ssm_dtype": "float32",
+    "dtype": "bfloat16",
+    "eos_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [8, 4, 4],
+        "mrope_interleaved": True,
+    },
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+
+
+def standard_library() -> tuple[list[str], list[str]]:
+    """The sources of this Python's standard library: (to train on, held out: one file in twenty, by its name's hash)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if any(part in NOT_CODE for part in name.parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if len(text) < 200:
+            continue
+        digest = hashlib.sha256(str(name).encode()).digest()
+        (held_out if digest[0] % 20 == 0 else train).append(text)
+    return train, held_out
+
+
+def train_tokenizer(texts: list[str], path: Path) -> Tokenizer:
+    """A byte-level BPE of 4096 tokens; id 0 ends a text."""
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=TEXT_CONFIG["vocab_size"],
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
+    """All texts as one row of token ids, each ended by id 0: [N] int64."""
+    ids = []
+    for encoding in tokenizer.encode_batch(texts):
+        ids += encoding.ids + [0]
+    return torch.tensor(ids)
+
+
+class Head(nn.Module):
+    """The MTP head in the layout of the published checkpoints (``mtp.*``)."""
+
+    def __init__(self, config: Qwen3_5TextConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        full_attention = config.layer_types.index("full_attention")
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, full_attention)])
+        self.layers[0].self_attn.layer_idx = 0  # its row in the key-value cache
+        self.norm = Qwen3_5RMSNorm(size, eps)
+
+    def forward(self, embeddings, hidden, rotary, mask, cache):
+        """embeddings, hidden [B, T, H] -> hidden [B, T, H]."""
+        x = torch.cat([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], dim=-1)
+        x = self.layers[0](self.fc(x), position_embeddings=rotary, attention_mask=mask, past_key_values=cache)
+        return self.norm(x)
+
+
+class Demo(nn.Module):
+    def __init__(self, config: Qwen3_5TextConfig):
+        super().__init__()
+        self.backbone = Qwen3_5TextModel(config)
+        self.mtp = Head(config)
+        for p in self.mtp.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=config.initializer_range)
+        scale = (2 * config.num_hidden_layers) ** -0.5  # GPT-2's scaling of what is added to the residual
+        for name, p in self.named_parameters():
+            if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+                p.data *= scale
+
+    def logits(self, hidden):
+        """hidden [B, T, H] -> [B, T, V]: the embedding is the output layer too."""
+        return F.linear(hidden, self.backbone.embed_tokens.weight)
+
+    def losses(self, window):
+        """
+        window [B, T + 1 + DEPTH] -> the next-token loss and, for each draft, (loss, top-1 accuracy, agreement).
+
+        Accuracy counts the drafts that are the text's own token, agreement those that are the backbone's choice.
+        """
+        T = window.shape[1] - 1 - DEPTH
+        n = T + DEPTH
+        hidden = self.backbone(window[:, :n]).last_hidden_state  # [B, n, H]
+        logits = self.logits(hidden)  # [B, n, V]
+        next_token = F.cross_entropy(logits.flatten(0, 1), window[:, 1 : n + 1].flatten())
+        target = logits.detach().softmax(-1)
+
+        # Draft d + 1 of row i is fed token i + d + 1 and draft d's output; it sees the verified rows up to i and the drafts
+        # of row i alone, as in decoding.
+        rows = torch.arange(T, device=window.device)
+        causal = rows[:, None] >= rows[None, :]
+        own = rows[:, None] == rows[None, :]
+        cache, drafts = DynamicCache(), []
+        h = hidden[:, :T]
+        for d in range(DEPTH):
+            mask = torch.cat([causal] + [own] * d, dim=1)[None, None]
+            # [B, T, H]
+            e = self.backbone.embed_tokens(window[:, d + 1 : d + 1 + T])
+            positions = (rows + d).view(1, 1, -1).expand(3, window.shape[0], -1)
+            h = self.mtp(e, h, self.backbone.rotary_emb(h, positions), mask, cache)
+            draft = self.logits(h)
+            wanted = target[:, d + 1 : d + 1 + T]
+            loss = -(wanted * draft.log_softmax(-1)).sum(-1).mean()
+            choice = draft.argmax(-1)
+            accuracy = (choice == window[:, d + 2 : d + 2 + T]).float().mean()
+            agreement = (choice == wanted.argmax(-1)).float().mean()
+            drafts.append((loss, accuracy, agreement))
+        return next_token, drafts
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """A factor: linear warm-up over 2 % of the steps, flat, then linear to zero over the last 40 %."""
+    return min((step + 1) / (0.02 * steps), 1.0, (steps - step) / (0.4 * steps))
+
+
+@torch.no_grad()
+def evaluate(model: Demo, ids: torch.Tensor, length: int) -> str:
+    model.eval()
+    size = length + 1 + DEPTH
+    windows = ids[: len(ids) // size * size].view(-1, size)[:64]
+    results = [model.losses(w) for w in windows.split(8)]
+    model.train()
+    line = f"held-out loss {sum(float(r[0]) for r in results) / len(results):.3f}"
+    for d in range(DEPTH):
+        _, accuracy, agreement = (sum(float(r[1][d][k]) for r in results) / len(results) for k in range(3))
+        line += f", draft {d + 1} accuracy {accuracy:.3f} agreement {agreement:.3f}"
+    return line
+
+
+def save(model: Demo, folder: Path) -> None:
+    """Write the raw Hugging Face layout: bfloat16, norms zero-centred, ``model.language_model.*`` and ``mtp.*``."""
+    weights = {}
+    for name, p in model.state_dict().items():
+        name = name.replace("backbone.", "model.language_model.") if name.startswith("backbone.") else name
+        weights[name] = p.to(torch.bfloat16).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": TEXT_CONFIG,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": 0, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token=END,
+        pad_token=END,
+        model_max_length=TEXT_CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo checkpoint of mlx_mtp on Python's standard library.")
+    parser.add_argument("--output", type=Path, default=Path("demo"), help="Folder of the checkpoint (default: demo).")
+    parser.add_argument("--steps", type=int, default=1500, help="Optimizer steps (default: 1500).")
+    parser.add_argument("--batch", type=int, default=8, help="Windows in a step (default: 8).")
+    parser.add_argument("--length", type=int, default=512, help="Tokens in a window (default: 512).")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    torch.set_flush_denormal(True)  # states that have decayed to denormals slow a CPU down many times
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    texts, held_out_texts = standard_library()
+    tokenizer = train_tokenizer(texts, args.output / "tokenizer.json")
+    ids = encode(tokenizer, texts)
+    held_out = encode(tokenizer, held_out_texts).to(args.device)
+    size = args.length + 1 + DEPTH
+    print(
+        f"{len(ids):,} tokens to train on, {len(held_out):,} held out, {args.steps * args.batch * args.length:,} a run"
+    )
+
+    config = Qwen3_5TextConfig(**TEXT_CONFIG)
+    config._attn_implementation = "sdpa"
+    model = Demo(config).to(args.device).float()
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+
+    # Muon for the matrices inside the layers, AdamW for the embedding, the norms, the gates and the convolutions.
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        (matrices if p.ndim == 2 and "embed_tokens" not in name else others).append(p)
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.02, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    rates = [MATRIX_RATE, OTHER_RATE]
+
+    step, state_file = 0, args.output / "training.pt"
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        step = state["step"]
+        print(f"going on from step {step}")
+
+    def keep():
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+        torch.save(state, state_file.with_suffix(".tmp"))
+        os.replace(state_file.with_suffix(".tmp"), state_file)
+
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=None)
+    mean = None
+    while step < args.steps:
+        # Each step's windows depend on its number alone, so a resumed run sees the same text.
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        starts = torch.randint(len(ids) - size, (args.batch,), generator=generator)
+        window = torch.stack([ids[s : s + size] for s in starts]).to(args.device)
+        for optimizer, rate in zip(optimizers, rates):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * learning_rate(step, args.steps)
+            optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(args.device, torch.bfloat16):
+            next_token, drafts = model.losses(window)
+        loss = next_token + sum(w * d[0] for w, d in zip(HEAD_WEIGHTS, drafts))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        step += 1
+        value = next_token.item()
+        if math.isnan(value):
+            raise SystemExit(f"the loss is not a number at step {step}: lower the learning rates")
+        mean = value if mean is None else 0.98 * mean + 0.02 * value
+        bar.update()
+        bar.set_postfix(loss=f"{mean:.3f}", draft=f"{drafts[0][2].item():.2f}")
+        if step % 100 == 0 or step == args.steps:
+            keep()
+            print(
+                f"{time.strftime('%H:%M:%S')} step {step}: loss {mean:.3f}; {evaluate(model, held_out, args.length)}",
+                flush=True,
+            )
+    bar.close()
+    model.cpu()
+    save(model, args.output)
+    print(f"written: {args.output}; {state_file} can go")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Caches that can go back a few tokens, and the one list that holds a model's and its head's.
+
+A prompt cache is mlx-lm's list with two entries more: one cache for each layer of the backbone, the head's ``KVCache``, and
+an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known. By name and
+state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
+
+This module knows nothing of layers, drafts or acceptance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+from mlx_lm.models.gated_delta import gated_delta_update
+
+
+@dataclass
+class _Window:
+    """What is needed to go back inside one call of a recurrent layer."""
+
+    n_confirmed: int
+    before: list[mx.array | None]  # [conv window, recurrent state] before the call
+    n_tokens: int = 0
+    conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
+    state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
+    inputs: tuple[mx.array, ...] = ()  # q, k, v, a, b of the other tokens, each [B, n_tokens - n_confirmed, ...]
+    gates: tuple[mx.array, ...] = ()  # A_log [Hv], dt_bias [Hv]
+
+
+class ArraysCache(stock.ArraysCache):
+    """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer, of which the last call can be undone in part.
+
+    ``begin`` opens a window, the layer's call records in it, ``rollback`` closes it. In between, ``state`` is that after the
+    whole window. The class bears its parent's name because a prompt cache file names the classes it is made of.
+    """
+
+    window: _Window | None = None
+
+    def begin(self, n_confirmed: int) -> None:
+        """Have the next call recorded.
+
+        Args:
+            n_confirmed (int): The number of its leading tokens that are final.
+
+        Raises:
+            ValueError: The last window is still open, or the cache is that of padded prompts.
+        """
+        if self.window is not None:
+            raise ValueError("The last window of this cache is still open: close it with rollback.")
+        if self.lengths is not None or self.left_padding is not None:
+            raise ValueError("A cache of padded prompts cannot go back.")
+        self.window = _Window(n_confirmed, before=list(self.cache))
+
+    def rollback(self, n: int) -> None:
+        """Close the window: keep its first ``n`` tokens and release what was recorded.
+
+        The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with.
+
+        Args:
+            n (int): From the confirmed tokens to all of the window's, or 0 to undo the call.
+
+        Raises:
+            ValueError: No window is open, or the state after ``n`` tokens was not recorded.
+        """
+        window = self.window
+        if window is None:
+            raise ValueError("There is nothing to go back to: call the model with n_confirmed to record a window.")
+        if n != 0 and not window.n_confirmed <= n <= window.n_tokens:
+            raise ValueError(
+                f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
+            )
+        self.window = None
+        if n == 0:
+            self.cache = window.before
+        elif n < window.n_tokens:
+            assert window.conv_input is not None
+            n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
+            # A copy, since a slice pins the array that it is cut from.
+            self.cache[0] = mx.contiguous(window.conv_input[:, n : n + n_keep])
+            self.cache[1] = window.state
+            if n > window.n_confirmed:
+                inputs = [x[:, : n - window.n_confirmed] for x in window.inputs]
+                _, self.cache[1] = gated_delta_update(*inputs, *window.gates, window.state)
+
+
+def begin(caches: list[Any], n_confirmed: int) -> None:
+    """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
+    for c in caches:
+        if isinstance(c, stock.ArraysCache):
+            if not isinstance(c, ArraysCache):
+                raise ValueError("This cache cannot go back: make it with model.make_cache().")
+            c.begin(n_confirmed)
+
+
+def rollback(caches: list[Any], offset: int, n: int) -> None:
+    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches."""
+    for c in caches:
+        if isinstance(c, ArraysCache):
+            c.rollback(n)
+        else:
+            c.trim(c.offset - (offset + n))
+
+
+def make_prompt_cache(model: nn.Module) -> list[Any]:
+    """An empty prompt cache for a model and its MTP head.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+
+    Returns:
+        List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
+    """
+    return model.make_cache() + _make_head_cache()
+
+
+def _make_head_cache() -> list[Any]:
+    return [stock.KVCache(), stock.ArraysCache(size=1)]
+
+
+def adopt_prompt_cache(model: nn.Module, prompt_cache: list[Any]) -> None:
+    """Make a prompt cache that came from a file or from mlx-lm, in place, one of ``make_prompt_cache``.
+
+    Raises:
+        ValueError: The cache is not one of this model's, or holds tokens that the head has not seen.
+    """
+    n_layers = len(model.layers)
+    if len(prompt_cache) == n_layers and all(c.empty() for c in prompt_cache):
+        prompt_cache += _make_head_cache()
+    if len(prompt_cache) == n_layers:
+        raise ValueError(
+            "The prompt cache has no rows for the MTP head: fill one of mlx_mtp.make_prompt_cache(model), "
+            "or generate without MTP."
+        )
+    if len(prompt_cache) != n_layers + 2:
+        raise ValueError(
+            f"The prompt cache has {len(prompt_cache)} entries and this model's {n_layers + 2}: "
+            "make it with mlx_mtp.make_prompt_cache(model)."
+        )
+    for i, c in enumerate(prompt_cache[:n_layers]):
+        if type(c) is stock.ArraysCache:
+            prompt_cache[i] = ArraysCache.from_state(c.state)
+    n_tokens = max(getattr(c, "offset", 0) for c in prompt_cache[:n_layers])
+    n_rows = prompt_cache[n_layers].offset
+    if n_rows != max(n_tokens - 1, 0) or prompt_cache[-1].empty() != (n_tokens == 0):
+        raise ValueError(
+            f"The prompt cache holds {n_tokens} tokens but {n_rows} rows of the MTP head: it was used without the head. "
+            "Start again from mlx_mtp.make_prompt_cache(model)."
+        )

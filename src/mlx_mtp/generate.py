@@ -1,0 +1,337 @@
+"""``mlx_mtp.generate``: mlx-lm's text generation and its command line, with the MTP head."""
+
+import json
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from mlx_lm.generate import GenerationResponse as StockResponse
+from mlx_lm.generate import generation_stream, setup_arg_parser, wired_limit
+from mlx_lm.generate import stream_generate as plain_stream_generate
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .load import DEMO, load
+from .speculative import DEFAULT_NUM_DRAFT_TOKENS, MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
+
+
+@dataclass
+class GenerationResponse(StockResponse):
+    """
+    mlx-lm's response, and what became of the drafts so far.
+
+    Args:
+        drafted (Tuple[int, ...]): The number of drafts made, by position in the window.
+        accepted (Tuple[int, ...]): The number of them that stood.
+    """
+
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The mean number of tokens that a verify pass with drafts has yielded."""
+        return 1 + sum(self.accepted) / self.drafted[0] if self.drafted else 1.0
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: nn.Module | None = None,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    *,
+    mtp: bool = True,
+    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    **kwargs,
+) -> Generator[GenerationResponse, None, None]:
+    """
+    A generator producing text based on the given prompt from the model, as mlx-lm's ``stream_generate``.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        tokenizer (PreTrainedTokenizer): The tokenizer.
+        prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
+        max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
+        draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
+        mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
+        num_draft_tokens (int): The number of tokens to draft in a step, 1 to 8. Default: ``2``.
+        kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
+
+    Yields:
+        GenerationResponse: mlx-lm's, with the drafts made and accepted.
+    """
+    if not mtp:
+        for r in plain_stream_generate(
+            model, tokenizer, prompt, max_tokens, draft_model, stream, num_draft_tokens=num_draft_tokens, **kwargs
+        ):
+            yield GenerationResponse(**vars(r))
+        return
+    if draft_model is not None:
+        raise ValueError("A draft model and the MTP head cannot draft together: leave out one of draft_model and mtp.")
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    # In mlx-lm, too, this limits nothing in a model that makes its own cache.
+    kwargs.pop("max_kv_size", None)
+
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if not isinstance(prompt, mx.array):
+        if isinstance(prompt, str):
+            add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+            prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        prompt = mx.array(prompt)
+
+    detokenizer = tokenizer.detokenizer
+    counts = DraftCounts()
+    steps = mtp_generate_step(
+        prompt, model, stream, max_tokens=max_tokens, num_draft_tokens=num_draft_tokens, counts=counts, **kwargs
+    )
+
+    def response(finish_reason: str | None = None) -> GenerationResponse:
+        return GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=from_draft,
+            prompt_tokens=prompt.size,
+            prompt_tps=prompt.size / prompt_time,
+            generation_tokens=n,
+            generation_tps=n / (time.perf_counter() - tic),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            drafted=tuple(counts.drafted),
+            accepted=tuple(counts.accepted),
+        )
+
+    with wired_limit(model, [stream]):
+        tic = time.perf_counter()
+        # Closed before the last response, so that the prompt cache is then that of the tokens yielded.
+        with closing(steps):
+            for n, (token, logprobs, from_draft) in enumerate(steps, start=1):  # noqa: B007 (response reads them)
+                if n == 1:
+                    prompt_time = time.perf_counter() - tic
+                    tic = time.perf_counter()
+                if token in tokenizer.eos_token_ids:
+                    break
+                detokenizer.add_token(token)
+                if n == max_tokens:
+                    break
+                yield response()
+
+        detokenizer.finalize()
+        yield response("stop" if token in tokenizer.eos_token_ids else "length")
+
+
+def generate(
+    model: nn.Module,
+    tokenizer,
+    prompt: str | list[int],
+    verbose: bool = False,
+    **kwargs,
+) -> str:
+    """
+    Generate a complete response from the model, as mlx-lm's ``generate``.
+
+    Args:
+       model (nn.Module): A model of ``mlx_mtp.load``.
+       tokenizer (PreTrainedTokenizer): The tokenizer.
+       prompt (Union[str, List[int]]): The input prompt string or integer tokens.
+       verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
+       kwargs: The remaining options get passed to :func:`stream_generate`.
+    """
+    if verbose:
+        print("=" * 10)
+    text = ""
+    for r in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(r.text, end="", flush=True)
+        text += r.text
+    if verbose:
+        print()
+        print("=" * 10)
+        if len(text) == 0:
+            print("No text generated for this prompt")
+            return text
+        print(f"Prompt: {r.prompt_tokens} tokens, {r.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {r.generation_tokens} tokens, {r.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {r.peak_memory:.3f} GB")
+        if r.drafted:
+            rates = ", ".join(f"{a / d:.3f}" for a, d in zip(r.accepted, r.drafted))
+            print(f"Drafts: {rates} accepted by position, {r.tokens_per_step:.3f} tokens-per-step")
+    return text
+
+
+class _Module(ModuleType):
+    """``mlx_mtp.generate`` is this module and, called, its function: both spellings work in any order of imports."""
+
+    def __call__(self, *args, **kwargs) -> str:
+        return generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Module
+
+
+def make_parser():
+    """mlx-lm's flags, and ``--mtp``."""
+    parser = setup_arg_parser()
+    parser.prog = "mlx_mtp.generate"
+    parser.description = "LLM inference script, with the model's own MTP head"
+    parser.add_argument("--mtp", action="store_true", help="Draft with the model's own multi-token-prediction head.")
+    for action in parser._actions:
+        if action.dest == "model":
+            action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
+        if action.dest == "num_draft_tokens":
+            action.help = (
+                "Number of tokens to draft when using speculative decoding "
+                f"(default: 3, with --mtp {DEFAULT_NUM_DRAFT_TOKENS}; up to {MAX_DRAFT_TOKENS})."
+            )
+            action.default = None
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    try:
+        run(args)
+    except (ValueError, OSError) as e:
+        message = " ".join(str(e).split())
+        print(f"mlx_mtp.generate: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(args) -> None:
+    """mlx-lm's ``mlx_lm.generate``, flag by flag."""
+    if args.mtp and args.draft_model is not None:
+        raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+
+    model_path, prompt_cache, tokenizer_config = args.model, None, {}
+    if args.prompt_cache_file is not None:
+        prompt_cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+        _check_prompt_cache(args, prompt_cache, metadata)
+        model_path = metadata["model"]
+        tokenizer_config = json.loads(metadata["tokenizer_config"])
+    model_path = model_path or str(DEMO)
+
+    model, tokenizer, config = load(
+        model_path,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        return_config=True,
+        trust_remote_code=args.trust_remote_code,
+        mtp=args.mtp,
+    )
+    for eos_token in args.extra_eos_token:
+        tokenizer.add_eos_token(eos_token)
+
+    prompt, input_embeddings = _encode_prompt(args, model, tokenizer, config, is_suffix=prompt_cache is not None)
+
+    draft_model = None
+    if args.draft_model is not None:
+        draft_model, draft_tokenizer = mlx_lm.load(args.draft_model)
+        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+            raise ValueError("Draft model tokenizer does not match model tokenizer.")
+    sampler = make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+    response = generate(
+        model,
+        tokenizer,
+        prompt,
+        verbose=args.verbose,
+        mtp=args.mtp,
+        max_tokens=args.max_tokens,
+        sampler=sampler,
+        max_kv_size=args.max_kv_size,
+        prefill_step_size=args.prefill_step_size,
+        prompt_cache=prompt_cache,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+        draft_model=draft_model,
+        num_draft_tokens=args.num_draft_tokens or (DEFAULT_NUM_DRAFT_TOKENS if args.mtp else 3),
+        input_embeddings=input_embeddings,
+    )
+    if not args.verbose:
+        print(response)
+
+
+def _check_prompt_cache(args, prompt_cache: list[Any], metadata: dict[str, str]) -> None:
+    if isinstance(prompt_cache[0], QuantizedKVCache):
+        if args.kv_bits is not None and args.kv_bits != prompt_cache[0].bits:
+            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+        if args.kv_group_size != prompt_cache[0].group_size:
+            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+    if args.model not in (None, metadata["model"]):
+        raise ValueError(
+            f"Providing a different model ({args.model}) than that used to create the prompt cache "
+            f"({metadata['model']}) is an error."
+        )
+
+
+def _encode_prompt(args, model, tokenizer, config, is_suffix: bool) -> tuple[list[int], mx.array | None]:
+    """The prompt's token ids, through the chat template where there is one, and its embeddings where it has images."""
+    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
+    if use_chat_template:
+        messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+        messages.append({"role": "user", "content": prompt})
+        has_prefill = args.prefill_response is not None
+        if has_prefill:
+            messages.append({"role": "assistant", "content": args.prefill_response})
+
+        def render(**template_kwargs) -> str:
+            return tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=has_prefill,
+                add_generation_prompt=not has_prefill,
+                **template_kwargs,
+            )
+
+        prompt = render(**json.loads(args.chat_template_config or "{}"))
+        if is_suffix:
+            # The prefix is in the prompt cache.
+            messages[-1]["content"] = "<query>"
+            prompt = prompt[render().index("<query>") :]
+
+    if not args.image:
+        return tokenizer.encode(prompt, add_special_tokens=not use_chat_template), None
+
+    from mlx_lm.processors import load_processor
+    from PIL import Image
+
+    processor = load_processor(model, config)
+    if processor is None:
+        raise ValueError(f"The model {args.model} does not take images.")
+    images = [np.asarray(Image.open(f).convert("RGB")) for f in args.image]
+    prompt, pixel_values = processor(prompt, images=images)
+    tokens = tokenizer.encode(prompt, add_special_tokens=not use_chat_template)
+    embeddings = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values)
+    mx.eval(embeddings)  # on this stream, before the prefill on another
+    return tokens, embeddings
+
+
+if __name__ == "__main__":
+    main()

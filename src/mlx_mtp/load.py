@@ -1,0 +1,142 @@
+"""Load a checkpoint with its MTP head, or say what is wrong with it."""
+
+import json
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _download, load_adapters, load_config, load_model, load_tokenizer
+from safetensors import SafetensorError, safe_open
+
+from .models.mtp import split_head
+
+DEMO = Path(__file__).parent / "demo"
+SUPPORTED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+
+def load(
+    path_or_hf_repo: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    mtp: bool = True,
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """
+    Load the model, its MTP head and the tokenizer from a given path or a huggingface repository.
+
+    Args:
+        path_or_hf_repo (str): The path or the huggingface repository to load the model from.
+        mtp (bool): With ``False`` this is ``mlx_lm.load``: no head, any model. Default: ``True``.
+
+    The other arguments and what is returned are those of ``mlx_lm.load``.
+
+    Raises:
+        FileNotFoundError: The model or one of its files is not there.
+        ValueError: The model type is not supported, the head is not there or not whole, or a file is damaged.
+    """
+    options = dict(tokenizer_config=tokenizer_config, adapter_path=adapter_path, lazy=lazy)
+    if not mtp:
+        return mlx_lm.load(
+            path_or_hf_repo,
+            model_config=model_config,
+            return_config=return_config,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    path = _fetch(path_or_hf_repo, revision)
+    config = _read_config(path, path_or_hf_repo)
+    model_module = import_module(f".models.{config['model_type']}", __package__)
+    check_head(path_or_hf_repo, config, tensor_names(path))
+
+    model, config = load_model(
+        path,
+        lazy=lazy,
+        model_config={**(model_config or {}), "mtp_num_hidden_layers": 1},
+        get_model_classes=lambda config: (model_module.Model, model_module.ModelArgs),
+        trust_remote_code=trust_remote_code,
+    )
+    if adapter_path is not None:
+        model = load_adapters(model, adapter_path)
+        model.eval()
+    tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The names of a checkpoint's tensors, from the headers of its files.
+
+    Raises:
+        FileNotFoundError: There is no file of weights, or one that the index names is missing.
+        ValueError: A file is cut short or damaged.
+    """
+    files = {f.name for f in path.glob("model*.safetensors")}
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+        if missing := sorted(listed - files):
+            raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
+    if not files:
+        raise FileNotFoundError(f"No safetensors found in {path}")
+    names = []
+    for file in sorted(files):
+        try:
+            with safe_open(path / file, framework="numpy") as f:
+                names += f.keys()
+        except SafetensorError as e:
+            raise ValueError(f"{path / file} is cut short or damaged ({e}): download or convert it again.") from e
+    return names
+
+
+def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> None:
+    """Raise a ValueError that says what to do where a checkpoint has no MTP head among its tensors."""
+    text_config = config.get("text_config", config)
+    if text_config.get("mtp_use_dedicated_embeddings"):
+        raise ValueError(
+            f"The MTP head of {name} has embeddings of its own, which is not supported: generate without --mtp."
+        )
+    _, head = split_head(dict.fromkeys(tensors))
+    if head:
+        return
+    mend = "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or generate without --mtp."
+    if text_config.get("mtp_num_hidden_layers"):
+        raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {mend}")
+    raise ValueError(f"{name} has no MTP head: {mend}")
+
+
+def _fetch(path_or_hf_repo: str, revision: str | None) -> Path:
+    try:
+        return _download(path_or_hf_repo, revision=revision)
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise FileNotFoundError(f"{path_or_hf_repo} is no folder, and could not be downloaded: {reason}") from e
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    try:
+        config = load_config(path)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"{name} is not a model: it has no config.json.") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path / 'config.json'} is not JSON ({e}).") from e
+    model_type = config.get("model_type")
+    if model_type == "qwen4_exp":
+        raise ValueError(
+            "Model type qwen4_exp (Qwen3.8-Flash-Next) has a head of another kind, with hyper-connections, "
+            "which is not supported: generate without --mtp."
+        )
+    if model_type not in SUPPORTED:
+        raise ValueError(
+            f"Model type {model_type} is not supported with an MTP head (these are: {', '.join(SUPPORTED)}): "
+            "generate without --mtp."
+        )
+    return config

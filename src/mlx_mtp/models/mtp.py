@@ -1,0 +1,141 @@
+"""The multi-token-prediction head: one more decoder layer, which guesses the token after next.
+
+    row i:   E[t_{i+1}] ── pre_fc_norm_embedding ──┐
+                                                   ├── fc ── decoder layer ── norm ──> lm_head: a guess of t_{i+2}
+             h_i ───────── pre_fc_norm_hidden ─────┘
+
+h_i is the backbone's output after its final norm. What is said of names and layouts holds for the published Qwen3.5, 3.6
+and Qwen3-Next checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, section 2.2), as in vLLM's qwen3_next_mtp.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_attention_mask
+
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class MTPModule(nn.Module):
+    """The head, without the embedding and the lm_head that it shares with the backbone.
+
+    Args:
+        args: The backbone's text arguments.
+        layer (nn.Module): A full-attention decoder layer of the backbone's kind.
+    """
+
+    def __init__(self, args, layer: nn.Module):
+        super().__init__()
+        self.pre_fc_norm_embedding = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.fc = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False)
+        self.layers = [layer]
+        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache=None) -> mx.array:
+        """
+        Args:
+            embeddings (mx.array): Of the token after each position, [B, T, H].
+            hidden (mx.array): The backbone's at each position, or for a further draft the head's own, [B, T, H].
+            cache (KVCache, optional): The head's keys and values.
+
+        Returns:
+            mx.array: [B, T, H], after the head's norm.
+        """
+        x = mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
+        x = self.fc(x)  # [B, T, H]
+        for layer in self.layers:
+            x = layer(x, mask=create_attention_mask(x, cache), cache=cache)
+        return self.norm(x)
+
+
+class MTPMixin:
+    """What every model with a head has; it needs ``mtp``, ``model.embed_tokens`` and ``logits`` of the model."""
+
+    def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
+        """One pass of the head.
+
+        Args:
+            hidden (mx.array): After the backbone's final norm, or for a further draft the head's own, [B, T, H].
+            next_tokens (mx.array): The token after each of these positions, [B, T].
+            cache (KVCache, optional): The head's keys and values; T rows are appended.
+
+        Returns:
+            Tuple[mx.array, mx.array]: Logits of the token after those, [B, T, V], and hidden states, [B, T, H].
+        """
+        out = self.mtp(self.model.embed_tokens(next_tokens), hidden, cache)
+        return self.logits(out), out
+
+
+def split_head(weights: Mapping[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Split a checkpoint's tensors into (backbone, head), the head's names cut to what follows ``mtp.``."""
+    backbone, head = {}, {}
+    for name, w in weights.items():
+        prefix, dot, rest = name.partition("mtp.")
+        if dot and prefix in ("", "model.", "language_model.", "language_model.model.", "model.language_model."):
+            head[rest] = w
+        else:
+            backbone[name] = w
+    return backbone, head
+
+
+def is_raw(weights: Mapping[str, mx.array]) -> bool:
+    """Whether tensors are in the Hugging Face layout, told by the convolution's ([C, 1, K] there, [C, K, 1] in MLX)."""
+    return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
+
+
+def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
+    """Bring a head's tensors to the names and values of ``MTPModule``'s parameters.
+
+    Experts are stacked, one by one or fused as they come; in a raw checkpoint 1 is added to every norm.
+
+    Raises:
+        ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
+    """
+    expected = {name: p.shape for name, p in tree_flatten(mtp.parameters())}
+    weights = dict(head)
+
+    missing = []
+    mlp = "layers.0.mlp"
+    if f"{mlp}.experts.gate_up_proj" in weights:
+        gate_up = weights.pop(f"{mlp}.experts.gate_up_proj")  # [E, 2I, H]
+        gate, up = mx.split(gate_up, 2, axis=-2)
+        weights[f"{mlp}.switch_mlp.gate_proj.weight"] = gate
+        weights[f"{mlp}.switch_mlp.up_proj.weight"] = up
+        if f"{mlp}.experts.down_proj" in weights:
+            weights[f"{mlp}.switch_mlp.down_proj.weight"] = weights.pop(f"{mlp}.experts.down_proj")
+    elif any(name.startswith(f"{mlp}.experts.") for name in weights):
+        n_experts = expected[f"{mlp}.switch_mlp.up_proj.weight"][0]
+        for projection in EXPERT_PROJECTIONS:
+            names = [f"{mlp}.experts.{e}.{projection}.weight" for e in range(n_experts)]
+            absent = [name for name in names if name not in weights]
+            missing += absent
+            if not absent:
+                stacked = mx.stack([weights.pop(name) for name in names])  # [E, I, H]
+                weights[f"{mlp}.switch_mlp.{projection}.weight"] = stacked
+
+    if raw:
+        for name, shape in expected.items():
+            if len(shape) == 1 and name in weights:
+                weights[name] = weights[name] + 1.0
+
+    stacked = [f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS]
+    missing += [n for n in expected if n not in weights and not (missing and n in stacked)]
+    if missing:
+        raise ValueError(f"The MTP head lacks {_listed(missing)}.")
+    quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}
+    wrong = [
+        f"{name} is {list(weights[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name not in quantized and weights[name].shape != shape
+    ]
+    if wrong:
+        raise ValueError(f"The MTP head does not fit this model: mtp.{'; mtp.'.join(wrong)}.")
+    return weights
+
+
+def _listed(names: list[str], most: int = 4) -> str:
+    shown = ", ".join("mtp." + name for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more tensors"

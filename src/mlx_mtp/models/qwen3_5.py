@@ -1,0 +1,128 @@
+"""Qwen3.5, 3.6 and 3.8, dense: mlx-lm's model with the MTP head, and with layers that can go back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import qwen3_5 as stock
+from mlx_lm.models.base import gather_last_axis
+from mlx_lm.models.cache import KVCache
+
+from .. import cache as caches
+from .gated_delta import recorded_recurrence
+from .mtp import MTPMixin, MTPModule, is_raw, sanitize_head, split_head
+
+
+@dataclass
+class TextModelArgs(stock.TextModelArgs):
+    mtp_num_hidden_layers: int = 0
+
+
+@dataclass
+class ModelArgs(stock.ModelArgs):
+    @classmethod
+    def from_dict(cls, params):
+        # What the tensors say of the head, put beside text_config by mlx_mtp.load, is truer than what text_config says.
+        args = super().from_dict(params)
+        if (n := params.get("mtp_num_hidden_layers")) is not None:
+            args.text_config = {**args.text_config, "mtp_num_hidden_layers": n}
+        return args
+
+
+class GatedDeltaNet(stock.GatedDeltaNet):
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
+        if cache is None or getattr(cache, "window", None) is None:
+            return super().__call__(inputs, mask, cache)
+        B, S, _ = inputs.shape
+        z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
+        out = recorded_recurrence(self, self.in_proj_qkv(inputs), self.in_proj_a(inputs), self.in_proj_b(inputs), cache)
+        out = self.out_proj(self.norm(out, z).reshape(B, S, -1))
+        if self.sharding_group is not None:
+            out = mx.distributed.all_sum(out, group=self.sharding_group)
+        return out
+
+
+class TextModel(stock.TextModel):
+    def __init__(self, args: TextModelArgs):
+        super().__init__(args)
+        for layer in self.model.layers:
+            if layer.is_linear:
+                layer.linear_attn = GatedDeltaNet(args)
+        if args.mtp_num_hidden_layers > 0:
+            full_attention = args.full_attention_interval - 1
+            self.mtp = MTPModule(args, stock.DecoderLayer(args, layer_idx=full_attention))
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Any | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        return_hidden: bool = False,
+        n_confirmed: int = 0,
+    ) -> mx.array | tuple[mx.array, mx.array]:
+        if n_confirmed > 0:
+            caches.begin(cache[: len(self.layers)], n_confirmed)
+        hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
+        logits = self.logits(hidden)
+        return (logits, hidden) if return_hidden else logits
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        if self.args.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(hidden)
+        out = self.lm_head(hidden)
+        if self.sharding_group is not None:
+            out = gather_last_axis(out, self.sharding_group)
+        return out
+
+    def make_cache(self):
+        return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+
+    def sanitize(self, weights):
+        weights, head = split_head(weights)
+        raw = is_raw(weights)
+        weights = super().sanitize(weights)
+        if "mtp" in self:
+            head = sanitize_head(self.mtp, head, raw)
+            weights.update({f"language_model.mtp.{name}": w for name, w in head.items()})
+        return weights
+
+
+class Model(MTPMixin, stock.Model):
+    def __init__(self, args: ModelArgs):
+        super().__init__(args)
+        self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Any | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        return_hidden: bool = False,
+        n_confirmed: int = 0,
+    ):
+        """mlx-lm's call, and two things more.
+
+        Args:
+            inputs (mx.array): Token ids, [B, T].
+            cache (List[Any], optional): One entry for each layer; more are ignored.
+            input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
+            return_hidden (bool): Also return the output of the final norm. Default: ``False``.
+            n_confirmed (int): With a number above 0, ``mlx_mtp.cache.rollback`` can go back to any token from this one
+              on: it is the number of leading tokens known to be final. Default: ``0``, which records nothing.
+
+        Returns:
+            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` and hidden states [B, T, H].
+        """
+        return self.language_model(
+            inputs, cache, input_embeddings, return_hidden=return_hidden, n_confirmed=n_confirmed
+        )
+
+    @property
+    def mtp(self) -> MTPModule:
+        return self.language_model.mtp
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The output layer alone: [B, T, H] -> [B, T, V]."""
+        return self.language_model.logits(hidden)

@@ -1,0 +1,71 @@
+"""Qwen3-Next: mlx-lm's model with the MTP head, and with layers that can go back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import qwen3_next as stock
+from mlx_lm.models.cache import KVCache
+
+from .. import cache as caches
+from .gated_delta import recorded_recurrence
+from .mtp import MTPMixin, MTPModule, is_raw, sanitize_head, split_head
+
+
+@dataclass
+class ModelArgs(stock.ModelArgs):
+    mtp_num_hidden_layers: int = 0
+
+
+class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
+        if cache is None or getattr(cache, "window", None) is None:
+            return super().__call__(inputs, mask, cache)
+        B, S, _ = inputs.shape
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
+        qkv = mx.concatenate([t.reshape(B, S, -1) for t in (q, k, v)], axis=-1)  # [B, S, C]
+        out = recorded_recurrence(self, qkv, a, b, cache)
+        return self.out_proj(self.norm(out, z).reshape(B, S, -1))
+
+
+class Model(MTPMixin, stock.Model):
+    def __init__(self, args: ModelArgs):
+        super().__init__(args)
+        for layer in self.model.layers:
+            if layer.is_linear:
+                layer.linear_attn = GatedDeltaNet(args)
+        if args.mtp_num_hidden_layers > 0:
+            full_attention = args.full_attention_interval - 1
+            self.mtp = MTPModule(args, stock.Qwen3NextDecoderLayer(args, layer_idx=full_attention))
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Any | None = None,
+        *,
+        return_hidden: bool = False,
+        n_confirmed: int = 0,
+    ):
+        """As ``mlx_mtp.models.qwen3_5.Model``, without input embeddings, which mlx-lm's Qwen3-Next does not take."""
+        if n_confirmed > 0:
+            caches.begin(cache[: len(self.layers)], n_confirmed)
+        hidden = self.model(inputs, cache)
+        logits = self.logits(hidden)
+        return (logits, hidden) if return_hidden else logits
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The output layer alone: [B, T, H] -> [B, T, V]."""
+        if self.args.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(hidden)
+        return self.lm_head(hidden)
+
+    def make_cache(self):
+        return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+
+    def sanitize(self, weights):
+        weights, head = split_head(weights)
+        raw = is_raw(weights)
+        weights = super().sanitize(weights)
+        if "mtp" in self:
+            weights.update({f"mtp.{name}": w for name, w in sanitize_head(self.mtp, head, raw).items()})
+        return weights
