@@ -16,6 +16,12 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_update
 
 
+@mx.compile
+def _replay(*inputs: mx.array) -> mx.array:
+    """The state after a few tokens. Compiled, since only then the outputs, which nobody wants, are not computed."""
+    return gated_delta_update(*inputs)[1]
+
+
 @dataclass
 class _Window:
     """What is needed to go back inside one call of a recurrent layer."""
@@ -76,18 +82,21 @@ class ArraysCache(stock.ArraysCache):
             self.cache = window.before
         elif n < window.n_tokens:
             assert window.conv_input is not None
+            assert window.state is not None
             n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
             # A copy, since a slice pins the array that it is cut from.
             self.cache[0] = mx.contiguous(window.conv_input[:, n : n + n_keep])
             self.cache[1] = window.state
             if n > window.n_confirmed:
                 inputs = [x[:, : n - window.n_confirmed] for x in window.inputs]
-                _, self.cache[1] = gated_delta_update(*inputs, *window.gates, window.state)
+                self.cache[1] = _replay(*inputs, *window.gates, window.state)
 
 
-def begin(caches: list[Any], n_confirmed: int) -> None:
+def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
     """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
-    for c in caches:
+    if caches is None:
+        raise ValueError("With n_confirmed, the model needs a cache to record in.")
+    for c in caches[:n_layers]:
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
                 raise ValueError("This cache cannot go back: make it with model.make_cache().")

@@ -90,7 +90,7 @@ def stream_generate(
         if isinstance(prompt, str):
             add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
             prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        prompt = mx.array(prompt)
+        prompt = mx.array(prompt)  # type: ignore[arg-type]
 
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()

@@ -6,9 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 import mlx_lm
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, load_adapters, load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
@@ -29,7 +27,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     mtp: bool = True,
-) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+) -> Any:
     """
     Load the model, its MTP head and the tokenizer from a given path or a huggingface repository.
 
@@ -37,21 +35,25 @@ def load(
         path_or_hf_repo (str): The path or the huggingface repository to load the model from.
         mtp (bool): With ``False`` this is ``mlx_lm.load``: no head, any model. Default: ``True``.
 
-    The other arguments and what is returned are those of ``mlx_lm.load``.
+    The other arguments are those of ``mlx_lm.load``.
+
+    Returns:
+        Tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, and with ``return_config`` the config, a dictionary.
 
     Raises:
         FileNotFoundError: The model or one of its files is not there.
         ValueError: The model type is not supported, the head is not there or not whole, or a file is damaged.
     """
-    options = dict(tokenizer_config=tokenizer_config, adapter_path=adapter_path, lazy=lazy)
     if not mtp:
         return mlx_lm.load(
             path_or_hf_repo,
+            tokenizer_config=tokenizer_config,
             model_config=model_config,
+            adapter_path=adapter_path,
+            lazy=lazy,
             return_config=return_config,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **options,
         )
     path = _fetch(path_or_hf_repo, revision)
     config = _read_config(path, path_or_hf_repo)

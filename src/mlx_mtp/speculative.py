@@ -103,7 +103,7 @@ def mtp_generate_step(
     Raises:
         ValueError: The model has no MTP head, the prompt cache does not fit it, or an argument is out of range.
     """
-    if "mtp" not in (model.language_model if "language_model" in model else model):
+    if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
     if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens must be from 1 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
@@ -122,7 +122,9 @@ def mtp_generate_step(
 
     n_cached = max(getattr(c, "offset", 0) for c in prompt_cache[:n_layers])  # tokens that are final
     seen = mx.array([], mx.uint32)  # those of them that the logits processors have been shown
-    window = hidden = None  # the tokens [T] and hidden states [1, T, H] of a window that is not settled
+    # The tokens [T] and hidden states [1, T, H] of the window that is not settled.
+    window: Any = None
+    hidden: Any = None
 
     def backbone(tokens, embeddings=None, n_confirmed=0):
         """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
@@ -224,8 +226,8 @@ def mtp_generate_step(
             while n_yielded != max_tokens:
                 choices, logprobs = choose(logits)
                 mx.eval(choices, drafts)
-                chosen = choices.tolist()
-                n = n_matching(drafts.tolist(), chosen)
+                chosen: Any = choices.tolist()
+                n = n_matching(drafts.tolist(), chosen)  # type: ignore[arg-type]
                 counts.add(len(drafts), n)
                 if n_yielded == 0:
                     progress(n_prompt, n_prompt)

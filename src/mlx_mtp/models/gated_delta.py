@@ -1,5 +1,7 @@
 """The verify pass of a GatedDeltaNet layer: mlx-lm's forward, split where the confirmed tokens end, and recorded."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
@@ -7,7 +9,7 @@ from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from ..cache import ArraysCache
 
 
-def recorded_recurrence(layer: nn.Module, qkv: mx.array, a: mx.array, b: mx.array, cache: ArraysCache) -> mx.array:
+def recorded_recurrence(layer: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: ArraysCache) -> mx.array:
     """Convolution and gated delta rule over a window, as in mlx-lm's ``GatedDeltaNet.__call__`` (0.32.2).
 
     Args:
@@ -21,6 +23,7 @@ def recorded_recurrence(layer: nn.Module, qkv: mx.array, a: mx.array, b: mx.arra
     """
     B, S, _ = qkv.shape
     window, n_keep = cache.window, layer.conv_kernel_size - 1
+    assert window is not None
     n = min(window.n_confirmed, S)
 
     conv_state = cache[0]

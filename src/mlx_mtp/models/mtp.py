@@ -9,11 +9,14 @@ and Qwen3-Next checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, secti
 """
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
+
+T = TypeVar("T")
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -52,7 +55,11 @@ class MTPModule(nn.Module):
 
 
 class MTPMixin:
-    """What every model with a head has; it needs ``mtp``, ``model.embed_tokens`` and ``logits`` of the model."""
+    """What every model with a head can do."""
+
+    mtp: Any
+    model: Any
+    logits: Any
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """One pass of the head.
@@ -69,7 +76,7 @@ class MTPMixin:
         return self.logits(out), out
 
 
-def split_head(weights: Mapping[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Split a checkpoint's tensors into (backbone, head), the head's names cut to what follows ``mtp.``."""
     backbone, head = {}, {}
     for name, w in weights.items():
@@ -94,7 +101,8 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
     """
-    expected = {name: p.shape for name, p in tree_flatten(mtp.parameters())}
+    parameters: Any = tree_flatten(mtp.parameters())
+    expected = {name: p.shape for name, p in parameters}
     weights = dict(head)
 
     missing = []
@@ -113,16 +121,16 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
             absent = [name for name in names if name not in weights]
             missing += absent
             if not absent:
-                stacked = mx.stack([weights.pop(name) for name in names])  # [E, I, H]
-                weights[f"{mlp}.switch_mlp.{projection}.weight"] = stacked
+                experts = mx.stack([weights.pop(name) for name in names])  # [E, I, H]
+                weights[f"{mlp}.switch_mlp.{projection}.weight"] = experts
 
     if raw:
         for name, shape in expected.items():
             if len(shape) == 1 and name in weights:
                 weights[name] = weights[name] + 1.0
 
-    stacked = [f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS]
-    missing += [n for n in expected if n not in weights and not (missing and n in stacked)]
+    made = [f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS]
+    missing += [n for n in expected if n not in weights and not (missing and n in made)]
     if missing:
         raise ValueError(f"The MTP head lacks {_listed(missing)}.")
     quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}

@@ -62,7 +62,7 @@ class TextModel(stock.TextModel):
         n_confirmed: int = 0,
     ) -> mx.array | tuple[mx.array, mx.array]:
         if n_confirmed > 0:
-            caches.begin(cache[: len(self.layers)], n_confirmed)
+            caches.begin(cache, len(self.layers), n_confirmed)
         hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
         logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits

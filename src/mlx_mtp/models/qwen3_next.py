@@ -48,7 +48,7 @@ class Model(MTPMixin, stock.Model):
     ):
         """As ``mlx_mtp.models.qwen3_5.Model``, without input embeddings, which mlx-lm's Qwen3-Next does not take."""
         if n_confirmed > 0:
-            caches.begin(cache[: len(self.layers)], n_confirmed)
+            caches.begin(cache, len(self.layers), n_confirmed)
         hidden = self.model(inputs, cache)
         logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits

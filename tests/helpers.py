@@ -1,0 +1,131 @@
+"""Small models and plain decoding for the tests."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+DATA = Path(__file__).parent / "data"
+
+DENSE = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+def tiny_config(family: str, **changes) -> dict:
+    """The config.json of a tiny model of a family; ``changes`` are to the text config."""
+    if family == "qwen3_next":
+        config = {**DENSE, **EXPERTS, **ROPE, "max_position_embeddings": 4096, "mlp_only_layers": []}
+        return {**config, "model_type": family, **changes}
+    experts = EXPERTS if family == "qwen3_5_moe" else {}
+    text = {**DENSE, **experts, "rope_parameters": {"type": "default", **ROPE}, **changes}
+    return {"model_type": family, "text_config": text}
+
+
+def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes):
+    """A random model with a head, its weights spread so that greedy output varies.
+
+    float32 for mixtures of experts: MLX's CPU backend multiplies gathered matrices in nothing else.
+    """
+    module = import_module(f"mlx_mtp.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(tiny_config(family, **changes)))
+    model.eval()
+    keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters()))))
+
+    def weight(path, p):
+        noise = mx.random.normal(p.shape, key=next(keys))
+        if "norm" in path:
+            return (1 + 0.2 * noise).astype(dtype)
+        if p.ndim == 1:
+            return noise.astype(p.dtype if path.endswith("A_log") else dtype)
+        return (noise * (1.0 if "embed" in path else 2 * p.shape[-1] ** -0.5)).astype(dtype)
+
+    model.update(tree_map_with_path(weight, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def load_reference(folder: Path):
+    """A checkpoint of tests/data in float32, cast before the norms are shifted, as its reference values were computed."""
+    module = import_module(f"mlx_mtp.models.{json.loads((folder / 'config.json').read_text())['model_type']}")
+
+    class Model(module.Model):
+        def sanitize(self, weights):
+            return super().sanitize({name: w.astype(mx.float32) for name, w in weights.items()})
+
+    classes = (Model, module.ModelArgs)
+    model, _ = load_model(folder, model_config={"mtp_num_hidden_layers": 1}, get_model_classes=lambda config: classes)
+    return model
+
+
+def plain(prompt, model, **kwargs) -> list[int]:
+    """The tokens of mlx-lm's own generation."""
+    return [token for token, _ in generate_step(mx.array(prompt), model, **kwargs)]
+
+
+def arrays_equal(a, b) -> bool:
+    """Whether two trees of arrays and Nones are the same, bit for bit."""
+
+    def same(x, y):
+        return x is y if x is None or y is None else x.dtype == y.dtype and mx.array_equal(x, y).item()
+
+    a, b = tree_flatten(a), tree_flatten(b)
+    return [name for name, _ in a] == [name for name, _ in b] and all(same(x, y) for (_, x), (_, y) in zip(a, b))
+
+
+class Scripted:
+    """A model whose draft of token i is ``truth[i]`` where ``right(i)``, and another token elsewhere.
+
+    The head itself runs, so that its cache is filled as ever; only what its lm_head says is the script's.
+    """
+
+    def __init__(self, model, truth: list[int], right):
+        self._model, self._truth, self._right = model, truth, right
+        self._rows = 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._model(*args, **kwargs)
+
+    def mtp(self, embeddings, hidden, cache):
+        out = self._model.mtp(embeddings, hidden, cache)
+        self._rows = cache.offset
+        return out
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        # The last of n rows pairs hidden state n - 1 with token n, and guesses token n + 1.
+        i = self._rows + 1
+        draft = self._truth[i] if self._right(i) else (self._truth[i] + 1) % logits.shape[-1]
+        return 0 * logits + (mx.arange(logits.shape[-1]) == draft)

@@ -1,0 +1,188 @@
+"""Going back inside a window: the state is that of a forward over the tokens kept, bit for bit."""
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import arrays_equal, tiny_model
+from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from mlx_mtp import make_prompt_cache
+from mlx_mtp.cache import ArraysCache, adopt_prompt_cache, begin, rollback
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+WINDOW = [8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def tokens(ids):
+    return mx.array([ids])
+
+
+def filled(model, prompt):
+    cache = model.make_cache()
+    if prompt:
+        model(tokens(prompt), cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def kept(cache):
+    """What a cache of the backbone holds: its recurrent states, and its keys and values up to its offset."""
+    return [c.cache if isinstance(c, ArraysCache) else [x[..., : c.offset, :] for x in c.state[:2]] for c in cache]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "filled"])
+def test_going_back_gives_the_state_of_a_forward(family, prompt):
+    model = tiny_model(family)
+    before = filled(model, prompt)
+    for n_tokens in range(1, 10):
+        for n_confirmed in (1, 2, n_tokens):
+            if n_confirmed > n_tokens:
+                continue
+            for n in range(n_confirmed, n_tokens + 1):
+                ours, theirs = copy.deepcopy(before), copy.deepcopy(before)
+                logits = model(tokens(WINDOW[:n_tokens]), cache=ours, n_confirmed=n_confirmed)
+                rollback(ours, len(prompt), n)
+                want = model(tokens(WINDOW[:n]), cache=theirs)
+                assert arrays_equal(kept(ours), kept(theirs))
+                assert mx.array_equal(logits[:, :n], want)
+                follow_up = model(tokens([7]), cache=ours)
+                assert mx.array_equal(follow_up, model(tokens([7]), cache=theirs))
+
+
+def test_going_back_in_bfloat16():
+    model = tiny_model("qwen3_5", dtype=mx.bfloat16)
+    before = filled(model, PROMPT)
+    for n in range(1, 6):
+        ours, theirs = copy.deepcopy(before), copy.deepcopy(before)
+        model(tokens(WINDOW[:5]), cache=ours, n_confirmed=1)
+        rollback(ours, len(PROMPT), n)
+        model(tokens(WINDOW[:n]), cache=theirs)
+        assert arrays_equal(kept(ours), kept(theirs))
+
+
+def test_going_back_multiplies_with_no_weight(monkeypatch):
+    model = tiny_model("qwen3_5")
+    cache = filled(model, PROMPT)
+    model(tokens(WINDOW), cache=cache, n_confirmed=1)
+    mx.eval([c.state for c in cache])
+
+    def refuse(*_):
+        raise AssertionError("a weight matrix was multiplied with")
+
+    monkeypatch.setattr(nn.Linear, "__call__", refuse)
+    rollback(cache, len(PROMPT), 4)
+    mx.eval([c.state for c in cache])
+    with pytest.raises(AssertionError, match="weight"):
+        model(tokens([1]), cache=cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_can_be_undone(family):
+    model = tiny_model(family)
+    for prompt in ([], PROMPT):
+        cache = filled(model, prompt)
+        before = copy.deepcopy(cache)
+        model(tokens(WINDOW), cache=cache, n_confirmed=1)
+        rollback(cache, len(prompt), 0)
+        assert arrays_equal(
+            [c.cache for c in cache if isinstance(c, ArraysCache)],
+            [c.cache for c in before if isinstance(c, ArraysCache)],
+        )
+        assert [c.offset for c in cache if not isinstance(c, ArraysCache)] == [
+            c.offset for c in before if not isinstance(c, ArraysCache)
+        ]
+
+
+def test_what_was_not_recorded_raises():
+    model = tiny_model("qwen3_5")
+    cache = filled(model, PROMPT)
+    with pytest.raises(ValueError, match="nothing to go back to"):
+        rollback(cache, len(PROMPT) - 1, 0)
+    cache = filled(model, PROMPT)
+    model(tokens(WINDOW[:4]), cache=cache, n_confirmed=2)
+    for n in (1, 5, -1):
+        with pytest.raises(ValueError, match="Cannot keep"):
+            cache[0].rollback(n)
+    cache[0].rollback(3)
+    with pytest.raises(ValueError, match="nothing to go back to"):
+        cache[0].rollback(3)
+
+
+def test_a_window_must_be_closed_before_the_next():
+    model = tiny_model("qwen3_5")
+    cache = filled(model, PROMPT)
+    model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
+    with pytest.raises(ValueError, match="still open"):
+        model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
+
+
+def test_padded_prompts_cannot_go_back():
+    padded = ArraysCache(size=2, left_padding=[0, 3])
+    with pytest.raises(ValueError, match="padded"):
+        padded.begin(1)
+    with pytest.raises(ValueError, match="make_cache"):
+        begin([stock.ArraysCache(size=2)], 1, 1)
+
+
+def test_a_closed_window_keeps_nothing():
+    model = tiny_model("qwen3_5")
+    cache = filled(model, PROMPT)
+    for n in (0, 1, 3, 4):
+        model(tokens(WINDOW[:4]), cache=cache, n_confirmed=1)
+        rollback(cache, cache[model.model.fa_idx].offset - 4, n)
+        assert all(c.window is None for c in cache if isinstance(c, ArraysCache))
+
+
+def test_outside_a_window_the_cache_is_mlx_lms():
+    model = tiny_model("qwen3_5")
+    ours = filled(model, PROMPT)
+    theirs = [stock.ArraysCache(size=2) if l.is_linear else stock.KVCache() for l in model.layers]
+    model(tokens(PROMPT), cache=theirs)
+    assert arrays_equal(
+        kept(ours),
+        [c.cache if isinstance(c, stock.ArraysCache) else [x[..., : c.offset, :] for x in c.state[:2]] for c in theirs],
+    )
+    assert [type(c).__name__ for c in ours] == [type(c).__name__ for c in theirs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
+    model = tiny_model(family)
+    cache = make_prompt_cache(model)
+    _, hidden = model(tokens(PROMPT), cache=cache, return_hidden=True)
+    model.mtp_forward(hidden[:, :-1], tokens(PROMPT[1:]), cache[-2])
+    cache[-1][0] = hidden[:, -1:]
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    adopt_prompt_cache(model, loaded)
+    assert len(loaded) == len(cache)
+    a = model(tokens(WINDOW), cache=cache, n_confirmed=1)
+    b = model(tokens(WINDOW), cache=loaded, n_confirmed=1)
+    assert mx.array_equal(a, b)
+    rollback(cache[:-2], len(PROMPT), 3)
+    rollback(loaded[:-2], len(PROMPT), 3)
+    assert arrays_equal(kept(cache[:-2]), kept(loaded[:-2]))
+
+
+def test_an_empty_cache_of_the_backbone_gets_a_head():
+    model = tiny_model("qwen3_5")
+    cache = stock.make_prompt_cache(model)
+    adopt_prompt_cache(model, cache)
+    assert len(cache) == len(model.layers) + 2
+
+
+def test_a_cache_that_the_head_has_not_seen_is_refused():
+    model = tiny_model("qwen3_5")
+    with pytest.raises(ValueError, match="no rows for the MTP head"):
+        adopt_prompt_cache(model, filled(model, PROMPT))
+    used_without = make_prompt_cache(model)
+    model(tokens(PROMPT), cache=used_without)
+    with pytest.raises(ValueError, match="used without the head"):
+        adopt_prompt_cache(model, used_without)
+    with pytest.raises(ValueError, match="entries"):
+        adopt_prompt_cache(model, make_prompt_cache(model)[1:])

@@ -1,0 +1,58 @@
+"""Backbone, head and draft chain agree with an independent implementation."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import DATA, load_reference
+
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+
+CHECKPOINTS = ["dense", "moe35", "moe36", "next"]
+TOLERANCE = 2e-4  # of logits; the closest top two of the greedy continuations are further apart
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def case(request):
+    folder = DATA / request.param
+    values = np.load((DATA / request.param.replace("moe36", "moe35")) / "reference.npz")
+    return load_reference(folder), values, [k for k in range(4) if f"prompt_{k}" in values]
+
+
+def difference(ours: mx.array, theirs: np.ndarray) -> float:
+    return float(np.abs(np.array(ours) - theirs).max())
+
+
+def test_backbone_logits_and_hidden_states(case):
+    model, values, prompts = case
+    for j in prompts:
+        logits, hidden = model(mx.array(values[f"prompt_{j}"])[None], return_hidden=True)
+        assert difference(logits[0], values[f"logits_{j}"]) <= TOLERANCE
+        assert difference(hidden[0], values[f"hidden_{j}"]) <= TOLERANCE
+
+
+def test_head_logits_and_draft_chain(case):
+    model, values, prompts = case
+    for j in prompts:
+        prompt = mx.array(values[f"prompt_{j}"])[None]
+        _, hidden = model(prompt, return_hidden=True)
+        next_tokens = mx.concatenate([prompt[:, 1:], mx.array(values[f"greedy_{j}"][:1])[None]], axis=1)
+        head_cache = make_prompt_cache(model)[len(model.layers)]
+        logits, out = model.mtp_forward(hidden, next_tokens, head_cache)
+        assert difference(logits[0], values[f"mtp_logits_{j}"]) <= TOLERANCE
+
+        logits, out = logits[:, -1:], out[:, -1:]
+        for i, draft in enumerate(values[f"draft_tokens_{j}"].tolist()):
+            assert difference(logits[0, 0], values[f"draft_logits_{j}"][i]) <= TOLERANCE
+            assert mx.argmax(logits[0, 0]).item() == draft
+            logits, out = model.mtp_forward(out, mx.array([[draft]]), head_cache)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_greedy_tokens(case, depth):
+    model, values, prompts = case
+    for j in prompts:
+        want = values[f"greedy_{j}"].tolist()
+        steps = mtp_generate_step(
+            mx.array(values[f"prompt_{j}"]), model, max_tokens=len(want), num_draft_tokens=depth, prefill_step_size=7
+        )
+        assert [token for token, _, _ in steps] == want
