@@ -271,26 +271,34 @@ def test_a_failing_sampler_leaves_the_cache_of_what_was_yielded(n_calls):
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
-def test_a_failure_inside_a_verify_pass_leaves_the_cache_of_what_was_yielded(layer, monkeypatch):
+@pytest.mark.parametrize("n_calls", [1, 3, 4, 5, 6, 8])
+def test_a_failure_inside_a_pass_leaves_the_cache_of_what_was_yielded(layer, n_calls, monkeypatch):
+    """Three calls prefill; the first verify pass is the fourth."""
     model = model_of("qwen3_5")
-    prompt_cache, tokens = make_prompt_cache(model), []
+    prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
     broken = model.layers[layer].mlp
     original = type(broken).__call__
 
     def fail(self, x):
-        if self is broken and len(tokens) >= 6:
+        nonlocal calls
+        calls += self is broken
+        if self is broken and calls == n_calls:
             raise Failure
         return original(self, x)
 
     monkeypatch.setattr(type(broken), "__call__", fail)
     with pytest.raises(Failure):
-        for token, _, _ in mtp_generate_step(PROMPT, model, num_draft_tokens=3, prompt_cache=prompt_cache):
+        for token, _, _ in mtp_generate_step(
+            PROMPT, model, num_draft_tokens=3, prompt_cache=prompt_cache, prefill_step_size=4
+        ):
             tokens.append(token)
     monkeypatch.undo()
-    at_rest(model, prompt_cache, len(PROMPT) + len(tokens))
-    assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain(
-        PROMPT.tolist() + tokens + [7, 2], model, max_tokens=8
-    )
+    n_cached = {1: 0, 3: 8, 4: 10}.get(n_calls, 11 + len(tokens))
+    history = (PROMPT.tolist() + tokens)[:n_cached]
+    assert n_calls < 6 or tokens
+    if history:
+        at_rest(model, prompt_cache, n_cached)
+    assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain([*history, 7, 2], model, max_tokens=8)
 
 
 # Options

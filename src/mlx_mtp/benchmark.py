@@ -86,7 +86,12 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         def forward(window=window):
             return model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1)
 
-        verify.append(median_time(forward, after=lambda: caches.rollback(backbone, offset, 0)))
+        def back():
+            nonlocal offset
+            caches.rollback(backbone, offset, 1)
+            offset += 1
+
+        verify.append(median_time(forward, after=back))
     for n in range(1, max_draft_tokens + 1):
         times = []
         for _ in range(10):

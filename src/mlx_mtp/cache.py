@@ -7,6 +7,8 @@ state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the
 This module knows nothing of layers, drafts or acceptance.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,6 @@ class _Window:
     """What is needed to go back inside one call of a recurrent layer."""
 
     n_confirmed: int
-    before: list[mx.array | None]  # [conv window, recurrent state] before the call
     n_tokens: int = 0
     conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
@@ -57,7 +58,7 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last window of this cache is still open: close it with rollback.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot go back.")
-        self.window = _Window(n_confirmed, before=list(self.cache))
+        self.window = _Window(n_confirmed)
 
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens and release what was recorded.
@@ -65,7 +66,7 @@ class ArraysCache(stock.ArraysCache):
         The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with.
 
         Args:
-            n (int): From the confirmed tokens to all of the window's, or 0 to undo the call.
+            n (int): From the number of confirmed tokens to that of all.
 
         Raises:
             ValueError: No window is open, or the state after ``n`` tokens was not recorded.
@@ -73,14 +74,12 @@ class ArraysCache(stock.ArraysCache):
         window = self.window
         if window is None:
             raise ValueError("There is nothing to go back to: call the model with n_confirmed to record a window.")
-        if n != 0 and not window.n_confirmed <= n <= window.n_tokens:
+        if not window.n_confirmed <= n <= window.n_tokens:
             raise ValueError(
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         self.window = None
-        if n == 0:
-            self.cache = window.before
-        elif n < window.n_tokens:
+        if n < window.n_tokens:
             assert window.conv_input is not None
             assert window.state is not None
             n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
@@ -110,6 +109,21 @@ def rollback(caches: list[Any], offset: int, n: int) -> None:
             c.rollback(n)
         else:
             c.trim(c.offset - (offset + n))
+
+
+@contextmanager
+def undone_on_failure(caches: list[Any]) -> Iterator[None]:
+    """If the model's call inside fails or is interrupted, half of the layers have seen its tokens: take them back."""
+    before = [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
+    try:
+        yield
+    except BaseException:
+        for c, b in zip(caches, before):
+            if hasattr(c, "offset"):
+                c.trim(c.offset - b)
+            else:
+                c.cache, c.window = b, None
+        raise
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:

@@ -30,7 +30,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from .acceptance import n_matching
-from .cache import adopt_prompt_cache, make_prompt_cache, rollback
+from .cache import adopt_prompt_cache, make_prompt_cache, rollback, undone_on_failure
 
 MAX_DRAFT_TOKENS = 8
 DEFAULT_NUM_DRAFT_TOKENS = 2
@@ -143,12 +143,15 @@ def mtp_generate_step(
 
     def prefill(tokens, embeddings):
         nonlocal n_cached, seen
-        _, hidden = backbone(tokens, embeddings)
-        # Each token's row is fed the hidden state before it: the first one waits from the call before, if there was one.
-        previous = hidden[:, :-1] if last_hidden.empty() else mx.concatenate([last_hidden[0], hidden[:, :-1]], axis=1)
-        if (n := previous.shape[1]) > 0:
-            head(tokens[-n:], previous, None if embeddings is None else embeddings[-n:])
-        last_hidden[0] = mx.contiguous(hidden[:, -1:])
+        with undone_on_failure(prompt_cache):
+            _, hidden = backbone(tokens, embeddings)
+            # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
+            previous = hidden[:, :-1]
+            if not last_hidden.empty():
+                previous = mx.concatenate([last_hidden[0], previous], axis=1)
+            if (n := previous.shape[1]) > 0:
+                head(tokens[-n:], previous, None if embeddings is None else embeddings[-n:])
+            last_hidden[0] = mx.contiguous(hidden[:, -1:])
         n_cached += hidden.shape[1]
         if logits_processors:
             seen = mx.concatenate([seen, tokens])
@@ -160,11 +163,8 @@ def mtp_generate_step(
         """Open a window: tokens [T], the first of them final -> logits [1, T, V]"""
         nonlocal window, hidden
         quantize()
-        try:
+        with undone_on_failure(prompt_cache):
             logits, hidden = backbone(tokens, embeddings, n_confirmed=1)
-        except BaseException:
-            rollback(prompt_cache[:n_layers], n_cached, 0)
-            raise
         window = tokens
         return logits
 
@@ -172,9 +172,8 @@ def mtp_generate_step(
         """logits [1, T, V] -> choices [T], logprobs [T] of [V]"""
         choices, rows = [], []
         for i in range(logits.shape[1]):
-            row = logits[
-                :, i
-            ]  # [1, V]: as mlx-lm's samplers and processors take it, and a copy that they may write into
+            # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
+            row = logits[:, i]
             if len(window) > 0:
                 for processor in logits_processors:
                     row = processor(mx.concatenate([seen, window[: i + 1]]), row)
@@ -213,10 +212,8 @@ def mtp_generate_step(
             done += n
             progress(done, n_prompt)
 
-        n_yielded, standing = (
-            0,
-            1,
-        )  # standing: tokens of the open window that have been yielded, or are the prompt's last
+        n_yielded = 0
+        standing = 1  # tokens of the open window that stand if generation stops now
         drafts = seen[:0]
         try:
             last, embeddings = prompt[done:], None if input_embeddings is None else input_embeddings[done:]
