@@ -9,11 +9,13 @@ from .models.mtp import MTPModule
 from .speculative import mtp_generate_step
 
 if TYPE_CHECKING:
+    from .convert import convert
     from .generate import GenerationResponse, generate, stream_generate
 
 __all__ = [
     "GenerationResponse",
     "MTPModule",
+    "convert",
     "generate",
     "load",
     "make_prompt_cache",
@@ -24,7 +26,8 @@ __all__ = [
 
 def __getattr__(name: str):
     # Imported when asked for: `python -m mlx_mtp.generate` warns of a submodule that its package has imported.
-    if name in ("GenerationResponse", "generate", "stream_generate"):
-        module = import_module(".generate", __name__)
-        return module if name == "generate" else getattr(module, name)
+    if name in ("convert", "generate"):
+        return import_module(f".{name}", __name__)  # modules that can be called
+    if name in ("GenerationResponse", "stream_generate"):
+        return getattr(import_module(".generate", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

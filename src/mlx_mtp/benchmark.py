@@ -10,7 +10,6 @@ the head, each timed alone, and E the mean number of tokens that a step yields,
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 from . import cache as caches
+from .errors import one_line_errors
 from .load import DEMO, load
 from .speculative import MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
 
@@ -209,14 +209,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="A text file of prompts, parted by lines of three dashes.")
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
     args = parser.parse_args()
-    try:
+    with one_line_errors("mlx_mtp.benchmark"):
         if not all(1 <= k <= MAX_DRAFT_TOKENS for k in args.num_draft_tokens):
             raise ValueError(f"--num-draft-tokens takes numbers from 1 to {MAX_DRAFT_TOKENS}.")
         model, tokenizer = load(args.model)
         texts = args.prompts.read_text().split("\n---\n") if args.prompts else PROMPTS
-    except (ValueError, OSError) as e:
-        print(f"mlx_mtp.benchmark: error: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     prompts = [mx.array(tokenizer.encode(t)) for t in texts]
     parts = time_parts(model, prompts[0], max(args.num_draft_tokens))
     depths = [compare(model, prompts, k, parts, args.max_tokens, args.repeat) for k in args.num_draft_tokens]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +19,8 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .callable_module import make_callable
+from .errors import one_line_errors
 from .load import DEMO, load
 from .speculative import DEFAULT_NUM_DRAFT_TOKENS, MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
 
@@ -172,14 +173,7 @@ def generate(
     return text
 
 
-class _Module(ModuleType):
-    """``mlx_mtp.generate`` is this module and, called, its function: both spellings work in any order of imports."""
-
-    def __call__(self, *args, **kwargs) -> str:
-        return generate(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Module
+make_callable(__name__)
 
 
 def make_parser():
@@ -202,12 +196,8 @@ def make_parser():
 
 def main() -> None:
     args = make_parser().parse_args()
-    try:
+    with one_line_errors("mlx_mtp.generate"):
         run(args)
-    except (ValueError, OSError) as e:
-        message = " ".join(str(e).split())
-        print(f"mlx_mtp.generate: error: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 def run(args) -> None:

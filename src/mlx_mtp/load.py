@@ -6,13 +6,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm
-from mlx_lm.utils import _download, load_adapters, load_config, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_adapters, load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from .models.mtp import split_head
 
 DEMO = Path(__file__).parent / "demo"
+EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside those of the model
+HEAD_FILE = "mtp.safetensors"
 SUPPORTED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
@@ -55,16 +58,21 @@ def load(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-    path = _fetch(path_or_hf_repo, revision)
+    path = fetch(path_or_hf_repo, revision)
     config = _read_config(path, path_or_hf_repo)
     model_module = import_module(f".models.{config['model_type']}", __package__)
     check_head(path_or_hf_repo, config, tensor_names(path))
+    head_file = config.get(EXTRA_TENSORS, {}).get("mtp_file")
+
+    class Model(model_module.Model):  # type: ignore[name-defined]
+        def sanitize(self, weights):
+            return super().sanitize(weights if head_file is None else {**weights, **mx.load(str(path / head_file))})
 
     model, config = load_model(
         path,
         lazy=lazy,
         model_config={**(model_config or {}), "mtp_num_hidden_layers": 1},
-        get_model_classes=lambda config: (model_module.Model, model_module.ModelArgs),
+        get_model_classes=lambda config: (Model, model_module.ModelArgs),
         trust_remote_code=trust_remote_code,
     )
     if adapter_path is not None:
@@ -81,22 +89,23 @@ def tensor_names(path: Path) -> list[str]:
         FileNotFoundError: There is no file of weights, or one that the index names is missing.
         ValueError: A file is cut short or damaged.
     """
-    files = {f.name for f in path.glob("model*.safetensors")}
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-        if missing := sorted(listed - files):
-            raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
-    if not files:
-        raise FileNotFoundError(f"No safetensors found in {path}")
-    names = []
-    for file in sorted(files):
+    files = sorted(path.glob("model*.safetensors")) + sorted(path.glob(HEAD_FILE))
+    names: set[str] = set()
+    for file in files:
         try:
-            with safe_open(path / file, framework="numpy") as f:
-                names += f.keys()
+            with safe_open(file, framework="numpy") as f:
+                names.update(f.keys())
         except SafetensorError as e:
-            raise ValueError(f"{path / file} is cut short or damaged ({e}): download or convert it again.") from e
-    return names
+            raise ValueError(f"{file} is cut short or damaged ({e}): download or convert it again.") from e
+    if (index := path / "model.safetensors.index.json").exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        if missing := sorted(set(weight_map.values()) - {file.name for file in files}):
+            raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
+        if missing := sorted(set(weight_map) - names):
+            raise ValueError(f"{path} lacks the tensor {missing[0]}, which its index names: download it again.")
+    if not names:
+        raise FileNotFoundError(f"No safetensors found in {path}")
+    return sorted(names)
 
 
 def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> None:
@@ -115,9 +124,9 @@ def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> Non
     raise ValueError(f"{name} has no MTP head: {mend}")
 
 
-def _fetch(path_or_hf_repo: str, revision: str | None) -> Path:
+def fetch(path_or_hf_repo: str, revision: str | None) -> Path:
     try:
-        return _download(path_or_hf_repo, revision=revision)
+        return _download(path_or_hf_repo, revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, HEAD_FILE])
     except (OSError, ValueError) as e:
         reason = str(e).strip().partition("\n")[0]
         raise FileNotFoundError(f"{path_or_hf_repo} is no folder, and could not be downloaded: {reason}") from e

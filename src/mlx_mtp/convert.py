@@ -1,0 +1,304 @@
+"""``mlx_mtp.convert``: mlx-lm's conversion, with the MTP head kept as it is."""
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.convert import MODEL_CONVERSION_DTYPES, configure_parser, mixed_quant_predicate_builder
+from mlx_lm.utils import (
+    create_model_card,
+    dequantize_model,
+    get_total_parameters,
+    quantize_model,
+    save_config,
+    upload_to_hub,
+)
+from tqdm import tqdm
+
+from .callable_module import make_callable
+from .errors import one_line_errors
+from .load import EXTRA_TENSORS, HEAD_FILE, fetch, load
+
+USAGE = """
+## Multi-token prediction
+
+This checkpoint keeps the model's MTP head, for faster decoding of the same text with mlx_mtp:
+
+```sh
+pip install mlx-mtp
+mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.'
+```
+
+Plain mlx-lm loads it, too, and leaves the head out.
+"""
+
+
+def convert(
+    hf_path: str,
+    mlx_path: str = "mlx_model",
+    quantize: bool = False,
+    q_group_size: int | None = None,
+    q_bits: int | None = None,
+    q_mode: str = "affine",
+    dtype: str | None = None,
+    upload_repo: str | None = None,
+    revision: str | None = None,
+    dequantize: bool = False,
+    quant_predicate: Callable[[str, nn.Module], bool | dict] | str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    mtp: bool = True,
+    mtp_bits: int | None = None,
+    mtp_group_size: int = 64,
+) -> None:
+    """
+    Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head in the dtype that it came in.
+
+    Tensors are read when they are written, a few shards at a time. The output folder appears whole or not at all.
+
+    Args:
+        mtp (bool): With ``False``, convert without a head. Default: ``True``, and a checkpoint without one is an error.
+        mtp_bits (int, optional): Quantize the head's decoder layer to this many bits (``fc`` and a router never are). It
+          costs drafts, in a mixture of experts nearly all of them. Default: ``None``.
+        mtp_group_size (int): Group size of that quantization. Default: ``64``.
+
+    The other arguments are those of ``mlx_lm.convert``.
+
+    Raises:
+        FileNotFoundError: The checkpoint or one of its files is not there.
+        ValueError: The target exists, the checkpoint has no head or is damaged, or the arguments contradict each other.
+    """
+    target = Path(mlx_path)
+    if target.exists():
+        raise ValueError(
+            f"Cannot save to the path {target} as it already exists."
+            " Please delete the file/directory or specify a new path to save to."
+        )
+    if quantize and dequantize:
+        raise ValueError("Choose either quantize or dequantize, not both.")
+
+    print("[INFO] Loading")
+    model, tokenizer, config = load(
+        hf_path,
+        revision=revision,
+        return_config=True,
+        tokenizer_config={"trust_remote_code": trust_remote_code},
+        lazy=True,
+        trust_remote_code=trust_remote_code,
+        mtp=mtp,
+    )
+    by_user: Any = quant_predicate
+    if isinstance(quant_predicate, str):
+        if q_mode != "affine":
+            raise ValueError("Quant predicates only support 'affine' quantization.")
+        by_user = mixed_quant_predicate_builder(quant_predicate, model, q_group_size or 64)
+
+    head_dtype = _cast(model, dtype, config)
+    if quantize or mtp_bits is not None:
+        print("[INFO] Quantizing")
+        predicate = _compose(model, by_user if quantize else lambda *_: False, mtp_bits, mtp_group_size)
+        model, config = quantize_model(model, config, q_group_size, q_bits, mode=q_mode, quant_predicate=predicate)
+    if dequantize:
+        print("[INFO] Dequantizing")
+        config.pop("quantization", None)
+        config.pop("quantization_config", None)
+        model = dequantize_model(model)
+
+    source = fetch(hf_path, revision)
+    if mtp:
+        _describe_head(config, hf_path, source, head_dtype, mtp_bits)
+    with _whole_or_not_at_all(target) as folder:
+        write(folder, model, config, mtp, max_shard_bytes(source))
+        tokenizer.save_pretrained(folder)
+        for pattern in ("*.py", "generation_config.json"):
+            for file in source.glob(pattern):
+                shutil.copy(file, folder)
+        create_model_card(folder, None if Path(hf_path).exists() else hf_path)
+        if mtp:
+            with (folder / "README.md").open("a") as f:
+                f.write(USAGE.format(name=upload_repo or target))
+    if upload_repo is not None:
+        upload_to_hub(str(target), upload_repo)
+
+
+def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> str:
+    """mlx-lm's cast of all that is not quantized. The head is cast only where ``dtype`` asks for it; returns its dtype."""
+    head_dtype = dtype
+    dtype = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    if dtype in MODEL_CONVERSION_DTYPES:
+        print("[INFO] Using dtype:", dtype)
+        cast_predicate = getattr(model, "cast_predicate", lambda _: True)
+
+        def cast(path, p):
+            if not cast_predicate(path) or not mx.issubdtype(p.dtype, mx.floating):
+                return p
+            if is_head(path) and head_dtype is None:
+                return p
+            return p.astype(getattr(mx, dtype))
+
+        model.update(tree_map_with_path(cast, model.parameters()))
+    mtp = getattr(model, "mtp", None)
+    return str(mtp.fc.weight.dtype).removeprefix("mlx.core.") if mtp is not None else ""
+
+
+def is_head(path: str) -> bool:
+    return path.startswith(("mtp.", "language_model.mtp."))
+
+
+def _compose(
+    model: nn.Module,
+    user: Callable[[str, nn.Module], bool | dict] | None,
+    mtp_bits: int | None,
+    mtp_group_size: int,
+) -> Callable[[str, nn.Module], bool | dict]:
+    """The user's predicate for the backbone, under the model's own for its routers; the head's apart from both."""
+    own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def predicate(path: str, module: nn.Module) -> bool | dict:
+        by_model = own(path, module)
+        is_router = isinstance(by_model, dict)
+        if is_head(path):
+            if mtp_bits is None or is_router or ".layers." not in path:
+                return False
+            return {"group_size": mtp_group_size, "bits": mtp_bits, "mode": "affine"}
+        by_user = by_model if user is None else user(path, module)
+        return by_model if is_router and by_user else by_user
+
+    return predicate
+
+
+def _describe_head(config: dict[str, Any], hf_path: str, source: Path, dtype: str, mtp_bits: int | None) -> None:
+    """Put into config.json that there is a head, and what was done to it."""
+    config.pop("mtp_num_hidden_layers", None)
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    # A snapshot's folder is named by its commit.
+    revision = source.name if source.parent.name == "snapshots" else None
+    config["mlx_mtp"] = {
+        "source": hf_path,
+        "revision": revision,
+        "dtype": dtype,
+        "bits": mtp_bits,
+        "norms_shifted": True,
+    }
+    if config["model_type"] == "qwen3_next":
+        config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
+
+
+def max_shard_bytes(source: Path) -> int:
+    """The size of a checkpoint's largest file: what is written in files no larger needs memory for a few of them."""
+    return max(f.stat().st_size for f in source.glob("model*.safetensors"))
+
+
+def write(folder: Path, model: nn.Module, config: dict[str, Any], mtp: bool, shard_bytes: int) -> None:
+    """Write a model's tensors, shard by shard, the index and config.json, and read the head back.
+
+    Raises:
+        OSError: A file could not be written, or the head was not read back as it was.
+    """
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    head = {name: w for name, w in weights.items() if is_head(name)}
+    n_bytes, n_parameters = sum(w.nbytes for w in weights.values()), get_total_parameters(model)
+    # mlx-lm's Qwen3-Next leaves tensors that it does not know in a converted checkpoint, and then fails: a file apart.
+    apart = mtp and config.get(EXTRA_TENSORS) is not None
+    inside = {name: w for name, w in weights.items() if not (apart and is_head(name))}
+    shards = make_shards_of(inside, shard_bytes)
+    # From here on the shards alone hold the tensors, so that each goes when it is written.
+    weights.clear()
+    inside.clear()
+    model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
+
+    weight_map = {}
+    for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shard, shards[i] = shards[i], {}
+        _save(folder / name, shard)
+        weight_map.update(dict.fromkeys(shard, name))
+        del shard
+        mx.clear_cache()
+    if apart:
+        _save(folder / HEAD_FILE, head)
+        weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    index = {
+        "metadata": {"total_size": n_bytes, "total_parameters": n_parameters},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
+    save_config(config, folder / "config.json")
+
+    for name, w in head.items():
+        tensors: Any = mx.load(str(folder / weight_map[name]))
+        back = tensors[name]
+        if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
+            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+
+
+def make_shards_of(weights: dict[str, mx.array], shard_bytes: int) -> list[dict[str, mx.array]]:
+    """mlx-lm's ``make_shards``, of any number of bytes."""
+    shards: list[dict[str, mx.array]] = [{}]
+    size = 0
+    for name, w in weights.items():
+        if shards[-1] and size + w.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = w
+        size += w.nbytes
+    return shards
+
+
+def _save(file: Path, weights: dict[str, mx.array]) -> None:
+    try:
+        mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    except RuntimeError as e:
+        raise OSError(f"{file.name} could not be written: {e}") from e
+
+
+@contextmanager
+def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """A folder beside ``target``, renamed to it at the end, and removed if there is none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp's own is for the user alone
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+make_callable(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """mlx-lm's flags, and those of the head."""
+    parser = configure_parser()
+    parser.prog = "mlx_mtp.convert"
+    parser.description = "Convert Hugging Face model to MLX format, with its MTP head"
+    parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
+    parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Leave the MTP head out.")
+    parser.add_argument(
+        "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits. Defaults to no quantization."
+    )
+    parser.add_argument("--mtp-group-size", type=int, default=64, help="Group size for that (default: 64).")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = vars(parser.parse_args())
+    with one_line_errors(parser.prog):
+        if args["hf_path"] is None:
+            raise ValueError("Say what to convert: --hf-path FOLDER_OR_REPO.")
+        convert(**args)
+
+
+if __name__ == "__main__":
+    main()
