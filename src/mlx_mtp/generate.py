@@ -209,8 +209,7 @@ def run(args) -> None:
 
     model_path, prompt_cache, tokenizer_config = args.model, None, {}
     if args.prompt_cache_file is not None:
-        prompt_cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-        _check_prompt_cache(args, prompt_cache, metadata)
+        prompt_cache, metadata = _load_prompt_cache(args)
         model_path = metadata["model"]
         tokenizer_config = json.loads(metadata["tokenizer_config"])
     model_path = model_path or str(DEMO)
@@ -266,7 +265,14 @@ def run(args) -> None:
         print(response)
 
 
-def _check_prompt_cache(args, prompt_cache: list[Any], metadata: dict[str, str]) -> None:
+def _load_prompt_cache(args) -> tuple[list[Any], dict[str, str]]:
+    file = args.prompt_cache_file
+    try:
+        prompt_cache, metadata = load_prompt_cache(file, return_metadata=True)
+        if missing := {"model", "tokenizer_config"} - metadata.keys():
+            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
+    except (RuntimeError, ValueError, KeyError) as e:
+        raise ValueError(f"{file} is not a prompt cache that `mlx_lm.cache_prompt` has written: {e}") from e
     if isinstance(prompt_cache[0], QuantizedKVCache):
         if args.kv_bits is not None and args.kv_bits != prompt_cache[0].bits:
             raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
@@ -277,6 +283,7 @@ def _check_prompt_cache(args, prompt_cache: list[Any], metadata: dict[str, str])
             f"Providing a different model ({args.model}) than that used to create the prompt cache "
             f"({metadata['model']}) is an error."
         )
+    return prompt_cache, metadata
 
 
 def _encode_prompt(args, model, tokenizer, config, is_suffix: bool) -> tuple[list[int], mx.array | None]:

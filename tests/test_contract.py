@@ -1,0 +1,138 @@
+"""What is relied on of mlx-lm. A failure here says what moved: mend that before anything else."""
+
+import inspect
+import sys
+from dataclasses import fields
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import tiny_config, tiny_model
+from mlx_lm import sample_utils, utils
+from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
+
+from mlx_mtp.cache import ArraysCache
+
+# As attributes of mlx_lm these two are functions.
+convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
+
+SIGNATURES = [
+    (utils._download, "path_or_hf_repo revision allow_patterns"),
+    (utils.load, "path_or_hf_repo tokenizer_config model_config adapter_path lazy return_config revision trust_remote_code"),
+    (utils.load_model, "model_path lazy strict model_config get_model_classes trust_remote_code"),
+    (utils.load_config, "model_path"),
+    (utils.load_adapters, "model adapter_path"),
+    (utils.load_tokenizer, "model_path tokenizer_config_extra eos_token_ids"),
+    (utils.does_model_support_input_embeddings, "model"),
+    (utils.quantize_model, "model config group_size bits mode global_scale quant_predicate"),
+    (utils.dequantize_model, "model"),
+    (utils.save_config, "config config_path keep_vision_config"),
+    (utils.create_model_card, "path hf_path"),
+    (utils.upload_to_hub, "path upload_repo"),
+    (utils.get_total_parameters, "model"),
+    (convert.convert, "hf_path mlx_path quantize q_group_size q_bits q_mode dtype upload_repo revision dequantize "
+                      "quant_predicate trust_remote_code"),
+    (convert.mixed_quant_predicate_builder, "recipe model group_size"),
+    (convert.configure_parser, ""),
+    (generate.generate_step, "prompt model stream max_tokens sampler logits_processors max_kv_size prompt_cache "
+                             "prefill_step_size kv_bits kv_group_size quantized_kv_start prompt_progress_callback "
+                             "input_embeddings"),
+    (generate.stream_generate, "model tokenizer prompt max_tokens draft_model stream kwargs"),
+    (generate.generate, "model tokenizer prompt verbose kwargs"),
+    (generate.maybe_quantize_kv_cache, "prompt_cache quantized_kv_start kv_group_size kv_bits"),
+    (generate.wired_limit, "model streams"),
+    (generate.setup_arg_parser, ""),
+    (sample_utils.make_sampler, "temp top_p min_p min_tokens_to_keep top_k xtc_probability xtc_threshold "
+                                "xtc_special_tokens"),
+    (sample_utils.greedy_sampler, "logprobs"),
+    (gated_delta.gated_delta_update, "q k v a b A_log dt_bias state mask use_kernel lower_bound allow_neg_eigval"),
+    (gated_delta.normalize_qk, "q k inv_scale eps"),
+    (base.create_attention_mask, "h cache window_size return_array"),
+    (base.gather_last_axis, "x group"),
+    (cache.load_prompt_cache, "file_name return_metadata"),
+    (qwen3_5.DecoderLayer, "args layer_idx"),
+    (qwen3_next.Qwen3NextDecoderLayer, "args layer_idx"),
+    (qwen3_5.TextModel.__call__, "self inputs cache input_embeddings"),
+    (qwen3_5.Model.__call__, "self inputs cache input_embeddings"),
+    (qwen3_next.Model.__call__, "self inputs cache"),
+    (qwen3_5.GatedDeltaNet.__call__, "self inputs mask cache"),
+    (qwen3_next.Qwen3NextGatedDeltaNet.__call__, "self inputs mask cache"),
+    (qwen3_next.Qwen3NextGatedDeltaNet.fix_query_key_value_ordering, "self mixed_qkvz mixed_ba"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "names"), SIGNATURES, ids=lambda x: getattr(x, "__qualname__", ""))
+def test_signatures(function, names):
+    now = " ".join(inspect.signature(function).parameters)
+    assert now == names, f"mlx-lm's {function.__module__}.{function.__qualname__} now takes ({now}), not ({names})"
+
+
+def test_responses():
+    want = "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens generation_tps peak_memory finish_reason"
+    now = " ".join(f.name for f in fields(generate.GenerationResponse))
+    assert now == want, f"mlx-lm's GenerationResponse now has {now}"
+
+
+def test_constants():
+    assert generate.DEFAULT_QUANTIZED_KV_START == 5000, "mlx-lm's quantized_kv_start has another default"
+    assert "model*.safetensors" in utils.DEFAULT_ALLOW_PATTERNS, "mlx-lm downloads files of weights by another pattern"
+    assert isinstance(generate.generation_stream, mx.Stream | mx.ThreadLocalStream)
+    assert set(convert.MODEL_CONVERSION_DTYPES) == {"float16", "bfloat16", "float32"}
+
+
+def test_caches():
+    arrays = cache.ArraysCache(size=2)
+    assert arrays.cache == [None, None], "mlx-lm's ArraysCache keeps its arrays elsewhere than in .cache"
+    assert arrays.state == ([None, None], None, None), "the state of mlx-lm's ArraysCache has another form"
+    assert (arrays.lengths, arrays.left_padding) == (None, None), "mlx-lm's ArraysCache tells of padding in another way"
+    assert not arrays.is_trimmable(), "mlx-lm's ArraysCache can now be trimmed"
+    keys = mx.zeros((1, 1, 5, 32))
+    for kv in (cache.KVCache(), cache.QuantizedKVCache(group_size=32, bits=8)):
+        kv.update_and_fetch(keys, keys)
+        assert kv.trim(2) == 2, f"mlx-lm's {type(kv).__name__} is trimmed in another way"
+        assert kv.offset == 3, f"mlx-lm's {type(kv).__name__} does not count its rows in .offset"
+    assert hasattr(cache.KVCache(), "to_quantized"), "mlx-lm's KVCache is quantized in another way"
+
+
+def test_mlx_lm_drops_the_head_of_a_converted_checkpoint():
+    for module in (qwen3_5, qwen3_5_moe):
+        model = module.Model(module.ModelArgs.from_dict(tiny_config(module.__name__.rpartition(".")[2])))
+        kept = model.sanitize({"language_model.mtp.fc.weight": mx.zeros((1, 1))})
+        assert kept == {}, f"mlx-lm's {module.__name__} no longer drops the tensors of an MTP head"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_layers_that_are_swapped_or_called(family):
+    model = tiny_model(family)
+    layers = model.model.layers
+    assert [l.is_linear for l in layers] == [True, False, True, False], (
+        "mlx-lm places its full-attention layers otherwise"
+    )
+    moved = "mlx-lm's GatedDeltaNet has lost "
+    for name in ("conv1d", "conv_dim", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads", "head_k_dim",
+                 "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"):  # fmt: skip
+        assert hasattr(layers[0].linear_attn, name), moved + name
+    assert isinstance(model.model.embed_tokens, nn.Embedding)
+    assert model.model.fa_idx == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("before", [0, 1, 2, 7])
+def test_our_gated_delta_net_is_the_stock_layer_bit_for_bit(family, dtype, before):
+    layer = tiny_model(family, 5, dtype).model.layers[0].linear_attn
+    stock = type(layer).__mro__[1]
+    x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
+    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: models/gated_delta.py must follow"
+    for n_tokens in range(1, 10):
+        for n_confirmed in {1, 2, n_tokens}:
+            ours, theirs = ArraysCache(size=2), cache.ArraysCache(size=2)
+            if before:
+                layer(x[:, :before], cache=ours)
+                stock.__call__(layer, x[:, :before], cache=theirs)
+            window = x[:, before : before + n_tokens]
+            ours.begin(n_confirmed)
+            assert mx.array_equal(layer(window, cache=ours), stock.__call__(layer, window, cache=theirs)), moved
+            for a, b in zip(ours.cache, theirs.cache):
+                assert a.dtype == b.dtype, moved
+                assert mx.array_equal(a, b), moved

@@ -1,0 +1,199 @@
+"""Text generation and its command line: mlx-lm's, with drafts."""
+
+import io
+import json
+import re
+import shutil
+import sys
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from helpers import DATA
+from mlx_lm.generate import setup_arg_parser
+from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import mlx_mtp
+from mlx_mtp.generate import main, make_parser
+
+PROMPT = "def read(path):\n    with open(path) as f:\n"
+
+
+def run(monkeypatch, capsys, *args, stdin=""):
+    """The command line in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        main()
+        status = 0
+    except SystemExit as e:
+        status = e.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def summary(responses):
+    """What mlx-lm's responses and ours must agree on: all but times, memory and drafts."""
+    return [(r.text, r.token, r.prompt_tokens, r.generation_tokens, r.finish_reason) for r in responses]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 40])
+def test_responses_are_mlx_lms(demo, depth, max_tokens):
+    model, tokenizer = demo
+    for prompt in (PROMPT, tokenizer.encode(PROMPT)):
+        ours = list(mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens, num_draft_tokens=depth))
+        theirs = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens))
+        assert summary(ours) == summary(theirs)
+        assert ours[-1].generation_tps > 0
+        assert ours[-1].prompt_tps > 0
+
+
+def test_drafts_are_counted_by_position(demo):
+    model, tokenizer = demo
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 60, num_draft_tokens=3))
+    for r in responses:
+        assert len(r.drafted) == len(r.accepted) <= 3
+        assert all(a <= d for a, d in zip(r.accepted, r.drafted))
+        assert list(r.accepted) == sorted(r.accepted, reverse=True)
+    last = responses[-1]
+    assert sum(last.accepted) == sum(r.from_draft for r in responses)
+    assert last.tokens_per_step == 1 + sum(last.accepted) / last.drafted[0]
+
+
+def test_a_stop_token_in_the_middle_of_a_window(demo):
+    """Every token that the text has from a draft, as the token that stops."""
+    model, tokenizer = demo
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 40, num_draft_tokens=4))
+    drafted = {r.token for r in responses if r.from_draft}
+    assert drafted
+    for token in drafted:
+        stopping = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[token])
+        cache = mlx_mtp.make_prompt_cache(model)
+        ours = list(mlx_mtp.stream_generate(model, stopping, PROMPT, 40, num_draft_tokens=4, prompt_cache=cache))
+        assert summary(ours) == summary(mlx_lm.stream_generate(model, stopping, PROMPT, 40))
+        assert ours[-1].finish_reason == "stop"
+        # As in mlx-lm, the token that stops is in the cache.
+        n_tokens = len(tokenizer.encode(PROMPT)) + ours[-1].generation_tokens
+        assert cache[len(model.layers)].offset == n_tokens - 1
+
+
+def test_without_mtp_it_is_plain_mlx_lm(demo):
+    model, tokenizer = demo
+    ours = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, mtp=False))
+    assert summary(ours) == summary(mlx_lm.stream_generate(model, tokenizer, PROMPT, 12))
+    assert {(r.from_draft, r.drafted, r.accepted) for r in ours} == {(False, (), ())}
+    text = mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=12)
+    assert mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12, mtp=False) == text
+    assert mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12) == text
+
+
+def test_what_cannot_be_is_refused(demo):
+    model, tokenizer = demo
+    with pytest.raises(ValueError, match="cannot draft together"):
+        next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
+    with pytest.raises(ValueError, match="non-zero"):
+        next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=0))
+
+
+# Command line
+
+
+def test_every_flag_is_mlx_lms():
+    theirs = {a.dest: a for a in setup_arg_parser()._actions}
+    ours = {a.dest: a for a in make_parser()._actions}
+    assert ours.keys() - theirs.keys() == {"mtp"}
+    assert theirs.keys() <= ours.keys()
+    for name, a in theirs.items():
+        assert (a.option_strings, a.type, a.nargs) == (ours[name].option_strings, ours[name].type, ours[name].nargs)
+        if name != "num_draft_tokens":  # 3 without --mtp, as in mlx-lm; see main
+            assert a.default == ours[name].default
+
+
+def test_the_closing_lines(monkeypatch, capsys):
+    args = ["--mtp", "--prompt", PROMPT, "-m", 30, "--num-draft-tokens", 3]
+    status, out, _ = run(monkeypatch, capsys, *args)
+    assert status == 0
+    *_, rule, prompt, generation, memory, drafts = out.strip().split("\n")
+    assert rule == "=========="
+    assert re.fullmatch(r"Prompt: \d+ tokens, [\d.]+ tokens-per-sec", prompt)
+    assert re.fullmatch(r"Generation: 30 tokens, [\d.]+ tokens-per-sec", generation)
+    assert re.fullmatch(r"Peak memory: [\d.]+ GB", memory)
+    assert re.fullmatch(r"Drafts: [\d.]+, [\d.]+, [\d.]+ accepted by position, [\d.]+ tokens-per-step", drafts)
+
+    _, plain, _ = run(monkeypatch, capsys, *args[1:])
+    assert plain.split("==========")[1] == out.split("==========")[1]
+    assert "Drafts" not in plain
+    _, quiet, _ = run(monkeypatch, capsys, *args, "--verbose", "F")
+    assert quiet.strip() == out.split("==========")[1].strip()
+
+
+def test_the_prompt_from_stdin(monkeypatch, capsys):
+    _, piped, _ = run(monkeypatch, capsys, "--mtp", "--prompt", "-", "-m", 12, "--verbose", "F", stdin=PROMPT)
+    _, given, _ = run(monkeypatch, capsys, "--mtp", "--prompt", PROMPT, "-m", 12, "--verbose", "F")
+    assert piped == given != "\n"
+
+
+def test_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
+    model, tokenizer = demo
+    cache = mlx_mtp.make_prompt_cache(model)
+    list(mlx_mtp.mtp_generate_step(mx.array(tokenizer.encode(PROMPT)), model, max_tokens=0, prompt_cache=cache))
+    metadata = {"model": str(mlx_mtp.load.__globals__["DEMO"]), "tokenizer_config": "{}"}
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache, metadata)
+    more = "        for line in f:"
+    args = ["--mtp", "-m", 15, "--verbose", "F"]
+    _, warm, _ = run(
+        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--prompt", more
+    )
+    tokens = tokenizer.encode(PROMPT) + tokenizer.encode(more)
+    assert warm.rstrip("\n") == mlx_lm.generate(model, tokenizer, tokens, max_tokens=15).rstrip("\n")
+
+    status, _, err = run(
+        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--model", DATA / "dense"
+    )
+    assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.fixture
+def headless(tmp_path):
+    folder = shutil.copytree(DATA / "dense", tmp_path / "headless")
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), {k: w for k, w in weights.items() if not k.startswith("mtp.")}
+    )
+    return folder
+
+
+def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, headless):
+    status, out, err = run(monkeypatch, capsys, "--mtp", "--model", headless, "-m", 5)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"mlx_mtp\.generate: error: The config of .*headless claims an MTP head.*--mtp\.\n", err)
+    status, out, _ = run(monkeypatch, capsys, "--model", headless, "-m", 5)
+    assert status == 0
+    assert "Generation: 5 tokens" in out
+
+
+def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = json.loads((DATA / "dense" / "config.json").read_text())
+    folder = shutil.copytree(DATA / "dense", tmp_path / "model")
+    cases = [
+        (["--draft-model", "x"], "cannot draft together"),
+        (["--num-draft-tokens", "9"], "from 1 to 8"),
+        (["--max-tokens", "0"], "non-zero"),
+        (["--model", "no/such-model"], "could not be downloaded"),
+        (["--model", tmp_path], "no config.json"),
+        (["--prompt-cache-file", tmp_path / "none.safetensors"], "none.safetensors"),
+    ]
+    for args, message in cases:
+        status, out, err = run(monkeypatch, capsys, "--mtp", *args)
+        assert (status, err.count("\n")) == (2, 1), (args, err)
+        assert message in err
+        assert "Traceback" not in out + err
+    for model_type in ("llama", "qwen4_exp"):
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)
+        assert (status, err.count("\n")) == (2, 1)
+        assert model_type in err

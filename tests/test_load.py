@@ -1,0 +1,242 @@
+"""Loading: every layout gives the same model, and an error says what is wrong and what mends it."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from helpers import DATA, tiny_config, tiny_model
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+import mlx_mtp
+from mlx_mtp.load import SUPPORTED
+from mlx_mtp.models.mtp import EXPERT_PROJECTIONS, is_raw
+
+NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+
+
+def write(folder, config, weights):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "moe35" / name, folder)
+    return folder
+
+
+def copied(tmp_path, name="dense"):
+    return shutil.copytree(DATA / name, tmp_path / "model")
+
+
+def edit(folder, change):
+    """Rewrite a one-file checkpoint's tensors."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def configure(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# Layouts
+
+
+def unstacked(name, w):
+    """A stacked projection of the head's or backbone's experts, one tensor an expert."""
+    prefix, _, rest = name.partition("switch_mlp.")
+    return {f"{prefix}experts.{e}.{rest}": w[e] for e in range(w.shape[0])}
+
+
+def published(model, family, raw, fused, prefix):
+    """A model's parameters under the names and in the layout of a published checkpoint."""
+    weights = {}
+    for name, w in tree_flatten(model.parameters()):
+        is_head = "mtp." in name
+        if raw and is_shifted(name, w):
+            w = w - 1
+        if raw and "conv1d" in name:
+            w = w.moveaxis(1, 2)
+        name = name.removeprefix("language_model.")
+        stays = (is_head and raw) or family == "qwen3_next" or (name.startswith("lm_head") and raw)
+        new = name if stays else prefix + name.removeprefix("model." if prefix.startswith("model.") else "")
+        weights[new] = w
+    if raw and family != "qwen3_5":
+        weights = with_experts(weights, family, fused)
+    if raw and family != "qwen3_next":
+        weights["model.visual.blocks.0.attn.proj.weight"] = mx.zeros((2, 2))
+    return weights
+
+
+def is_shifted(name, w):
+    return w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name
+
+
+def with_experts(weights, family, fused):
+    out = dict(weights)
+    for name, w in weights.items():
+        if "switch_mlp." not in name:
+            continue
+        del out[name]
+        base, _, rest = name.partition("switch_mlp.")
+        if family == "qwen3_next" or ("mtp." in name and not fused):
+            out.update(unstacked(name, w))
+        elif rest == "gate_proj.weight":
+            out[f"{base}experts.gate_up_proj"] = mx.concatenate(
+                [w, weights[f"{base}switch_mlp.up_proj.weight"]], axis=1
+            )
+        elif rest == "down_proj.weight":
+            out[f"{base}experts.down_proj"] = w
+    return out
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "per expert"])
+@pytest.mark.parametrize(
+    ("raw", "prefix"),
+    [(True, "model.language_model."), (True, ""), (False, "language_model."), (False, "")],
+    ids=["raw", "raw without prefix", "converted", "converted without prefix"],
+)
+def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix, tmp_path):
+    model = tiny_model(family, 3, tie_word_embeddings=tied)
+    config = tiny_config(family, tie_word_embeddings=tied)
+    if family == "qwen3_next":
+        config.pop("mtp_num_hidden_layers")  # the tensors tell
+    weights = published(model, family, raw, fused, prefix)
+    assert is_raw(weights) == raw
+    loaded, _ = mlx_mtp.load(str(write(tmp_path / "model", config, weights)))
+    want, got = dict(tree_flatten(model.parameters())), dict(tree_flatten(loaded.parameters()))
+    assert got.keys() == want.keys()
+    for name, w in want.items():
+        assert np.allclose(got[name], w, rtol=0, atol=1e-6), name
+
+
+def test_norms_are_never_judged_by_their_size(tmp_path):
+    """Right values of a converted checkpoint can be far from 1, of a raw one far from 0."""
+    model = tiny_model("qwen3_5")
+    for value in (-0.4, 0.27, 0.49, 1.0, 3.0):
+        for raw in (True, False):
+            weights = published(model, "qwen3_5", raw, False, "model.language_model." if raw else "language_model.")
+            name = "mtp.pre_fc_norm_hidden.weight" if raw else "language_model.mtp.pre_fc_norm_hidden.weight"
+            weights[name] = mx.full(weights[name].shape, value)
+            loaded, _ = mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5"), weights)))
+            assert loaded.mtp.pre_fc_norm_hidden.weight[0].item() == pytest.approx(value + raw)
+
+
+def test_a_damaged_expert_list_is_named(tmp_path):
+    model = tiny_model("qwen3_5_moe")
+    weights = published(model, "qwen3_5_moe", True, False, "model.language_model.")
+    del weights["mtp.layers.0.mlp.experts.2.up_proj.weight"]
+    folder = write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights)
+    with pytest.raises(ValueError, match=r"lacks mtp\.layers\.0\.mlp\.experts\.2\.up_proj\.weight\.$"):
+        mlx_mtp.load(str(folder))
+    for projection in EXPERT_PROJECTIONS:
+        for e in range(4):
+            weights.pop(f"mtp.layers.0.mlp.experts.{e}.{projection}.weight", None)
+    with pytest.raises(ValueError, match=r"lacks mtp\.layers\.0\.mlp\.switch_mlp"):
+        mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights)))
+
+
+# Errors: what makes the checkpoint bad, what the message says, and whether plain mlx-lm loads it all the same
+
+
+def no_head(folder):
+    edit(folder, lambda w: [w.pop(name) for name in list(w) if name.startswith("mtp.")])
+
+
+def no_head_no_claim(folder):
+    no_head(folder)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    configure(folder, text_config={**text, "mtp_num_hidden_layers": 0})
+
+
+def part_of_a_head(folder):
+    edit(folder, lambda w: [w.pop(name) for name in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")])
+
+
+def wrong_shape(folder):
+    edit(folder, lambda w: w.update({"mtp.fc.weight": w["mtp.fc.weight"][:, :-1]}))
+
+
+def own_embeddings(folder):
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    configure(folder, text_config={**text, "mtp_use_dedicated_embeddings": True})
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damaged_header(folder):
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[20:40] = b"\xff" * 20
+    file.write_bytes(data)
+
+
+def missing_shard(folder):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def missing_tensor(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
+
+
+BAD = [
+    (no_head, ValueError, r"config of .*model claims .* `mlx_mtp\.convert .*, or generate without --mtp", True),
+    (no_head_no_claim, ValueError, r"model has no MTP head: .*convert.*, or generate without --mtp", True),
+    (part_of_a_head, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
+    (wrong_shape, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
+    (own_embeddings, ValueError, "embeddings of its own", True),
+    (cut_short, ValueError, "cut short or damaged", False),
+    (damaged_header, ValueError, "cut short or damaged", False),
+    (missing_shard, FileNotFoundError, "model-00002-of-00002.safetensors, which its index names", True),
+    (missing_tensor, ValueError, "lacks the tensor a.weight", True),
+    (lambda folder: configure(folder, model_type="llama"), ValueError, ", ".join(SUPPORTED), False),
+    (lambda folder: configure(folder, model_type="qwen4_exp"), ValueError, "qwen4_exp .*Flash-Next", False),
+    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "no config.json", False),
+    (lambda folder: (folder / "config.json").write_text("{"), ValueError, "is not JSON", False),
+    (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "No safetensors", False),
+]
+
+
+@pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD)
+def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
+    folder = copied(tmp_path)
+    spoil(folder)
+    with pytest.raises(error, match=message):
+        mlx_mtp.load(str(folder))
+    if loads_without:
+        model, _ = mlx_mtp.load(str(folder), mtp=False)
+        assert type(model).__module__ == "mlx_lm.models.qwen3_5"
+
+
+def test_no_such_folder(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match=r"no/such-model is no folder, and could not be downloaded"):
+        mlx_mtp.load("no/such-model")
+
+
+def test_what_load_returns_is_mlx_lms():
+    ours = mlx_mtp.load(str(DATA / "dense"), return_config=True)
+    theirs = mlx_lm.load(str(DATA / "dense"), return_config=True)
+    assert [type(x) for x in ours[1:]] == [type(x) for x in theirs[1:]]
+    assert ours[2].items() >= theirs[2].items()
+
+
+def test_a_model_of_its_config_alone_needs_the_head_that_it_claims(tmp_path):
+    folder = copied(tmp_path)
+    no_head(folder)
+    from mlx_mtp.models import qwen3_5
+
+    with pytest.raises(ValueError, match="The MTP head lacks"):
+        load_model(folder, get_model_classes=lambda config: (qwen3_5.Model, qwen3_5.ModelArgs))
