@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -230,14 +230,15 @@ def save(model: Demo, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": 0, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 20}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        eos_token=END,
-        pad_token=END,
-        model_max_length=TEXT_CONFIG["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.save_pretrained(folder)
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": TEXT_CONFIG["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
 
 
 def main() -> None:

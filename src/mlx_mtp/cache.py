@@ -109,6 +109,8 @@ def rollback(caches: list[Any], offset: int, n: int) -> None:
             c.rollback(n)
         else:
             c.trim(c.offset - (offset + n))
+    # The device would else wait while the next pass is being built.
+    mx.async_eval([c.cache for c in caches if isinstance(c, ArraysCache)])
 
 
 @contextmanager
