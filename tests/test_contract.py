@@ -1,17 +1,24 @@
 """What is relied on of mlx-lm. A failure here says what moved: mend that before anything else."""
 
+import ast
 import inspect
+import re
 import sys
 from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import tiny_config, tiny_model
-from mlx_lm import sample_utils, utils
+from mlx_lm import processors, sample_utils, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+import mlx_mtp
 from mlx_mtp.cache import ArraysCache
+from mlx_mtp.load import DEMO
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -47,6 +54,7 @@ SIGNATURES = [
     (sample_utils.greedy_sampler, "logprobs"),
     (gated_delta.gated_delta_update, "q k v a b A_log dt_bias state mask use_kernel lower_bound allow_neg_eigval"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
+    (processors.load_processor, "model config"),
     (base.create_attention_mask, "h cache window_size return_array"),
     (base.gather_last_axis, "x group"),
     (cache.load_prompt_cache, "file_name return_metadata"),
@@ -67,6 +75,52 @@ def test_signatures(function, names):
     assert now == names, f"mlx-lm's {function.__module__}.{function.__qualname__} now takes ({now}), not ({names})"
 
 
+def test_every_function_that_is_imported_has_its_signature_here():
+    imported = []
+    for file in Path(mlx_mtp.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm"):
+                imported += [getattr(import_module(node.module), name.name, None) for name in node.names]
+    pinned = [function for function, _ in SIGNATURES]
+    functions = [f for f in imported if inspect.isfunction(f)]
+    assert utils.load_model in functions
+    bare = sorted({f.__qualname__ for f in functions if f not in pinned})
+    assert not bare, f"SIGNATURES does not say what is relied on of mlx-lm's {', '.join(bare)}"
+
+
+def test_flags_that_are_read():
+    read = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(import_module("mlx_mtp.generate")))) - {"mtp"}
+    assert "model" in read
+    lost = sorted(read - vars(generate.setup_arg_parser().parse_args([])).keys())
+    assert not lost, f"mlx-lm's command line no longer has {', '.join(lost)}"
+
+
+def test_tokenizers(demo):
+    _, tokenizer = demo
+    for name in ("add_eos_token", "bos_token", "decode", "detokenizer", "encode", "eos_token_ids", "has_chat_template"):
+        assert hasattr(tokenizer, name), f"mlx-lm's TokenizerWrapper has lost {name}"
+    stops = set(tokenizer.eos_token_ids)
+    wrapped = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=list(stops))
+    wrapped.add_eos_token("7")
+    assert set(wrapped.eos_token_ids) == stops | {7}, "mlx-lm's add_eos_token takes a token in another form"
+    assert set(tokenizer.eos_token_ids) == stops, "mlx-lm's tokenizers share their stop tokens"
+    detokenizer = tokenizer.detokenizer
+    detokenizer.reset()
+    text = ""
+    for token in tokenizer.encode("def f(x):"):
+        detokenizer.add_token(token)
+        text += detokenizer.last_segment
+    detokenizer.finalize()
+    assert text + detokenizer.last_segment == "def f(x):", "mlx-lm's detokenizer gives its text in another way"
+
+
+def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert utils.load_config(tmp_path) == {"eos_token_id": [2, 3]}, "mlx-lm's load_config reads stop tokens otherwise"
+    assert utils._download(str(DEMO)) == DEMO, "mlx-lm's _download gives something else for a folder than the folder"
+
+
 def test_responses():
     want = "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens generation_tps peak_memory finish_reason"
     now = " ".join(f.name for f in fields(generate.GenerationResponse))
@@ -76,8 +130,8 @@ def test_responses():
 def test_constants():
     assert generate.DEFAULT_QUANTIZED_KV_START == 5000, "mlx-lm's quantized_kv_start has another default"
     assert "model*.safetensors" in utils.DEFAULT_ALLOW_PATTERNS, "mlx-lm downloads files of weights by another pattern"
-    assert isinstance(generate.generation_stream, mx.Stream | mx.ThreadLocalStream)
-    assert set(convert.MODEL_CONVERSION_DTYPES) == {"float16", "bfloat16", "float32"}
+    assert isinstance(generate.generation_stream, mx.Stream | mx.ThreadLocalStream), "mlx-lm generates on no stream"
+    assert set(convert.MODEL_CONVERSION_DTYPES) == {"float16", "bfloat16", "float32"}, "mlx-lm casts to other dtypes"
 
 
 def test_caches():
@@ -86,11 +140,17 @@ def test_caches():
     assert arrays.state == ([None, None], None, None), "the state of mlx-lm's ArraysCache has another form"
     assert (arrays.lengths, arrays.left_padding) == (None, None), "mlx-lm's ArraysCache tells of padding in another way"
     assert not arrays.is_trimmable(), "mlx-lm's ArraysCache can now be trimmed"
+    assert arrays.empty(), "mlx-lm's ArraysCache tells otherwise that it is empty"
+    arrays[0], arrays[1] = mx.zeros((1, 3, 4)), mx.ones((1, 2))
+    again = cache.ArraysCache.from_state(arrays.state)
+    assert not again.empty(), "mlx-lm's ArraysCache tells otherwise that it is empty"
+    assert mx.array_equal(again[1], arrays[1]), "mlx-lm's ArraysCache comes from its state in another way"
     keys = mx.zeros((1, 1, 5, 32))
     for kv in (cache.KVCache(), cache.QuantizedKVCache(group_size=32, bits=8)):
         kv.update_and_fetch(keys, keys)
         assert kv.trim(2) == 2, f"mlx-lm's {type(kv).__name__} is trimmed in another way"
         assert kv.offset == 3, f"mlx-lm's {type(kv).__name__} does not count its rows in .offset"
+    assert (kv.group_size, kv.bits) == (32, 8), "mlx-lm's QuantizedKVCache has lost group_size or bits"
     assert hasattr(cache.KVCache(), "to_quantized"), "mlx-lm's KVCache is quantized in another way"
 
 
@@ -99,6 +159,12 @@ def test_mlx_lm_drops_the_head_of_a_converted_checkpoint():
         model = module.Model(module.ModelArgs.from_dict(tiny_config(module.__name__.rpartition(".")[2])))
         kept = model.sanitize({"language_model.mtp.fc.weight": mx.zeros((1, 1))})
         assert kept == {}, f"mlx-lm's {module.__name__} no longer drops the tensors of an MTP head"
+    args = qwen3_next.ModelArgs.from_dict(tiny_config("qwen3_next", num_hidden_layers=1, num_experts=1))
+    expert = {
+        f"model.layers.0.mlp.experts.0.{p}.weight": mx.zeros((1, 1)) for p in ("gate_proj", "up_proj", "down_proj")
+    }
+    kept = qwen3_next.Model(args).sanitize({**expert, "mtp.fc.weight": mx.zeros((1, 1))})
+    assert not any("mtp." in name for name in kept), "mlx-lm's qwen3_next no longer drops the tensors of an MTP head"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
@@ -109,11 +175,14 @@ def test_layers_that_are_swapped_or_called(family):
         "mlx-lm places its full-attention layers otherwise"
     )
     moved = "mlx-lm's GatedDeltaNet has lost "
+    projections = ("in_proj_qkvz", "in_proj_ba") if family == "qwen3_next" else (
+        "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "sharding_group"
+    )  # fmt: skip
     for name in ("conv1d", "conv_dim", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads", "head_k_dim",
-                 "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"):  # fmt: skip
+                 "head_v_dim", "A_log", "dt_bias", "norm", "out_proj", *projections):  # fmt: skip
         assert hasattr(layers[0].linear_attn, name), moved + name
-    assert isinstance(model.model.embed_tokens, nn.Embedding)
-    assert model.model.fa_idx == 1
+    assert isinstance(model.model.embed_tokens, nn.Embedding), "mlx-lm's models embed otherwise than by .embed_tokens"
+    assert model.model.fa_idx == 1, "mlx-lm's models do not tell of their first full-attention layer in .fa_idx"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])

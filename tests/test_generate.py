@@ -13,6 +13,7 @@ from helpers import DATA
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from test_load import BAD, BAD_IDS, copied
 
 import mlx_mtp
 from mlx_mtp.generate import main, make_parser
@@ -175,6 +176,15 @@ def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, head
     assert "Generation: 5 tokens" in out
 
 
+@pytest.mark.parametrize("spoil", [bad[0] for bad in BAD], ids=BAD_IDS)
+def test_every_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, spoil):
+    folder = copied(tmp_path)
+    spoil(folder)
+    status, out, err = run(monkeypatch, capsys, "--mtp", "--model", folder, "-m", 1)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("mlx_mtp.generate: error: ")
+
+
 def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = json.loads((DATA / "dense" / "config.json").read_text())
@@ -182,6 +192,7 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     cases = [
         (["--draft-model", "x"], "cannot draft together"),
         (["--num-draft-tokens", "9"], "from 1 to 8"),
+        (["--num-draft-tokens", "0"], "from 1 to 8"),
         (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "could not be downloaded"),
         (["--model", tmp_path], "no config.json"),

@@ -1,6 +1,7 @@
 """Loading: every layout gives the same model, and an error says what is wrong and what mends it."""
 
 import json
+import re
 import shutil
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import DATA, tiny_config, tiny_model
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_mtp
@@ -118,6 +120,30 @@ def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix
         assert np.allclose(got[name], w, rtol=0, atol=1e-6), name
 
 
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.", "language_model.model.", "model.language_model."])
+def test_a_head_is_found_under_every_prefix(prefix, tmp_path):
+    model = tiny_model("qwen3_5")
+    backbone = {n: w for n, w in tree_flatten(model.parameters()) if "mtp." not in n}
+    head = dict(tree_flatten(model.mtp.parameters()))
+    weights = backbone | {f"{prefix}mtp.{name}": w for name, w in head.items()}
+    loaded, _ = mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5"), weights)))
+    got = dict(tree_flatten(loaded.mtp.parameters()))
+    assert got.keys() == head.keys()
+    assert all(mx.array_equal(got[name], w) for name, w in head.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_a_converted_checkpoint_may_keep_the_heads_experts_apart(family, tmp_path):
+    model = tiny_model(family)
+    weights = {}
+    for name, w in tree_flatten(model.parameters()):
+        weights.update(unstacked(name, w) if "mtp." in name and "switch_mlp." in name else {name: w})
+    assert not is_raw(weights)
+    loaded, _ = mlx_mtp.load(str(write(tmp_path / "model", tiny_config(family), weights)))
+    got = dict(tree_flatten(loaded.parameters()))
+    assert all(mx.array_equal(got[name], w) for name, w in tree_flatten(model.parameters()))
+
+
 def test_norms_are_never_judged_by_their_size(tmp_path):
     """Right values of a converted checkpoint can be far from 1, of a raw one far from 0."""
     model = tiny_model("qwen3_5")
@@ -141,6 +167,27 @@ def test_a_damaged_expert_list_is_named(tmp_path):
         for e in range(4):
             weights.pop(f"mtp.layers.0.mlp.experts.{e}.{projection}.weight", None)
     with pytest.raises(ValueError, match=r"lacks mtp\.layers\.0\.mlp\.switch_mlp"):
+        mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights)))
+
+
+EXPERTS = "mtp.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("fused", "name", "bad", "good"),
+    [
+        (False, "2.up_proj.weight", [32, 63], [32, 64]),
+        (True, "gate_up_proj", [4, 63, 64], [4, 64, 64]),
+        (True, "gate_up_proj", [4], [4, 64, 64]),
+    ],
+    ids=["one expert", "odd", "flat"],
+)
+def test_experts_of_the_wrong_shape_are_named_with_both_shapes(fused, name, bad, good, tmp_path):
+    weights = published(tiny_model("qwen3_5_moe"), "qwen3_5_moe", True, fused, "model.language_model.")
+    assert list(weights[f"{EXPERTS}.{name}"].shape) == good
+    weights[f"{EXPERTS}.{name}"] = mx.zeros(bad)
+    message = re.escape(f"{EXPERTS}.{name} is {bad}, not {good}")
+    with pytest.raises(ValueError, match=message):
         mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights)))
 
 
@@ -191,6 +238,10 @@ def missing_tensor(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
 
 
+def index_of(text):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
 BAD = [
     (no_head, ValueError, r"config of .*model claims .* `mlx_mtp\.convert .*, or generate without --mtp", True),
     (no_head_no_claim, ValueError, r"model has no MTP head: .*convert.*, or generate without --mtp", True),
@@ -205,11 +256,21 @@ BAD = [
     (lambda folder: configure(folder, model_type="qwen4_exp"), ValueError, "qwen4_exp .*Flash-Next", False),
     (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "no config.json", False),
     (lambda folder: (folder / "config.json").write_text("{"), ValueError, "is not JSON", False),
+    (lambda folder: (folder / "config.json").write_text("[]"), ValueError, r"config\.json", False),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), ValueError, r"config\.json", False),
     (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "No safetensors", False),
+    (index_of("{"), ValueError, r"model\.safetensors\.index\.json", True),
+    (index_of("[]"), ValueError, r"model\.safetensors\.index\.json", True),
+    (index_of("{}"), ValueError, r"model\.safetensors\.index\.json", True),
 ]
+BAD_IDS = [
+    "no head", "no head, no claim", "part of a head", "wrong shape", "own embeddings", "cut short", "damaged header",
+    "missing shard", "missing tensor", "llama", "qwen4_exp", "no config", "config cut short", "config a list",
+    "config not text", "no weights", "index cut short", "index a list", "index without weight_map",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD)
+@pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD, ids=BAD_IDS)
 def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
     folder = copied(tmp_path)
     spoil(folder)
@@ -218,6 +279,23 @@ def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
     if loads_without:
         model, _ = mlx_mtp.load(str(folder), mtp=False)
         assert type(model).__module__ == "mlx_lm.models.qwen3_5"
+    else:
+        with pytest.raises(Exception) as theirs:  # noqa: PT011 (whatever it is, ours is the same)
+            mlx_lm.load(str(folder))
+        with pytest.raises(theirs.type):
+            mlx_mtp.load(str(folder), mtp=False)
+
+
+def test_any_model_of_mlx_lms_loads_without_a_head(tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32,
+        "num_attention_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    folder = str(write(tmp_path / "model", config, dict(tree_flatten(model.parameters()))))
+    with pytest.raises(ValueError, match="Model type llama is not supported"):
+        mlx_mtp.load(folder)
+    assert type(mlx_mtp.load(folder, mtp=False)[0]) is llama.Model
 
 
 def test_no_such_folder(monkeypatch):

@@ -243,6 +243,9 @@ def run(args) -> None:
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
     )
+    num_draft_tokens = args.num_draft_tokens
+    if num_draft_tokens is None:
+        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if args.mtp else 3
     response = generate(
         model,
         tokenizer,
@@ -258,7 +261,7 @@ def run(args) -> None:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
         draft_model=draft_model,
-        num_draft_tokens=args.num_draft_tokens or (DEFAULT_NUM_DRAFT_TOKENS if args.mtp else 3),
+        num_draft_tokens=num_draft_tokens,
         input_embeddings=input_embeddings,
     )
     if not args.verbose:
