@@ -27,7 +27,6 @@ SIGNATURES = [
     (utils._download, "path_or_hf_repo revision allow_patterns"),
     (utils.load, "path_or_hf_repo tokenizer_config model_config adapter_path lazy return_config revision trust_remote_code"),
     (utils.load_model, "model_path lazy strict model_config get_model_classes trust_remote_code"),
-    (utils.load_config, "model_path"),
     (utils.load_adapters, "model adapter_path"),
     (utils.load_tokenizer, "model_path tokenizer_config_extra eos_token_ids"),
     (utils.does_model_support_input_embeddings, "model"),

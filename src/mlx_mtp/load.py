@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_adapters, load_config, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_adapters, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from .models.mtp import split_head
@@ -98,7 +98,9 @@ def tensor_names(path: Path) -> list[str]:
         except SafetensorError as e:
             raise ValueError(f"{file} is cut short or damaged ({e}): download or convert it again.") from e
     if (index := path / "model.safetensors.index.json").exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map: download it again.")
         if missing := sorted(set(weight_map.values()) - {file.name for file in files}):
             raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
         if missing := sorted(set(weight_map) - names):
@@ -132,13 +134,20 @@ def fetch(path_or_hf_repo: str, revision: str | None) -> Path:
         raise FileNotFoundError(f"{path_or_hf_repo} is no folder, and could not be downloaded: {reason}") from e
 
 
-def _read_config(path: Path, name: str) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
-        config = load_config(path)
-    except FileNotFoundError as e:
-        raise FileNotFoundError(f"{name} is not a model: it has no config.json.") from e
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path / 'config.json'} is not JSON ({e}).") from e
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:  # text that is not UTF-8, too
+        raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is not a JSON object.")
+    return value
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
+    config = read_json(path / "config.json")
     model_type = config.get("model_type")
     if model_type == "qwen4_exp":
         raise ValueError(

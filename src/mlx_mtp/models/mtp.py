@@ -105,43 +105,51 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     expected = {name: p.shape for name, p in parameters}
     weights = dict(head)
 
-    missing = []
-    mlp = "layers.0.mlp"
-    if f"{mlp}.experts.gate_up_proj" in weights:
-        gate_up = weights.pop(f"{mlp}.experts.gate_up_proj")  # [E, 2I, H]
-        gate, up = mx.split(gate_up, 2, axis=-2)
-        weights[f"{mlp}.switch_mlp.gate_proj.weight"] = gate
-        weights[f"{mlp}.switch_mlp.up_proj.weight"] = up
-        if f"{mlp}.experts.down_proj" in weights:
-            weights[f"{mlp}.switch_mlp.down_proj.weight"] = weights.pop(f"{mlp}.experts.down_proj")
-    elif any(name.startswith(f"{mlp}.experts.") for name in weights):
-        n_experts = expected[f"{mlp}.switch_mlp.up_proj.weight"][0]
-        for projection in EXPERT_PROJECTIONS:
-            names = [f"{mlp}.experts.{e}.{projection}.weight" for e in range(n_experts)]
-            absent = [name for name in names if name not in weights]
-            missing += absent
-            if not absent:
-                experts = mx.stack([weights.pop(name) for name in names])  # [E, I, H]
-                weights[f"{mlp}.switch_mlp.{projection}.weight"] = experts
+    # The experts' tensors as they come: {name: shape}, where they do not come stacked.
+    experts, mlp = {}, "layers.0.mlp"
+    stacked = {p: f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS}
+    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
+    if stacked["up_proj"] in expected:
+        n_experts, size, hidden = expected[stacked["up_proj"]]
+        if gate_up in weights:
+            experts = {gate_up: (n_experts, 2 * size, hidden), down: (n_experts, hidden, size)}
+        elif any(name.startswith(f"{mlp}.experts.") for name in weights):
+            experts = {
+                f"{mlp}.experts.{e}.{p}.weight": expected[name][1:]
+                for p, name in stacked.items()
+                for e in range(n_experts)
+            }
+    if experts:
+        _check({name: shape for name, shape in expected.items() if name not in stacked.values()} | experts, weights)
+    else:
+        _check(expected, weights)
 
+    if gate_up in experts:
+        gate, up = mx.split(weights.pop(gate_up), 2, axis=-2)  # [E, I, H] each
+        weights[stacked["gate_proj"]], weights[stacked["up_proj"]] = gate, up
+        weights[stacked["down_proj"]] = weights.pop(down)
+    elif experts:
+        for p, name in stacked.items():
+            weights[name] = mx.stack([weights.pop(n) for n in experts if n.endswith(f".{p}.weight")])  # [E, I, H]
     if raw:
         for name, shape in expected.items():
-            if len(shape) == 1 and name in weights:
+            if len(shape) == 1:
                 weights[name] = weights[name] + 1.0
+    return weights
 
-    made = [f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS]
-    missing += [n for n in expected if n not in weights and not (missing and n in made)]
-    if missing:
+
+def _check(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> None:
+    if missing := [name for name in expected if name not in weights]:
         raise ValueError(f"The MTP head lacks {_listed(missing)}.")
+    # mlx-lm checks the shapes of what is quantized.
     quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}
     wrong = [
-        f"{name} is {list(weights[name].shape)}, not {list(shape)}"
+        f"mtp.{name} is {list(weights[name].shape)}, not {list(shape)}"
         for name, shape in expected.items()
         if name not in quantized and weights[name].shape != shape
     ]
     if wrong:
-        raise ValueError(f"The MTP head does not fit this model: mtp.{'; mtp.'.join(wrong)}.")
-    return weights
+        raise ValueError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 
 
 def _listed(names: list[str], most: int = 4) -> str:
