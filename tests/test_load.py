@@ -259,6 +259,7 @@ BAD = [
     (lambda folder: (folder / "config.json").write_text("[]"), ValueError, r"config\.json", False),
     (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), ValueError, r"config\.json", False),
     (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "No safetensors", False),
+    (lambda folder: configure(folder, text_config=None), ValueError, "text_config of .* is not an object", False),
     (index_of("{"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("[]"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("{}"), ValueError, r"model\.safetensors\.index\.json", True),
@@ -266,7 +267,7 @@ BAD = [
 BAD_IDS = [
     "no head", "no head, no claim", "part of a head", "wrong shape", "own embeddings", "cut short", "damaged header",
     "missing shard", "missing tensor", "llama", "qwen4_exp", "no config", "config cut short", "config a list",
-    "config not text", "no weights", "index cut short", "index a list", "index without weight_map",
+    "config not text", "no weights", "no text config", "index cut short", "index a list", "index without weight_map",
 ]  # fmt: skip
 
 

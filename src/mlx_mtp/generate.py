@@ -214,15 +214,18 @@ def run(args) -> None:
         tokenizer_config = json.loads(metadata["tokenizer_config"])
     model_path = model_path or str(DEMO)
 
-    model, tokenizer, config = load(
-        model_path,
-        adapter_path=args.adapter_path,
-        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": args.quantize_activations},
-        return_config=True,
-        trust_remote_code=args.trust_remote_code,
-        mtp=args.mtp,
-    )
+    try:
+        model, tokenizer, config = load(
+            model_path,
+            adapter_path=args.adapter_path,
+            tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+            model_config={"quantize_activations": args.quantize_activations},
+            return_config=True,
+            trust_remote_code=args.trust_remote_code,
+            mtp=args.mtp,
+        )
+    except RuntimeError as e:  # MLX's, of a file that it cannot read
+        raise ValueError(f"{model_path} could not be loaded: {e}") from e
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)
 

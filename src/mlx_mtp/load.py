@@ -148,6 +148,8 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
     config = read_json(path / "config.json")
+    if not isinstance(config.get("text_config", {}), dict):
+        raise ValueError(f"The text_config of {path / 'config.json'} is not an object.")
     model_type = config.get("model_type")
     if model_type == "qwen4_exp":
         raise ValueError(
