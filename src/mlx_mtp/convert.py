@@ -233,9 +233,9 @@ def write(folder: Path, model: nn.Module, config: dict[str, Any], mtp: bool, sha
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
     save_config(config, folder / "config.json")
 
+    written: dict[str, Any] = {file: mx.load(str(folder / file)) for file in {weight_map[name] for name in head}}
     for name, w in head.items():
-        tensors: Any = mx.load(str(folder / weight_map[name]))
-        back = tensors[name]
+        back = written[weight_map[name]][name]
         if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
             raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
 
