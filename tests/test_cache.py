@@ -9,8 +9,8 @@ from helpers import arrays_equal, tiny_model
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from mlx_mtp import make_prompt_cache
-from mlx_mtp.cache import ArraysCache, adopt_prompt_cache, begin, rollback
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.cache import ArraysCache, adopt_prompt_cache, begin, first_row, rollback
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -139,7 +139,7 @@ def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
     cache = make_prompt_cache(model)
     _, hidden = model(tokens(PROMPT), cache=cache, return_hidden=True)
     model.mtp_forward(hidden[:, :-1], tokens(PROMPT[1:]), cache[-2])
-    cache[-1][0] = hidden[:, -1:]
+    cache[-1][0], cache[-1][1] = hidden[:, -1:], mx.array(len(PROMPT))
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     adopt_prompt_cache(model, loaded)
@@ -159,13 +159,33 @@ def test_an_empty_cache_of_the_backbone_gets_a_head():
     assert len(cache) == len(model.layers) + 2
 
 
-def test_a_cache_that_the_head_has_not_seen_is_refused():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_the_head_has_not_seen_leave_it_to_begin_after_them(family):
+    """A cache that mlx-lm has filled, and one that it went on with after the head had seen a part."""
+    model = tiny_model(family)
+    begun = make_prompt_cache(model)
+    list(mtp_generate_step(tokens([1, 2, 3])[0], model, max_tokens=2, prompt_cache=begun))
+    model(tokens(PROMPT), cache=begun)
+    for cache, n in ((filled(model, PROMPT), len(PROMPT)), (begun, 5 + len(PROMPT))):
+        adopt_prompt_cache(model, cache)
+        assert len(cache) == len(model.layers) + 2
+        assert cache[len(model.layers) - 1].offset == n
+        assert cache[-2].empty()
+        assert cache[-1].empty()
+        assert first_row(cache, len(model.layers)) == n
+        assert len(list(mtp_generate_step(tokens([7])[0], model, max_tokens=4, prompt_cache=cache))) == 4
+        assert cache[-2].offset == 4
+        # From there on it is in step, whoever adopts it.
+        adopt_prompt_cache(model, cache)
+        assert cache[-2].offset == 4
+        assert first_row(cache, len(model.layers)) == n
+
+
+def test_the_cache_of_another_model_is_refused():
     model = tiny_model("qwen3_5")
-    with pytest.raises(ValueError, match="no rows for the MTP head"):
-        adopt_prompt_cache(model, filled(model, PROMPT))
-    used_without = make_prompt_cache(model)
-    model(tokens(PROMPT), cache=used_without)
-    with pytest.raises(ValueError, match="used without the head"):
-        adopt_prompt_cache(model, used_without)
-    with pytest.raises(ValueError, match="entries"):
+    with pytest.raises(ValueError, match="5 entries and this model's 6"):
         adopt_prompt_cache(model, make_prompt_cache(model)[1:])
+    with pytest.raises(
+        ValueError, match="Entry 0 of the prompt cache is a KVCache, where this model's is a ArraysCache"
+    ):
+        adopt_prompt_cache(model, make_prompt_cache(model)[:4][::-1])

@@ -51,6 +51,10 @@ SIGNATURES = [
     (sample_utils.make_sampler, "temp top_p min_p min_tokens_to_keep top_k xtc_probability xtc_threshold "
                                 "xtc_special_tokens"),
     (sample_utils.greedy_sampler, "logprobs"),
+    (sample_utils.apply_top_p, "logprobs top_p"),
+    (sample_utils.apply_min_p, "logprobs min_p min_tokens_to_keep"),
+    (sample_utils.apply_top_k, "logprobs top_k"),
+    (sample_utils.apply_xtc, "logits xtc_probability xtc_threshold xtc_special_tokens"),
     (gated_delta.gated_delta_update, "q k v a b A_log dt_bias state mask use_kernel lower_bound allow_neg_eigval"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
     (processors.load_processor, "model config"),

@@ -198,8 +198,9 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     cases = [
         (["--draft-model", "x"], "cannot draft together"),
-        (["--num-draft-tokens", "9"], "from 1 to 8"),
-        (["--num-draft-tokens", "0"], "from 1 to 8"),
+        (["--num-draft-tokens", "9"], "from 0 to 8"),
+        (["--num-draft-tokens", "-1"], "from 0 to 8"),
+        (["--max-kv-size", "100"], "do not rotate"),
         (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "could not be downloaded"),
         (["--model", tmp_path], "no config.json"),

@@ -15,6 +15,7 @@ def test_public_names():
         "generate",
         "load",
         "make_prompt_cache",
+        "make_sampler",
         "mtp_generate_step",
         "stream_generate",
     ]

@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step, speculative
 from mlx_mtp.cache import ArraysCache
 from mlx_mtp.speculative import DraftCounts
@@ -44,7 +45,7 @@ def at_rest(model, prompt_cache, n_tokens):
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 3),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
-    depth=st.integers(1, 8),
+    depth=st.integers(0, 8),
     prefill=st.integers(1, 50),
     max_tokens=st.integers(1, 40),
 )
@@ -178,12 +179,46 @@ def test_penalties_that_write_into_their_logits(depth):
     assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == plain(PROMPT, model, **options)
 
 
-def test_sampled_output_is_reproducible():
+@settings(max_examples=20, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(0, 99),
+    depth=st.integers(0, 8),
+    temp=st.sampled_from([0.5, 1.0, 1.5]),
+    options=st.fixed_dictionaries(
+        {},
+        optional=dict(
+            top_p=st.just(0.9),
+            top_k=st.just(5),
+            min_p=st.just(0.1),
+            xtc_probability=st.just(0.5),
+            xtc_threshold=st.just(0.1),
+        ),
+    ),
+    repetition_penalty=st.sampled_from([None, 1.3]),
+)
+def test_tokens_sampled_by_mlx_lms_sampler_are_those_of_mlx_lm_with_the_same_seed(
+    family, seed, depth, temp, options, repetition_penalty
+):
+    """Token match puts the random state back, so that chance falls as in plain decoding, whatever the depth."""
+    model = model_of(family)
+    options = dict(
+        max_tokens=25,
+        sampler=make_sampler(temp=temp, **options),
+        logits_processors=make_logits_processors(repetition_penalty=repetition_penalty),
+    )
+    mx.random.seed(seed)
+    want = plain(PROMPT, model, **options)
+    mx.random.seed(seed)
+    assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == want
+
+
+def test_rejection_sampling_is_reproducible_at_a_fixed_depth():
     model = model_of("qwen3_5")
     runs = []
     for _ in range(2):
         mx.random.seed(5)
-        sampler = make_sampler(temp=1.0, top_p=0.9, xtc_probability=0.5)
+        sampler = mlx_mtp.make_sampler(temp=1.0, top_p=0.9, xtc_probability=0.5)
         runs.append(mtp(PROMPT, model, max_tokens=30, num_draft_tokens=3, sampler=sampler))
     assert runs[0] == runs[1]
 
@@ -336,11 +371,13 @@ def test_the_progress_callback_is_called_as_mlx_lms():
 
 def test_bad_arguments_are_refused():
     model = model_of("qwen3_5")
-    for depth in (0, 9, -1):
-        with pytest.raises(ValueError, match="from 1 to 8"):
+    for depth in (9, -1):
+        with pytest.raises(ValueError, match="from 0 to 8"):
             mtp(PROMPT, model, num_draft_tokens=depth)
     with pytest.raises(ValueError, match="must be provided"):
         mtp([], model)
+    with pytest.raises(ValueError, match="max_kv_size"):
+        mtp(PROMPT, model, max_kv_size=100)
     headless = tiny_model("qwen3_5", mtp_num_hidden_layers=0)
     with pytest.raises(ValueError, match="no MTP head"):
         mtp(PROMPT, headless)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from .cache import make_prompt_cache
 from .load import load
 from .models.mtp import MTPModule
+from .sampling import make_sampler
 from .speculative import mtp_generate_step
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "generate",
     "load",
     "make_prompt_cache",
+    "make_sampler",
     "mtp_generate_step",
     "stream_generate",
 ]

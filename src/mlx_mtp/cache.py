@@ -1,8 +1,9 @@
 """Caches that can go back a few tokens, and the one list that holds a model's and its head's.
 
 A prompt cache is mlx-lm's list with two entries more: one cache for each layer of the backbone, the head's ``KVCache``, and
-an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known. By name and
-state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
+an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, and the number
+of tokens that the backbone's caches held then. By name and state all of them are mlx-lm's own classes: its
+``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
 
 This module knows nothing of layers, drafts or acceptance.
 """
@@ -141,35 +142,49 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 
 def _make_head_cache() -> list[Any]:
-    return [stock.KVCache(), stock.ArraysCache(size=1)]
+    return [stock.KVCache(), stock.ArraysCache(size=2)]
 
 
 def adopt_prompt_cache(model: nn.Module, prompt_cache: list[Any]) -> None:
-    """Make a prompt cache that came from a file or from mlx-lm, in place, one of ``make_prompt_cache``.
+    """Make a prompt cache that came from a file, or from mlx-lm, one of ``make_prompt_cache``, in place.
+
+    What mlx-lm has filled without the head lacks the head's rows. Only relative positions count in the head: it then begins
+    with the tokens that follow, and guesses less well until it has seen some of them.
 
     Raises:
-        ValueError: The cache is not one of this model's, or holds tokens that the head has not seen.
+        ValueError: The cache is not one of this model's.
     """
     n_layers = len(model.layers)
-    if len(prompt_cache) == n_layers and all(c.empty() for c in prompt_cache):
-        prompt_cache += _make_head_cache()
-    if len(prompt_cache) == n_layers:
-        raise ValueError(
-            "The prompt cache has no rows for the MTP head: fill one of mlx_mtp.make_prompt_cache(model), "
-            "or generate without MTP."
-        )
-    if len(prompt_cache) != n_layers + 2:
+    if len(prompt_cache) not in (n_layers, n_layers + 2):
         raise ValueError(
             f"The prompt cache has {len(prompt_cache)} entries and this model's {n_layers + 2}: "
             "make it with mlx_mtp.make_prompt_cache(model)."
         )
-    for i, c in enumerate(prompt_cache[:n_layers]):
+    kinds = [stock.ArraysCache if isinstance(c, stock.ArraysCache) else stock.KVCache for c in model.make_cache()]
+    for i, (c, kind) in enumerate(zip(prompt_cache, kinds)):
+        if not isinstance(c, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
+            raise ValueError(
+                f"Entry {i} of the prompt cache is a {type(c).__name__}, where this model's is a {kind.__name__}: "
+                "make it with mlx_mtp.make_prompt_cache(model)."
+            )
         if type(c) is stock.ArraysCache:
             prompt_cache[i] = ArraysCache.from_state(c.state)
-    n_tokens = max(getattr(c, "offset", 0) for c in prompt_cache[:n_layers])
-    n_rows = prompt_cache[n_layers].offset
-    if n_rows != max(n_tokens - 1, 0) or prompt_cache[-1].empty() != (n_tokens == 0):
-        raise ValueError(
-            f"The prompt cache holds {n_tokens} tokens but {n_rows} rows of the MTP head: it was used without the head. "
-            "Start again from mlx_mtp.make_prompt_cache(model)."
-        )
+    if len(prompt_cache) == n_layers or _n_seen(prompt_cache) != n_tokens(prompt_cache[:n_layers]):
+        prompt_cache[n_layers:] = _make_head_cache()
+
+
+def n_tokens(caches: list[Any]) -> int:
+    """The number of tokens in the caches of a backbone."""
+    return max(getattr(c, "offset", 0) for c in caches)
+
+
+def _n_seen(prompt_cache: list[Any]) -> int:
+    """The number of tokens in the backbone's caches when the head was last in step with them."""
+    _, count = prompt_cache[-1].cache
+    return 0 if count is None else count.item()
+
+
+def first_row(prompt_cache: list[Any], n_layers: int) -> int:
+    """The position of the first of the head's rows: 0 but where the prompt cache has tokens that it has not seen."""
+    n_before = n_tokens(prompt_cache[:n_layers])
+    return n_before if prompt_cache[-1].empty() else n_before - 1 - prompt_cache[n_layers].offset

@@ -12,13 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
+from mlx_lm import sample_utils
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, setup_arg_parser, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from . import sampling
 from .callable_module import make_callable
 from .errors import one_line_errors
 from .load import DEMO, load
@@ -66,7 +67,7 @@ def stream_generate(
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
-        num_draft_tokens (int): The number of tokens to draft in a step, 1 to 8. Default: ``2``.
+        num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
 
     Yields:
@@ -82,9 +83,6 @@ def stream_generate(
         raise ValueError("A draft model and the MTP head cannot draft together: leave out one of draft_model and mtp.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    # In mlx-lm, too, this limits nothing in a model that makes its own cache.
-    kwargs.pop("max_kv_size", None)
-
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if not isinstance(prompt, mx.array):
@@ -236,6 +234,7 @@ def run(args) -> None:
         draft_model, draft_tokenizer = mlx_lm.load(args.draft_model)
         if draft_tokenizer.vocab_size != tokenizer.vocab_size:
             raise ValueError("Draft model tokenizer does not match model tokenizer.")
+    make_sampler = sampling.make_sampler if args.mtp else sample_utils.make_sampler
     sampler = make_sampler(
         args.temp,
         args.top_p,

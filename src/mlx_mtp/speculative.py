@@ -5,18 +5,19 @@ A step over the window of a confirmed token b and k drafts, with N tokens in the
     position               N         N+1       ...   N+k
     verify: input          b         d_1             d_k        one backbone pass
             hidden         h_N       h_N+1           h_N+k
-            choice         c_1       c_2             c_k+1      by the sampler, from all that stands before
+            choice         c_1       c_2             c_k+1      from all that stands before
     accept j drafts        d_1 = c_1, ..., d_j = c_j; the next confirmed token is c_j+1
     roll back              the caches keep b, d_1, ..., d_j
     draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: row N+i pairs
             token          d_1       ...   c_j+1                the verified hidden state with the token after it
             further drafts feed the head's own output, and their rows are taken back
 
-So between steps the head's cache has a row for each of the backbone's tokens, each made from a verified hidden state. At
-rest (before the first token, after the last) the token after the last one is not known: the head has one row less, and the
-hidden state that it waits with is the last entry of the prompt cache.
+So the head's cache has a row for each of the backbone's tokens, each made from a verified hidden state. A step without drafts
+(k = 0) leaves its row for later and does not wait for the host: that is plain decoding. At rest (before the first token,
+after the last) the token after the last one is not known: the head has one row less, and the hidden state that it waits
+with is in the last entry of the prompt cache.
 
-This module knows nothing of temperatures, vocabularies or layers.
+This module is the loop; the moves are those of ``decoder.Decoder``.
 """
 
 from collections.abc import Callable, Generator
@@ -25,12 +26,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream, maybe_quantize_kv_cache
-from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from .acceptance import n_matching
-from .cache import adopt_prompt_cache, make_prompt_cache, rollback, undone_on_failure
+from .acceptance import make_acceptance, n_leading, rewind
+from .cache import adopt_prompt_cache, make_prompt_cache
+from .decoder import Decoder
+from .processors import keeps_state
 
 MAX_DRAFT_TOKENS = 8
 DEFAULT_NUM_DRAFT_TOKENS = 2
@@ -61,6 +64,7 @@ def mtp_generate_step(
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -79,13 +83,17 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (int): The number of tokens to draft in a step, 1 to 8. Default: ``2``.
-        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities, called for one
-          position at a time. Default: ``None``, the most likely token.
+        num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
+        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
+          ``mlx_mtp.make_sampler`` drafts go by rejection sampling, with any other they stand where they are its choice.
+          Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return
-          the processed logits. They are called at every position of a window, with the drafts before it among the tokens,
-          also at positions that are then rejected. Default: ``None``.
-        prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache``, updated in place.
+          the processed logits. A function is called at every position of a window, with the drafts before it among the
+          tokens, also at positions that are then rejected, and for the drafts. If one is an object, which may keep state
+          (see ``mlx_mtp.processors``), all are called once a token, in order. Default: ``None``.
+        max_kv_size (int, optional): Must be ``None``: mlx-lm, too, has no rotating cache for these models.
+        prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
+          in place.
         prefill_step_size (int): Step size for processing the prompt.
         kv_bits (int, optional): Number of bits to use for KV cache quantization. None implies no cache quantization.
           Default: ``None``.
@@ -105,156 +113,87 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-    if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_draft_tokens must be from 1 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if max_kv_size is not None:
+        raise ValueError("max_kv_size has no effect on this model, whose caches do not rotate: leave it out.")
     n_prompt = _check_prompt(prompt, model, input_embeddings)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model)
     else:
         adopt_prompt_cache(model, prompt_cache)
-    n_layers = len(model.layers)
-    head_cache, last_hidden = prompt_cache[n_layers:]
-
-    sampler = sampler or greedy_sampler
+    acceptance = make_acceptance(sampler)
     logits_processors = logits_processors or []
+    in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
+    decoder = Decoder(model, prompt_cache, acceptance, logits_processors, (quantized_kv_start, kv_group_size, kv_bits))
     counts = counts or DraftCounts()
     progress = prompt_progress_callback or (lambda *_: None)
 
-    n_cached = max(getattr(c, "offset", 0) for c in prompt_cache[:n_layers])  # tokens that are final
-    seen = mx.array([], mx.uint32)  # those of them that the logits processors have been shown
-    # The tokens [T] and hidden states [1, T, H] of the window that is not settled.
-    window: Any = None
-    hidden: Any = None
-
-    def backbone(tokens, embeddings=None, n_confirmed=0):
-        """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
-        kwargs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        return model(tokens[None], cache=prompt_cache, return_hidden=True, n_confirmed=n_confirmed, **kwargs)
-
-    def head(tokens, hidden, embeddings=None):
-        """tokens [T], hidden [1, T, H], each of the position before -> the head's hidden [1, T, H]"""
-        embeddings = model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
-        return model.mtp(embeddings, hidden, head_cache)
-
-    def quantize():
-        caches = prompt_cache[:n_layers]
-        maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)
-        prompt_cache[:n_layers] = caches
-
-    def prefill(tokens, embeddings):
-        nonlocal n_cached, seen
-        with undone_on_failure(prompt_cache):
-            _, hidden = backbone(tokens, embeddings)
-            # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
-            previous = hidden[:, :-1]
-            if not last_hidden.empty():
-                previous = mx.concatenate([last_hidden[0], previous], axis=1)
-            if (n := previous.shape[1]) > 0:
-                head(tokens[-n:], previous, None if embeddings is None else embeddings[-n:])
-            last_hidden[0] = mx.contiguous(hidden[:, -1:])
-        n_cached += hidden.shape[1]
-        if logits_processors:
-            seen = mx.concatenate([seen, tokens])
-        quantize()
-        mx.eval([c.state for c in prompt_cache])
-        mx.clear_cache()
-
-    def verify(tokens, embeddings=None):
-        """Open a window: tokens [T], the first of them final -> logits [1, T, V]"""
-        nonlocal window, hidden
-        quantize()
-        with undone_on_failure(prompt_cache):
-            logits, hidden = backbone(tokens, embeddings, n_confirmed=1)
-        window = tokens
-        return logits
-
-    def choose(logits):
-        """logits [1, T, V] -> choices [T], logprobs [T] of [V]"""
-        choices, rows = [], []
-        for i in range(logits.shape[1]):
-            # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-            row = logits[:, i]
-            if len(window) > 0:
-                for processor in logits_processors:
-                    row = processor(mx.concatenate([seen, window[: i + 1]]), row)
-            logprobs = row - mx.logsumexp(row, keepdims=True)
-            choices.append(sampler(logprobs))
-            rows.append(logprobs.squeeze(0))
-        return mx.concatenate(choices), rows
-
-    def draft(tokens, hidden, k):
-        """tokens [T], hidden [1, T, H] of the positions before -> drafts [k]; T rows stay in the head's cache"""
-        drafts = []
-        for _ in range(max(k, 1)):
-            hidden = head(tokens, hidden)[:, -1:]  # [1, 1, H]
-            if k > 0:
-                tokens = mx.argmax(model.logits(hidden)[:, -1], axis=-1)  # [1]
-                drafts.append(tokens)
-        head_cache.trim(max(k - 1, 0))
-        return mx.concatenate(drafts) if drafts else seen[:0]
-
-    def settle(n):
-        """Close the window: its first n tokens are final, the others never were."""
-        nonlocal window, n_cached, seen
-        rollback(prompt_cache[:n_layers], n_cached, n)
-        n_cached += n
-        last_hidden[0] = hidden[:, n - 1 : n]
-        if logits_processors:
-            seen = mx.concatenate([seen, window[:n]])
-        window = None
+    def embeddings(i, j=None):
+        return None if input_embeddings is None else input_embeddings[i:j]
 
     with mx.stream(stream):
-        prompt = prompt.astype(mx.uint32)
-        progress(0, n_prompt)
-        done = 0
-        while (n := min(prefill_step_size, n_prompt - 1 - done)) > 0:
-            prefill(prompt[done : done + n], None if input_embeddings is None else input_embeddings[done : done + n])
-            done += n
-            progress(done, n_prompt)
-
         n_yielded = 0
         standing = 1  # tokens of the open window that stand if generation stops now
-        drafts = seen[:0]
         try:
-            last, embeddings = prompt[done:], None if input_embeddings is None else input_embeddings[done:]
-            if not last_hidden.empty():
-                head(last, last_hidden[0], embeddings)
-            logits = verify(last, embeddings)
+            prompt = prompt.astype(mx.uint32)
+            progress(0, n_prompt)
+            done = 0
+            while (n := min(prefill_step_size, n_prompt - 1 - done)) > 0:
+                decoder.prefill(prompt[done : done + n], embeddings(done, done + n))
+                done += n
+                progress(done, n_prompt)
+            logits = decoder.verify_prompt(prompt[done:], embeddings(done))
             while n_yielded != max_tokens:
-                choices, logprobs = choose(logits)
-                mx.eval(choices, drafts)
-                chosen: Any = choices.tolist()
-                n = n_matching(drafts.tolist(), chosen)  # type: ignore[arg-type]
-                counts.add(len(drafts), n)
-                if n_yielded == 0:
-                    progress(n_prompt, n_prompt)
+                n, k, n_left = 0, len(decoder.drafts), max_tokens - n_yielded
+                if in_order and k > 0:
+                    choices, logprobs = [], []
+                    for n in range(k + 1):
+                        verdict, (row,) = decoder.judge(logits, n, n + 1)
+                        choices.append(verdict.tokens)
+                        logprobs.append(row)
+                        if n == k or not verdict.stands.item():
+                            break
+                        n_yielded, standing = n_yielded + 1, 2 + n
+                        token: Any = verdict.tokens.item()
+                        yield token, row, True
+                    tokens = mx.concatenate(choices)
+                else:
+                    (tokens, stands, states), logprobs = decoder.judge(logits, 0, k + 1)
+                    if k > 0:
+                        mx.eval(tokens, stands, states)
+                        n = n_leading(stands.tolist())  # type: ignore[arg-type]
+                        rewind(states, n)
+                counts.add(k, n)
 
                 k = num_draft_tokens
                 if max_tokens > 0:
-                    k = min(k, max(max_tokens - n_yielded - n - 2, 0))
-                if kv_bits is not None and n_cached + n + 1 < quantized_kv_start:
+                    k = min(k, max(n_left - n - 2, 0))
+                if kv_bits is not None and decoder.n_cached + n + 1 < quantized_kv_start:
                     # mlx-lm quantizes between two tokens: no window may cross the start.
-                    k = min(k, quantized_kv_start - n_cached - n - 2)
-                drafts = draft(choices[: n + 1], hidden[:, : n + 1], k)
-                mx.async_eval(drafts)
+                    k = min(k, quantized_kv_start - decoder.n_cached - n - 2)
+                decoder.draft(tokens[: n + 1], k)
+                mx.async_eval(decoder.drafts)
+                chosen: Any
+                if n > 0 and not in_order:
+                    chosen = tokens.tolist()
+                    for i in range(n):
+                        n_yielded, standing = n_yielded + 1, 2 + i
+                        yield chosen[i], logprobs[i], True
 
-                for i in range(n):
-                    n_yielded, standing = n_yielded + 1, 2 + i
-                    yield chosen[i], logprobs[i], True
-                    if n_yielded == max_tokens:
-                        return
-                settle(n + 1)
-                logits = verify(mx.concatenate([choices[n : n + 1], drafts]))
-                mx.async_eval(logits, hidden)
-
+                decoder.settle(n + 1)
+                logits = decoder.verify(tokens[n : n + 1])
+                mx.async_eval(logits, decoder.hidden)
+                if n_yielded == 0:
+                    mx.eval(tokens)
+                    progress(n_prompt, n_prompt)
+                chosen = tokens.tolist()
                 n_yielded, standing = n_yielded + 1, 1
                 yield chosen[n], logprobs[n], False
                 if n_yielded % 256 == 0:
                     mx.clear_cache()
         finally:
-            if window is not None:
-                settle(standing)
-            head_cache.trim(head_cache.offset - max(n_cached - 1, 0))
+            decoder.rest(standing)
 
 
 def _check_prompt(prompt: mx.array, model: nn.Module, input_embeddings: mx.array | None) -> int:

@@ -1,0 +1,184 @@
+"""The moves of speculative decoding on one prompt cache: prefill, verify, judge, draft, settle, rest.
+
+This module knows nothing of temperatures or layers, nor of when to stop.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.sample_utils import LogitsProcessor
+
+from .acceptance import RejectionSampling, TokenMatch, Verdict
+from .cache import first_row, n_tokens, rollback, undone_on_failure
+from .processors import for_drafts
+
+MAX_UNSEEN = 256  # positions that steps without drafts leave to the head for later
+
+
+class Decoder:
+    """A prompt cache between two moves.
+
+    Args:
+        model (nn.Module): A model with a head.
+        prompt_cache (List[Any]): Of ``make_prompt_cache``, updated in place.
+        acceptance: Says which drafts stand.
+        logits_processors (List[LogitsProcessor]): As of mlx-lm.
+        kv_options (Tuple): ``quantized_kv_start``, ``kv_group_size`` and ``kv_bits``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt_cache: list[Any],
+        acceptance: TokenMatch | RejectionSampling,
+        logits_processors: list[LogitsProcessor],
+        kv_options: tuple,
+    ):
+        self.model, self.prompt_cache = model, prompt_cache
+        self.acceptance, self.logits_processors = acceptance, logits_processors
+        self.kv_options = kv_options
+        self.n_layers = len(model.layers)
+        self.head_cache, self.last = prompt_cache[self.n_layers :]
+        self.n_cached = n_tokens(prompt_cache[: self.n_layers])  # tokens that are final
+        self.first_row = first_row(prompt_cache, self.n_layers)
+
+        self.seen = mx.array([], mx.uint32)  # final tokens that the logits processors have been shown
+        # The window that is not settled: its tokens [T], hidden states [1, T, H], drafts [k], and what is known of each.
+        self.window: Any = None
+        self.hidden: Any = None
+        self.drafts = self.seen
+        self.records: list[Any] = []
+        # Positions that the head has not seen: hidden states [1, t, H], and the tokens [t] after them.
+        self.unseen: list[tuple[mx.array, mx.array]] = []
+
+    def _backbone(self, tokens, embeddings=None, n_confirmed=0):
+        """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
+        kwargs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        return self.model(tokens[None], cache=self.prompt_cache, return_hidden=True, n_confirmed=n_confirmed, **kwargs)
+
+    def _head(self, hidden, tokens, embeddings=None):
+        """hidden [1, T, H] and the tokens [T] after each -> the head's hidden [1, T, H]"""
+        embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
+        return self.model.mtp(embeddings, hidden, self.head_cache)
+
+    def _quantize(self):
+        caches = self.prompt_cache[: self.n_layers]
+        maybe_quantize_kv_cache(caches, *self.kv_options)
+        self.prompt_cache[: self.n_layers] = caches
+
+    def prefill(self, tokens: mx.array, embeddings: mx.array | None) -> None:
+        """Tokens [T] of the prompt, or their embeddings [T, H], which are final, into all caches."""
+        with undone_on_failure(self.prompt_cache):
+            _, hidden = self._backbone(tokens, embeddings)
+            # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
+            previous = hidden[:, :-1]
+            if not self.last.empty():
+                previous = mx.concatenate([self.last[0], previous], axis=1)
+            if (n := previous.shape[1]) > 0:
+                self._head(previous, tokens[-n:], None if embeddings is None else embeddings[-n:])
+            self.last[0] = mx.contiguous(hidden[:, -1:])
+        self.n_cached += hidden.shape[1]
+        if self.logits_processors:
+            self.seen = mx.concatenate([self.seen, tokens])
+        self._quantize()
+        mx.eval([c.state for c in self.prompt_cache])
+        mx.clear_cache()
+
+    def verify_prompt(self, token: mx.array, embedding: mx.array | None) -> mx.array:
+        """Open the first window, over the prompt's last token [1] or its embedding [1, H] -> logits [1, 1, V]"""
+        if not self.last.empty():
+            self._head(self.last[0], token, embedding)
+        return self._verify(token, embedding)
+
+    def verify(self, token: mx.array) -> mx.array:
+        """Open a window: the confirmed token [1] and the k drafts -> logits [1, k + 1, V]"""
+        return self._verify(mx.concatenate([token, self.drafts]))
+
+    def _verify(self, tokens, embeddings=None):
+        self._quantize()
+        with undone_on_failure(self.prompt_cache):
+            logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
+        self.window = tokens
+        return logits
+
+    def judge(self, logits: mx.array, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
+        """Logits [1, T, V] -> the verdict on positions i to j of the window, and their log probabilities, each [V]"""
+        rows = []
+        for t in range(i, j):
+            # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
+            row = logits[:, t]
+            if len(self.window) > 0:
+                for processor in self.logits_processors:
+                    row = processor(mx.concatenate([self.seen, self.window[: t + 1]]), row)
+            rows.append(row - mx.logsumexp(row, keepdims=True))
+        verdict = self.acceptance.judge(rows, self.drafts[i:j], self.records[i:j])
+        return verdict, [row.squeeze(0) for row in rows]
+
+    def draft(self, choices: mx.array, k: int) -> mx.array:
+        """Draft k tokens after the window's first n, which stand.
+
+        Args:
+            choices (mx.array): The tokens after each of those n, [n].
+            k (int): With 0, the head is left for later.
+
+        Returns:
+            mx.array: [k].
+        """
+        n = len(choices)
+        self.unseen.append((self.hidden[:, :n], choices))
+        self.drafts, self.records = self.seen[:0], []
+        if k == 0:
+            if len(self.unseen) == MAX_UNSEEN:
+                mx.async_eval(self._catch_up())
+            return self.drafts
+        asked, rolled_back = for_drafts(self.logits_processors)
+        tokens = [self.seen, self.window[:1], choices] if asked else []
+        drafts: list[mx.array] = []
+        out = self._catch_up()[:, -1:]  # [1, 1, H]
+        for i in range(k):
+            if i > 0:
+                out = self._head(out, drafts[-1])
+            logits = self.model.logits(out)[:, -1]  # [1, V]
+            for processor in asked:
+                logits = processor(mx.concatenate([*tokens, *drafts]), logits)
+            token, record = self.acceptance.draft(logits - mx.logsumexp(logits, keepdims=True))
+            drafts.append(token)  # [1]
+            self.records.append(record)
+        for processor in rolled_back:
+            processor.rollback(k)
+        self.head_cache.trim(k - 1)
+        self.drafts = mx.concatenate(drafts)
+        return self.drafts
+
+    def _catch_up(self, n: int | None = None):
+        """Show the head the first n positions that it has not seen, and forget the others -> its hidden [1, n, H]"""
+        hidden = mx.concatenate([h for h, _ in self.unseen], axis=1)
+        tokens = mx.concatenate([t for _, t in self.unseen])
+        out = self._head(hidden[:, :n], tokens[:n])
+        self.unseen.clear()
+        return out
+
+    def settle(self, n: int) -> None:
+        """Close the window: its first n tokens are final, the others never were."""
+        if len(self.window) > 1:
+            rollback(self.prompt_cache[: self.n_layers], self.n_cached, n)
+        self.n_cached += n
+        self.last[0] = self.hidden[:, n - 1 : n]
+        if self.logits_processors:
+            self.seen = mx.concatenate([self.seen, self.window[:n]])
+        self.window = None
+
+    def rest(self, n: int) -> None:
+        """Close the window, if one is open, after n tokens, and give the head a row for each token but the last."""
+        if self.window is not None:
+            # Where the head was left these by a draft, they stand before, and the same once more behind changes nothing.
+            self.unseen.append((self.hidden[:, : n - 1], self.window[1:n]))
+            self.settle(n)
+        self.last[1] = mx.array(self.n_cached)
+        n_missing = max(self.n_cached - 1 - self.first_row, 0) - self.head_cache.offset
+        if n_missing > 0:
+            self._catch_up(n_missing)
+        else:
+            self.head_cache.trim(-n_missing)

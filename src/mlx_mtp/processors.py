@@ -1,0 +1,32 @@
+"""Logits processors on a window of which some positions will be rejected.
+
+A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call (a grammar
+does): it is called once for every token, in order, never for a position that is then rejected. If it has a method ``copy()``,
+or ``rollback(n)`` that takes its last n calls back, it is also asked about the drafts, which then stand more often.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def keeps_state(processor: Callable) -> bool:
+    """Whether a processor or sampler may keep state: it is an object, and neither a function nor a part of one."""
+    while isinstance(processor, functools.partial):
+        processor = processor.func
+    return not (inspect.isfunction(processor) or inspect.isbuiltin(processor))
+
+
+def for_drafts(processors: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The processors that can be asked about drafts: (all of them, those of them to be rolled back afterwards)."""
+    asked, rolled_back = [], []
+    for processor in processors:
+        if not keeps_state(processor):
+            asked.append(processor)
+        elif hasattr(processor, "copy"):
+            asked.append(processor.copy())
+        elif hasattr(processor, "rollback"):
+            asked.append(processor)
+            rolled_back.append(processor)
+    return asked, rolled_back
