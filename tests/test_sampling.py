@@ -1,0 +1,160 @@
+"""Which drafts stand: the tokens have exactly the distribution of plain decoding, whatever the head drafts."""
+
+import itertools
+import math
+
+import distribution
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import sample_utils
+from scipy.stats import chisquare
+
+import mlx_mtp
+from mlx_mtp.acceptance import RejectionSampling, accept, log_residual, n_leading
+
+LEVEL = 1e-5  # of each chi-square test
+N = 1_000_000
+
+probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).map(lambda x: np.array(x) / sum(x))
+
+
+def log(p) -> mx.array:
+    with np.errstate(divide="ignore"):
+        return mx.array(np.log(p).astype(np.float32))
+
+
+def exact(log_p: mx.array) -> np.ndarray:
+    p = np.exp(np.array(log_p, np.float64))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def assert_drawn_from(p: np.ndarray, tokens: mx.array):
+    observed = np.bincount(np.array(tokens), minlength=len(p))
+    assert not observed[p == 0].any()
+    assert chisquare(observed[p > 0], p[p > 0] * observed.sum()).pvalue > LEVEL
+
+
+# In closed form
+
+
+@settings(max_examples=200, deadline=None)
+@given(p=probabilities, q=probabilities)
+def test_a_draft_stands_with_probability_p_over_q(p, q):
+    for x in np.flatnonzero(q):
+        bound = min(1.0, p[x] / q[x])
+        u = mx.array([bound * 0.999, min(bound * 1.001, 0.9999999)])
+        draft = mx.full((2,), int(x), mx.uint32)
+        stands = accept(mx.stack([log(p)] * 2), mx.stack([log(q)] * 2), draft, u)
+        assert stands.tolist() == [bound > 0, bound == 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(p=probabilities, q=probabilities)
+def test_what_stands_and_what_replaces_the_rest_add_up_to_p(p, q):
+    stands = np.minimum(p, q)
+    emitted = stands.copy()
+    if (p > q).any():
+        residual = exact(log_residual(log(p)[None], log(q)[None])[0])
+        assert np.allclose(residual, np.maximum(p - q, 0) / np.maximum(p - q, 0).sum(), atol=1e-6)
+        emitted += (1 - stands.sum()) * residual
+    assert np.allclose(emitted, p, atol=1e-6)
+
+
+def test_where_nothing_is_left_of_p_it_takes_the_place_of_the_residual():
+    p = np.array([0.25, 0.75])
+    assert np.allclose(exact(log_residual(log(p)[None], log(p)[None])[0]), p)
+
+
+@given(st.lists(st.booleans(), max_size=8))
+def test_the_drafts_before_the_first_that_falls_stand(stands):
+    assert n_leading(stands) == len(list(itertools.takewhile(bool, stands)))
+
+
+# Of a million draws
+
+SAMPLERS = [
+    *(dict(temp=t) for t in (0.3, 0.7, 1.0, 1.5)),
+    dict(temp=0.7, top_p=0.7),
+    dict(temp=1.0, top_k=3),
+    dict(temp=1.5, min_p=0.3),
+    dict(temp=1.0, min_p=0.9, min_tokens_to_keep=4),
+    dict(temp=1.0, xtc_probability=0.4, xtc_threshold=0.1),
+    dict(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1, xtc_special_tokens=[1, 2]),
+    dict(temp=0.7, top_p=0.95, top_k=6, min_p=0.02, xtc_probability=0.5, xtc_threshold=0.15),
+]
+TARGET = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
+HEADS = {
+    "good": np.array([0.38, 0.22, 0.14, 0.12, 0.06, 0.05, 0.02, 0.01]),
+    "bad": np.array([0.01, 0.02, 0.04, 0.08, 0.1, 0.15, 0.2, 0.4]),
+    "sure of what is unlikely": np.array([0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.993, 0.001]),
+}
+
+
+def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
+    """What mlx-lm's sampler of these options draws from: the mean over XTC's coin."""
+    monkeypatch.setattr(sample_utils, "categorical_sampling", lambda x, temp: mx.softmax(x * (1 / temp), axis=-1))
+    chance = options.pop("xtc_probability", 0.0)
+    mean = (1 - chance) * np.array(sample_utils.make_sampler(**options)(log(p)[None])[0], np.float64)
+    if chance:
+        mean += chance * np.array(
+            sample_utils.make_sampler(**options, xtc_probability=1.0)(log(p)[None])[0], np.float64
+        )
+    return mean / mean.sum()
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_our_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
+    mx.random.seed(1)
+    tokens = mlx_mtp.make_sampler(**options)(mx.repeat(log(TARGET)[None], N, axis=0))
+    assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_million_drafts(options, head, monkeypatch):
+    """Drafted, judged and replaced, by the functions of the loop: the target's distribution, and as many stand as can."""
+    mx.random.seed(2)
+    sampler = mlx_mtp.make_sampler(**options)
+    coins = sampler.coins(N)
+    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], N, axis=0), coins) for p in (TARGET, HEADS[head]))
+    drafts = mx.random.categorical(log_q)
+    stands = accept(log_p, log_q, drafts, mx.random.uniform(shape=(N,)))
+    tokens = mx.where(stands, drafts, mx.random.categorical(log_residual(log_p, log_q)))
+    assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
+
+    most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
+    assert abs(np.array(stands).mean() - most) < 5 * math.sqrt(0.25 / N)
+
+
+def test_xtcs_coin_is_shared_by_draft_and_verification():
+    """With a head that is the target itself every draft then stands."""
+    acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
+    mx.random.seed(3)
+    rows = [log(TARGET)[None]] * 8
+    for _ in range(50):
+        drafts, records = zip(*(acceptance.draft(row) for row in rows))
+        verdict = acceptance.judge([*rows, rows[0]], mx.concatenate(drafts), records)
+        assert all(verdict.stands.tolist())
+
+
+def test_greedy_is_mlx_lms():
+    assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
+
+
+# Through the loop
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        distribution.Case(3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
+        distribution.Case(2, match=True, temp=1.0, top_p=0.9),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_joint_distribution_of_the_first_tokens(case):
+    """What `python tests/distribution.py` does for every case."""
+    assert case.p_value(runs=1500) > distribution.LEVEL
