@@ -41,7 +41,7 @@ class Case:
 
     Args:
         depth (int): Of the drafts.
-        head (str): ``own``, random weights; ``right``, always the likeliest continuation; ``adversarial``, always one that is not.
+        head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
         match (bool): Go by token match, with mlx-lm's sampler.
         penalties (dict): Of ``make_logits_processors``.
         options (dict): Of ``make_sampler``.

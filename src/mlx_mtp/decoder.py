@@ -176,6 +176,7 @@ class Decoder:
             # Where the head was left these by a draft, they stand before, and the same once more behind changes nothing.
             self.unseen.append((self.hidden[:, : n - 1], self.window[1:n]))
             self.settle(n)
+        self._quantize()  # as mlx-lm does after every pass
         self.last[1] = mx.array(self.n_cached)
         n_missing = max(self.n_cached - 1 - self.first_row, 0) - self.head_cache.offset
         if n_missing > 0:

@@ -1,0 +1,229 @@
+"""Prompt caches over turns: exactly what was said, nothing twice, whatever the options and wherever a turn was stopped."""
+
+import copy
+import functools
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from helpers import plain, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_mtp
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.load import DEMO
+
+TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
+model_of = functools.cache(tiny_model)
+
+
+def mtp(prompt, model, **options):
+    return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **options)]
+
+
+class Counting:
+    """A model that counts the tokens that it is given."""
+
+    def __init__(self, model):
+        self._model, self.n = model, 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, inputs, **kwargs):
+        self.n += inputs.shape[1]
+        return self._model(inputs, **kwargs)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
+    """One turn is stopped after 1 to 12 tokens, the others after 5; every turn is that of plain decoding of all before."""
+    model = model_of("qwen3_5", 1)
+    for n in range(1, 13):
+        prompt_cache, history = make_prompt_cache(model), []
+        for i, question in enumerate(TURNS):
+            max_tokens = n if i == turn else 5
+            counting = Counting(model)
+            steps = mtp_generate_step(
+                mx.array(question), counting, max_tokens=-1, num_draft_tokens=depth, prompt_cache=prompt_cache
+            )
+            n_prefilled = None
+            answer = []
+            for token, _, _ in steps:
+                n_prefilled = n_prefilled or counting.n
+                answer.append(token)
+                if len(answer) == max_tokens:
+                    break
+            steps.close()
+            history += question
+            assert answer == plain(history, model, max_tokens=max_tokens)
+            # The question, and the first window.
+            assert n_prefilled <= len(question) + depth + 1
+            history += answer
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_greedy_turns_are_mlx_lms_with_the_same_options(data):
+    """Two turns in one cache, which mlx-lm does in a cache of its own, with the same options in each."""
+    draw = data.draw
+    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next"])), draw(st.integers(0, 2)))
+    options = dict(
+        prefill_step_size=draw(st.integers(1, 8)),
+        logits_processors=make_logits_processors(
+            logit_bias=draw(st.sampled_from([None, {3: 1.0}])),
+            repetition_penalty=draw(st.sampled_from([None, 1.3])),
+            frequency_penalty=draw(st.sampled_from([None, 0.3])),
+        ),
+        kv_bits=draw(st.sampled_from([None, 4, 8])),
+        kv_group_size=32,
+        quantized_kv_start=draw(st.sampled_from([0, 7, 20])),
+    )
+    sampled = draw(st.booleans())
+    ours, theirs = make_prompt_cache(model), stock.make_prompt_cache(model)
+    for i, question in enumerate(TURNS[:2]):
+        max_tokens, sampler = draw(st.integers(1, 12)), make_sampler(temp=1.0, top_p=0.9) if sampled else None
+        # mlx-lm quantizes at once what the first turn left.
+        mx.random.seed(i)
+        steps = generate_step(
+            mx.array(question), model, max_tokens=max_tokens, prompt_cache=theirs, sampler=sampler, **options
+        )
+        want = [token for token, _ in steps]
+        mx.random.seed(i)
+        depth = draw(st.integers(0, 6))
+        got = mtp(
+            question,
+            model,
+            max_tokens=max_tokens,
+            prompt_cache=ours,
+            sampler=sampler,
+            num_draft_tokens=depth,
+            **options,
+        )
+        assert got == want
+        assert [type(c).__name__ for c in ours[: len(theirs)]] == [type(c).__name__ for c in theirs]
+
+
+SAMPLED = {
+    "rejection": lambda: dict(sampler=mlx_mtp.make_sampler(temp=1.0, top_p=0.9)),
+    "match": lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.3)),
+    "penalties": lambda: dict(logits_processors=make_logits_processors(repetition_penalty=1.4, presence_penalty=0.3)),
+    "in order": lambda: dict(logits_processors=[type("Same", (), {"__call__": lambda self, t, x: x})()]),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_after_any_stop_the_cache_is_that_of_the_tokens_yielded(kind, tmp_path):
+    """Greedy from there, through a file, is greedy from a cold start."""
+    model, file = model_of("qwen3_5", 1), str(tmp_path / "cache.safetensors")
+    for n in range(1, 41):
+        prompt_cache = make_prompt_cache(model)
+        mx.random.seed(n)
+        steps = mtp_generate_step(
+            mx.array(TURNS[0]),
+            model,
+            max_tokens=-1,
+            num_draft_tokens=1 + n % 4,
+            prompt_cache=prompt_cache,
+            **SAMPLED[kind](),
+        )
+        tokens = [next(steps)[0] for _ in range(n)]
+        steps.close()
+        stock.save_prompt_cache(file, prompt_cache)
+        want = plain(TURNS[0] + tokens + TURNS[1], model, max_tokens=6)
+        assert mtp(TURNS[1], model, max_tokens=6, prompt_cache=stock.load_prompt_cache(file)) == want
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_cache_through_a_file(bits, tmp_path):
+    model, file = model_of("qwen3_5", 1), str(tmp_path / "cache.safetensors")
+    options = dict(kv_bits=bits, kv_group_size=32, quantized_kv_start=0)
+    for n in range(1, 12):
+        ours, theirs = make_prompt_cache(model), stock.make_prompt_cache(model)
+        assert mtp(TURNS[0], model, max_tokens=n, prompt_cache=ours, **options) == plain(
+            TURNS[0], model, max_tokens=n, prompt_cache=theirs, **options
+        )
+        stock.save_prompt_cache(file, ours)
+        assert mtp(
+            TURNS[1], model, max_tokens=8, prompt_cache=stock.load_prompt_cache(file), num_draft_tokens=3, **options
+        ) == plain(TURNS[1], model, max_tokens=8, prompt_cache=theirs, **options)
+
+
+def test_mlx_lm_goes_on_from_our_cache_and_we_from_its():
+    model, history = model_of("qwen3_5", 1), []
+    prompt_cache = make_prompt_cache(model)
+    for i, question in enumerate([*TURNS, [7, 7]]):
+        history += question
+        run = mtp if i % 2 == 0 else plain
+        tokens = run(question, model, max_tokens=7, prompt_cache=prompt_cache)
+        assert tokens == plain(history, model, max_tokens=7)
+        history += tokens
+
+
+def test_mlx_lms_lru_cache_keeps_ours_and_finds_the_longest_prefix():
+    model, lru = model_of("qwen3_5", 1), stock.LRUPromptCache()
+    prompt_cache, history = make_prompt_cache(model), list(TURNS[0])
+    history += mtp(TURNS[0], model, max_tokens=9, prompt_cache=prompt_cache)
+    lru.insert_cache("model", history, prompt_cache)
+    for _ in range(2):  # a cache that was handed out and used is a copy
+        asked = history + TURNS[1]
+        found, rest = lru.fetch_nearest_cache("model", asked)
+        assert rest == TURNS[1]
+        assert mtp(rest, model, max_tokens=9, prompt_cache=found, num_draft_tokens=3) == plain(
+            asked, model, max_tokens=9
+        )
+    # Shorter: these layers cannot be trimmed, and none may claim it.
+    found, rest = lru.fetch_nearest_cache("model", history[:-3] + [31])
+    assert found is None
+    assert not stock.can_trim_prompt_cache(prompt_cache)
+
+
+def test_a_copy_taken_at_the_end_of_a_turn_is_the_way_back_to_it():
+    model, prompt_cache = model_of("qwen3_5", 1), make_prompt_cache(model_of("qwen3_5", 1))
+    history = TURNS[0] + mtp(TURNS[0], model, max_tokens=5, prompt_cache=prompt_cache)
+    earlier = copy.deepcopy(prompt_cache)
+    mtp(TURNS[1], model, max_tokens=9, prompt_cache=prompt_cache)
+    assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
+
+
+def test_the_file_of_mlx_lm_cache_prompt_goes_on_with_mtp(tmp_path):
+    file = tmp_path / "cache.safetensors"
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "mlx_lm",
+            "cache_prompt",
+            "--model",
+            DEMO,
+            "--prompt",
+            "def f(x):",
+            "--prompt-cache-file",
+            file,
+        ]
+    )
+    out = [
+        run(
+            [
+                sys.executable,
+                "-m",
+                "mlx_mtp.generate",
+                "--prompt-cache-file",
+                file,
+                "--prompt",
+                "\n    return",
+                "--verbose",
+                "False",
+            ]
+            + ["--max-tokens", "20", "--ignore-chat-template", *mtp]
+        ).stdout
+        for mtp in ([], ["--mtp"])
+    ]
+    assert out[0] == out[1] != "\n"
