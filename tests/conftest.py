@@ -1,10 +1,30 @@
-import pytest
+import os
+from tempfile import TemporaryDirectory
 
-import mlx_mtp
-from mlx_mtp.load import DEMO
+import pytest
+from hub import Hub
+
+HUB, HF_HOME = Hub(), TemporaryDirectory(prefix="huggingface-")
+
+
+def pytest_configure(config):
+    """Nothing of the user's is read, and nothing outside is reached: huggingface_hub looks here when it is imported."""
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        os.environ.pop(name, None)
+    os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, HF_HUB_DISABLE_PROGRESS_BARS="1")
+
+
+@pytest.fixture
+def hub():
+    """The stand-in for the hub, with nothing on it."""
+    HUB.clear()
+    return HUB
 
 
 @pytest.fixture(scope="session")
 def demo():
     """The bundled checkpoint: (model, tokenizer)."""
+    import mlx_mtp
+    from mlx_mtp.load import DEMO
+
     return mlx_mtp.load(str(DEMO))

@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from .callable_module import make_callable
 from .errors import one_line_errors
-from .load import EXTRA_TENSORS, HEAD_FILE, fetch, load
+from .hub import HEAD_FILE, fetch
+from .load import EXTRA_TENSORS, is_head, load
 
 USAGE = """
 ## Multi-token prediction
@@ -147,10 +148,6 @@ def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> str:
         model.update(tree_map_with_path(cast, model.parameters()))
     mtp = getattr(model, "mtp", None)
     return str(mtp.fc.weight.dtype).removeprefix("mlx.core.") if mtp is not None else ""
-
-
-def is_head(path: str) -> bool:
-    return path.startswith(("mtp.", "language_model.mtp."))
 
 
 def _compose(

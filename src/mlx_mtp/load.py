@@ -1,22 +1,33 @@
 """Load a checkpoint with its MTP head, or say what is wrong with it."""
 
-import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
-from .models.mtp import split_head
+from .hub import INDEX_FILE, WEIGHTS, fetch, parse_json
+from .models.mtp import is_raw, split_head
 
 DEMO = Path(__file__).parent / "demo"
+DRAFTER = "qwen3_5_mtp"  # model type of a folder with a head alone, as mlx-vlm writes it
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside those of the model
-HEAD_FILE = "mtp.safetensors"
 SUPPORTED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+FEW_BITS = 4
+SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "rms_norm_eps",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -29,14 +40,19 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     *,
-    mtp: bool = True,
+    mtp: bool | str = True,
 ) -> Any:
     """
     Load the model, its MTP head and the tokenizer from a given path or a huggingface repository.
 
+    The head may be among the model's tensors, in a file of its own that config.json names under
+    ``mlx_lm_extra_tensors.mtp_file``, or in a drafter apart, each in 16 bits or quantized.
+
     Args:
         path_or_hf_repo (str): The path or the huggingface repository to load the model from.
-        mtp (bool): With ``False`` this is ``mlx_lm.load``: no head, any model. Default: ``True``.
+        mtp (Union[bool, str]): ``True`` for the head that the model has, or the path or repository of a drafter with a
+          head alone (``model_type: qwen3_5_mtp``, mlx-vlm's layout). With ``False`` this is ``mlx_lm.load``: no head, any
+          model. Default: ``True``.
 
     The other arguments are those of ``mlx_lm.load``.
 
@@ -47,34 +63,58 @@ def load(
         FileNotFoundError: The model or one of its files is not there.
         ValueError: The model type is not supported, the head is not there or not whole, or a file is damaged.
     """
+    path = fetch(path_or_hf_repo, revision)
     if not mtp:
         return mlx_lm.load(
-            path_or_hf_repo,
+            str(path),
             tokenizer_config=tokenizer_config,
             model_config=model_config,
             adapter_path=adapter_path,
             lazy=lazy,
             return_config=return_config,
-            revision=revision,
             trust_remote_code=trust_remote_code,
         )
-    path = fetch(path_or_hf_repo, revision)
-    config = _read_config(path, path_or_hf_repo)
+    config = read_config(path, path_or_hf_repo)
     model_module = import_module(f".models.{config['model_type']}", __package__)
-    check_head(path_or_hf_repo, config, tensor_names(path))
-    head_file = config.get(EXTRA_TENSORS, {}).get("mtp_file")
+    head: dict[str, mx.array] | None = None
+    if isinstance(mtp, str):
+        tensor_names(path)
+        head, raw = load_drafter(mtp, path_or_hf_repo, config)
+    else:
+        head_file = own_head_file(path_or_hf_repo, config)
+        if head_file is not None and not (path / head_file).exists():
+            path = fetch(path_or_hf_repo, revision, head_file)
+        check_head(path_or_hf_repo, config, tensor_names(path, head_file))
+        if head_file is not None:
+            weights: Any
+            weights, metadata = mx.load(str(path / head_file), return_metadata=True)
+            head, raw = split_head(weights)[1], None
 
     class Model(model_module.Model):  # type: ignore[name-defined]
         def sanitize(self, weights):
-            return super().sanitize(weights if head_file is None else {**weights, **mx.load(str(path / head_file))})
+            if head is None:
+                return super().sanitize(weights)
+            head_is_raw = raw
+            if head_is_raw is None:
+                head_is_raw = is_raw_file(path_or_hf_repo, config, is_raw(weights), head, metadata)
+            return super().sanitize(weights, head, head_is_raw)
 
+    model_config = {**(model_config or {}), "mtp_num_hidden_layers": 1}
+    if head is not None:
+        model_config.update(quantization_beside(config, head))
     model, config = load_model(
         path,
         lazy=lazy,
-        model_config={**(model_config or {}), "mtp_num_hidden_layers": 1},
+        model_config=model_config,
         get_model_classes=lambda config: (Model, model_module.ModelArgs),
         trust_remote_code=trust_remote_code,
     )
+    if (bits := head_bits(model)) is not None and bits <= FEW_BITS:
+        log.warning(
+            f"The MTP head of {mtp if isinstance(mtp, str) else path_or_hf_repo} is quantized to {bits} bits, which can cost "
+            f"most drafts. Give it the original's: `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {path_or_hf_repo} "
+            "--mlx-path NEW`."
+        )
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
@@ -82,31 +122,35 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def tensor_names(path: Path) -> list[str]:
+def tensor_names(path: Path, head_file: str | None = None) -> list[str]:
     """The names of a checkpoint's tensors, from the headers of its files.
 
     Raises:
-        FileNotFoundError: There is no file of weights, or one that the index names is missing.
+        FileNotFoundError: There is no file of weights, or one that the index or the config names is missing.
         ValueError: A file is cut short or damaged.
     """
-    files = sorted(path.glob("model*.safetensors")) + sorted(path.glob(HEAD_FILE))
+    files = {file.name: file for file in sorted(path.glob(WEIGHTS))}
+    if not files:
+        raise FileNotFoundError(f"No safetensors found in {path}")
+    if head_file is not None:
+        if not (path / head_file).exists():
+            raise FileNotFoundError(f"{path} lacks {head_file}, which its config names: download it again.")
+        files[head_file] = path / head_file
     names: set[str] = set()
-    for file in files:
+    for file in files.values():
         try:
             with safe_open(file, framework="numpy") as f:
                 names.update(f.keys())
         except SafetensorError as e:
             raise ValueError(f"{file} is cut short or damaged ({e}): download or convert it again.") from e
-    if (index := path / "model.safetensors.index.json").exists():
+    if (index := path / INDEX_FILE).exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index} has no weight_map: download it again.")
-        if missing := sorted(set(weight_map.values()) - {file.name for file in files}):
+        if missing := sorted(set(weight_map.values()) - files.keys()):
             raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
         if missing := sorted(set(weight_map) - names):
             raise ValueError(f"{path} lacks the tensor {missing[0]}, which its index names: download it again.")
-    if not names:
-        raise FileNotFoundError(f"No safetensors found in {path}")
     return sorted(names)
 
 
@@ -126,30 +170,117 @@ def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> Non
     raise ValueError(f"{name} has no MTP head: {mend}")
 
 
-def fetch(path_or_hf_repo: str, revision: str | None) -> Path:
-    try:
-        return _download(path_or_hf_repo, revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, HEAD_FILE])
-    except (OSError, ValueError) as e:
-        reason = str(e).strip().partition("\n")[0]
-        raise FileNotFoundError(f"{path_or_hf_repo} is no folder, and could not be downloaded: {reason}") from e
+def own_head_file(name: str, config: dict[str, Any]) -> str | None:
+    """The file beside those of the model that holds the head, where the config names one."""
+    extra = config.get(EXTRA_TENSORS)
+    file = extra.get("mtp_file") if isinstance(extra, dict) else None
+    if file is None:
+        return None
+    if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        raise ValueError(f"The config of {name} names {file!r} as the file of its MTP head, which is none of its own.")
+    return file
+
+
+def is_raw_file(
+    name: str, config: dict[str, Any], beside_raw: bool, head: Iterable[str], metadata: Mapping[str, str]
+) -> bool:
+    """Whether a head in a file of its own is in the Hugging Face layout, so that its norms are yet to be shifted.
+
+    A conversion of ours has it in its config. Otherwise the file is as the backbone beside it, whose convolutions tell; but
+    one that PyTorch wrote, or whose experts are named as in an original, beside a converted backbone, may be either. The
+    norms' values tell nothing: right ones can be near 0 or near 1 in both.
+
+    Args:
+        beside_raw (bool): Whether the backbone is in the Hugging Face layout.
+        head (Iterable[str]): The names of the head's tensors.
+        metadata (Mapping[str, str]): Of the file.
+
+    Raises:
+        ValueError: It cannot be told.
+    """
+    record = config.get("mlx_mtp")
+    if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
+        return not record["norms_shifted"]
+    if beside_raw:
+        return True
+    if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
+        raise ValueError(
+            f"The MTP head of {name} is in a file of its own that looks like the original's beside converted weights: whether "
+            "its norms are shifted cannot be told. Graft the original's: `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            f"--model {name} --mlx-path NEW`."
+        )
+    return False
+
+
+def load_drafter(mtp: str, name: str, config: dict[str, Any]) -> tuple[dict[str, mx.array], bool]:
+    """The tensors of a drafter in mlx-vlm's layout, and whether they are in the Hugging Face layout.
+
+    That is told by their names, as mlx-vlm does: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
+    """
+    path = fetch(mtp, None)
+    own = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    if own.get("model_type") != DRAFTER:
+        raise ValueError(
+            f"{mtp} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft it: "
+            f"`mlx_mtp.convert --graft-mtp-from {mtp} --model {name} --mlx-path NEW`."
+        )
+    if difference := first_difference(own, config):
+        raise ValueError(f"The drafter {mtp} does not fit {name}: {difference}.")
+    tensor_names(path)
+    weights: dict[str, mx.array] = {}
+    for file in path.glob(WEIGHTS):
+        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    raw = any(tensor.startswith("mtp.") for tensor in weights)
+    return {tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw
+
+
+def first_difference(config: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first size in which two models are known to differ, in words; empty if there is none."""
+    a, b = config.get("text_config", config), other.get("text_config", other)
+    for key in SIZES:
+        if key in a and key in b and a[key] != b[key]:
+            return f"{key} is {a[key]}, not {b[key]}"
+    return ""
+
+
+def quantization_beside(config: dict[str, Any], head: Iterable[str]) -> dict[str, Any]:
+    """What is changed in a config for a head from elsewhere: mlx-lm tells its quantization from its tensors.
+
+    What is said of a head that it replaces goes; where the backbone is not quantized and the head is, mlx-lm needs an
+    entry, which is then that of no module.
+    """
+    if isinstance(quantization := config.get("quantization"), dict):
+        kept = {key: value for key, value in quantization.items() if not is_head(key)}
+        return {"quantization": kept, "quantization_config": kept}
+    if any(name.endswith(".scales") for name in head):
+        return {"quantization": {"group_size": 64, "bits": 4}}
+    return {}
+
+
+def is_head(path: str) -> bool:
+    """Whether a parameter or module of a model is of its head."""
+    return path.startswith(("mtp.", "language_model.mtp."))
+
+
+def head_bits(model: nn.Module) -> int | None:
+    """The fewest bits that a layer of the head is quantized to."""
+    return min((m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")), default=None)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:  # text that is not UTF-8, too
-        raise ValueError(f"{file} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} is not a JSON object.")
-    return value
+    return parse_json(file.read_bytes(), str(file))
 
 
-def _read_config(path: Path, name: str) -> dict[str, Any]:
+def read_config(path: Path, name: str) -> dict[str, Any]:
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
-    config = read_json(path / "config.json")
+    return check_config(read_json(path / "config.json"), name)
+
+
+def check_config(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The config, or a ValueError if models of its type are not supported."""
     if not isinstance(config.get("text_config", {}), dict):
-        raise ValueError(f"The text_config of {path / 'config.json'} is not an object.")
+        raise ValueError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")
     if model_type == "qwen4_exp":
         raise ValueError(

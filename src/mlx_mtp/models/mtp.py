@@ -55,11 +55,28 @@ class MTPModule(nn.Module):
 
 
 class MTPMixin:
-    """What every model with a head can do."""
+    """What every model with a head can do. It comes before mlx-lm's model among the bases."""
 
+    head_prefix = "mtp."  # of the head's parameters
     mtp: Any
     model: Any
     logits: Any
+
+    def sanitize(self, weights, head: Mapping[str, mx.array] | None = None, raw: bool = False):
+        """mlx-lm's, which drops the head, and the head.
+
+        Args:
+            weights (Dict[str, mx.array]): A checkpoint's tensors, as they come.
+            head (Dict[str, mx.array], optional): The head's, under names without ``mtp.``, where they are not among those.
+            raw (bool): Whether ``head`` is in the Hugging Face layout.
+        """
+        weights, inside = split_head(weights)
+        if head is None:
+            head, raw = inside, is_raw(weights)
+        weights = super().sanitize(weights)  # type: ignore[misc]
+        if (mtp := getattr(self, "mtp", None)) is not None:
+            weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
+        return weights
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """One pass of the head.

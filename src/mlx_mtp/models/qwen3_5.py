@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
 from .gated_delta import recorded_recurrence
-from .mtp import MTPMixin, MTPModule, is_raw, sanitize_head, split_head
+from .mtp import MTPMixin, MTPModule
 
 
 @dataclass
@@ -78,17 +78,10 @@ class TextModel(stock.TextModel):
     def make_cache(self):
         return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
-    def sanitize(self, weights):
-        weights, head = split_head(weights)
-        raw = is_raw(weights)
-        weights = super().sanitize(weights)
-        if "mtp" in self:
-            head = sanitize_head(self.mtp, head, raw)
-            weights.update({f"language_model.mtp.{name}": w for name, w in head.items()})
-        return weights
-
 
 class Model(MTPMixin, stock.Model):
+    head_prefix = "language_model.mtp."
+
     def __init__(self, args: ModelArgs):
         super().__init__(args)
         self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
 from .gated_delta import recorded_recurrence
-from .mtp import MTPMixin, MTPModule, is_raw, sanitize_head, split_head
+from .mtp import MTPMixin, MTPModule
 
 
 @dataclass
@@ -61,11 +61,3 @@ class Model(MTPMixin, stock.Model):
 
     def make_cache(self):
         return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
-
-    def sanitize(self, weights):
-        weights, head = split_head(weights)
-        raw = is_raw(weights)
-        weights = super().sanitize(weights)
-        if "mtp" in self:
-            weights.update({f"mtp.{name}": w for name, w in sanitize_head(self.mtp, head, raw).items()})
-        return weights

@@ -1,0 +1,143 @@
+"""A stand-in for the Hugging Face hub: what huggingface_hub asks of it, on a port of this machine, with every byte counted."""
+
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_of_a_reader"
+
+
+@dataclass
+class Repository:
+    folders: dict[str, Path]  # by commit
+    refs: dict[str, str]  # branches and tags: their commits
+    gated: bool = False
+
+
+@dataclass
+class Hub:
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    served: Counter = field(default_factory=Counter)  # bytes of bodies, by the name of the file
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
+    break_after: int | None = None  # cut the next answer with a file after so many bytes
+
+    def __post_init__(self):
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def publish(self, name: str, folder: Path, revision: str = "main", gated: bool = False) -> str:
+        """Put a folder there; returns its commit."""
+        commit = hashlib.sha1(f"{name} {revision} {folder}".encode()).hexdigest()
+        repository = self.repositories.setdefault(name, Repository({}, {}))
+        repository.folders[commit], repository.refs[revision], repository.gated = folder, commit, gated
+        repository.refs.setdefault("main", commit)
+        return commit
+
+    def clear(self) -> None:
+        self.repositories.clear()
+        self.break_after = None
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        self.served.clear()
+        self.requests.clear()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def answer(self):
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
+            name, kind, revision = match[1], match[2] or "revision", match[3] or "main"
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            name, kind, revision = match[1], "file", match[2]
+        else:
+            return self.fail(404, "EntryNotFound")
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self.fail(401, "RepoNotFound")
+        if repository.gated and kind == "file" and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.fail(403, "GatedRepo")
+        commit = repository.refs.get(revision, revision)
+        folder = repository.folders.get(commit)
+        if folder is None:
+            return self.fail(404, "RevisionNotFound")
+        files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
+        if kind == "revision":
+            self.send_json({"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]})
+        elif kind == "tree":
+            self.send_json(
+                [{"type": "file", "path": f, "size": p.stat().st_size, "oid": _oid(p)} for f, p in files.items()]
+            )
+        elif match[3] in files:
+            self.send_file(match[3], files[match[3]], commit)
+        else:
+            self.fail(404, "EntryNotFound", commit)
+
+    def fail(self, status, code, commit=None):
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", f"{code} (the stand-in)")
+        if commit:
+            self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def send_json(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.body("api", body)
+
+    def send_file(self, name, file, commit):
+        size = file.stat().st_size
+        start, stop = 0, size
+        if asked := self.headers.get("Range"):
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
+            start, stop = int(first), min(int(last) + 1 if last else size, size)
+        self.send_response(206 if asked else 200)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Content-Length", str(stop - start))
+        self.send_header("ETag", f'"{_oid(file)}"')
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        with file.open("rb") as f:
+            f.seek(start)
+            self.body(name, f.read(stop - start), breakable=True)
+
+    def body(self, name, data, breakable=False):
+        if self.command == "HEAD":
+            return
+        if breakable and self.hub.break_after is not None and len(data) > self.hub.break_after:
+            data, self.hub.break_after = data[: self.hub.break_after], None
+            self.close_connection = True
+        self.hub.served[name] += len(data)
+        self.wfile.write(data)
+
+
+def _oid(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
