@@ -202,7 +202,7 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--num-draft-tokens", "-1"], "from 0 to 8"),
         (["--max-kv-size", "100"], "do not rotate"),
         (["--max-tokens", "0"], "non-zero"),
-        (["--model", "no/such-model"], "could not be downloaded"),
+        (["--model", "no/such-model"], "the hub has no repository"),
         (["--model", tmp_path], "no config.json"),
         (["--prompt-cache-file", tmp_path / "none.safetensors"], "none.safetensors"),
     ]

@@ -313,3 +313,162 @@ def test_a_model_of_its_config_alone_needs_the_head_that_it_claims(tmp_path):
 
     with pytest.raises(ValueError, match="The MTP head lacks"):
         load_model(folder, get_model_classes=lambda config: (qwen3_5.Model, qwen3_5.ModelArgs))
+
+
+# What others have published
+
+
+def split_off(folder, model, tensors, **config):
+    """A folder with a head alone, as mlx-vlm writes it."""
+    weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
+    folder.mkdir(exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    source = json.loads((model / "config.json").read_text())
+    text = source.get("text_config", source)
+    drafter = {"model_type": "qwen3_5_mtp", "text_config": text, "block_size": 3, "tie_word_embeddings": True, **config}
+    (folder / "config.json").write_text(json.dumps(drafter))
+    return folder
+
+
+def converted(tmp_path, family, **changes):
+    """A converted checkpoint, the path of it, and its tensors: (model, folder, backbone, head)."""
+    model = tiny_model(family, 3, **changes)
+    weights = dict(tree_flatten(model.parameters()))
+    head = {name: w for name, w in weights.items() if "mtp." in name}
+    backbone = {name: w for name, w in weights.items() if "mtp." not in name}
+    return model, write(tmp_path / "model", tiny_config(family, **changes), backbone), backbone, head
+
+
+def quantized(tensors, bits=4):
+    """Matrices quantized as mlx-vlm does, in groups of 32, but for the router."""
+    out = {}
+    for name, w in tensors.items():
+        if w.ndim < 2 or "gate.weight" in name:
+            out[name] = w
+        else:
+            parts = ("weight", "scales", "biases")
+            for part, q in zip(parts, mx.quantize(w, group_size=32, bits=bits)):
+                out[name.removesuffix("weight") + part] = q
+    return out
+
+
+def same_head(loaded, model):
+    got, want = dict(tree_flatten(loaded.mtp.parameters())), dict(tree_flatten(model.mtp.parameters()))
+    assert got.keys() == want.keys()
+    return all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in want.items())
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("raw", [False, True], ids=["converted", "raw"])
+def test_a_drafter_beside_a_model_without_a_head(family, raw, tmp_path):
+    model, folder, _, head = converted(tmp_path, family)
+    drafter = split_off(tmp_path / "drafter", folder, head)
+    if raw:  # the names tell mlx-vlm, too
+        edit(
+            drafter, lambda w: [w.update({f"mtp.{n}": w[n] - 1 if w[n].ndim == 1 else w[n]}) or w.pop(n) for n in [*w]]
+        )
+    assert same_head(mlx_mtp.load(str(folder), mtp=str(drafter))[0], model)
+
+
+def test_a_drafter_beside_a_raw_model_stays_as_it_is(tmp_path):
+    model, folder, _, head = converted(tmp_path, "qwen3_5")
+    drafter = split_off(tmp_path / "drafter", folder, head)
+    write(folder, tiny_config("qwen3_5"), published(model, "qwen3_5", True, False, "model.language_model."))
+    assert same_head(mlx_mtp.load(str(folder), mtp=str(drafter))[0], model)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("where", ["inside", "file", "drafter"])
+def test_a_head_of_few_bits_loads_with_a_warning_that_mends_it(family, where, tmp_path, caplog):
+    model, folder, backbone, head = converted(tmp_path, family)
+    small = quantized(head)
+    mtp, config = True, tiny_config(family)
+    if where == "drafter":
+        mtp = str(split_off(tmp_path / "drafter", folder, small, quantization={"group_size": 32, "bits": 4}))
+    elif where == "inside":
+        write(folder, {**config, "quantization": {"group_size": 64, "bits": 8}}, backbone | small)
+    else:
+        mx.save_safetensors(str(folder / "mtp.safetensors"), small)
+        configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors", "mtp_tensor_count": len(small)})
+    loaded, _ = mlx_mtp.load(str(folder), mtp=mtp)
+    assert {m.bits for _, m in loaded.mtp.named_modules() if hasattr(m, "bits")} == {4}
+    assert mx.array_equal(loaded.mtp.fc.scales, mx.quantize(model.mtp.fc.weight, group_size=32, bits=4)[1])
+    assert not any(hasattr(m, "bits") for _, m in loaded.model.named_modules())
+    [record] = caplog.records
+    assert f"--graft-mtp-from ORIGINAL --model {folder}" in record.message
+
+
+@pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors"])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_head_in_a_file_of_its_own(family, name, tmp_path, hub, caplog):
+    model, folder, _, head = converted(tmp_path, family)
+    (folder / name).parent.mkdir(exist_ok=True)
+    mx.save_safetensors(str(folder / name), head)
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": name})
+    assert same_head(mlx_mtp.load(str(folder))[0], model)
+    assert caplog.records == []
+    repository = f"org/{family}-{len(name)}"
+    hub.publish(repository, folder)
+    assert same_head(mlx_mtp.load(repository)[0], model)
+
+
+def test_a_head_file_beside_raw_weights_is_raw(tmp_path):
+    folder = copied(tmp_path)
+    weights = dict(mx.load(str(folder / "model.safetensors")))
+    mx.eval(weights)
+    want, _ = mlx_mtp.load(str(folder))
+    mx.save_safetensors(str(folder / "mtp.safetensors"), {n: w for n, w in weights.items() if n.startswith("mtp.")})
+    no_head(folder)
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+    assert same_head(mlx_mtp.load(str(folder))[0], want)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_what_the_config_records_of_the_shift_is_believed(shifted, tmp_path):
+    model, folder, _, head = converted(tmp_path, "qwen3_5")
+    weights = {name: w if w.ndim > 1 or shifted else w - 1 for name, w in head.items()}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), weights, metadata={"format": "pt"})
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"}, mlx_mtp={"norms_shifted": shifted})
+    assert same_head(mlx_mtp.load(str(folder))[0], model)
+
+
+@pytest.mark.parametrize("sign", ["PyTorch", "experts"])
+def test_a_head_file_that_may_be_raw_or_not_is_refused(sign, tmp_path):
+    _, folder, _, head = converted(tmp_path, "qwen3_5_moe")
+    if sign == "experts":
+        head = {
+            n: w for name, t in head.items() for n, w in (unstacked(name, t) if "switch" in name else {name: t}).items()
+        }
+    mx.save_safetensors(str(folder / "mtp.safetensors"), head, metadata={"format": "pt"} if sign == "PyTorch" else {})
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+    with pytest.raises(ValueError, match=r"whether its norms are shifted cannot be told\. Graft"):
+        mlx_mtp.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("../mtp.safetensors", "none of its own"),
+        ("/tmp/mtp.safetensors", "none of its own"),
+        (5, "none of its own"),
+        ("gone.safetensors", "lacks gone.safetensors, which its config names"),
+    ],
+)
+def test_a_head_file_that_cannot_be(extra, message, tmp_path):
+    _, folder, _, _ = converted(tmp_path, "qwen3_5")
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": extra})
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        mlx_mtp.load(str(folder))
+
+
+def test_a_drafter_that_does_not_fit(tmp_path):
+    _, folder, _, head = converted(tmp_path, "qwen3_5")
+    drafter = split_off(tmp_path / "drafter", folder, head)
+    configure(drafter, text_config={"hidden_size": 128})
+    with pytest.raises(ValueError, match=r"does not fit .*: hidden_size is 128, not 64"):
+        mlx_mtp.load(str(folder), mtp=str(drafter))
+    configure(drafter, model_type="llama")
+    with pytest.raises(
+        ValueError, match=r"is not a drafter: its model type is llama, not qwen3_5_mtp\. .*--graft-mtp-from"
+    ):
+        mlx_mtp.load(str(folder), mtp=str(drafter))

@@ -179,7 +179,14 @@ def make_parser():
     parser = setup_arg_parser()
     parser.prog = "mlx_mtp.generate"
     parser.description = "LLM inference script, with the model's own MTP head"
-    parser.add_argument("--mtp", action="store_true", help="Draft with the model's own multi-token-prediction head.")
+    parser.add_argument(
+        "--mtp",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="DRAFTER",
+        help="Draft with the model's own multi-token-prediction head, or with that of a drafter folder or repo (qwen3_5_mtp).",
+    )
     for action in parser._actions:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
@@ -253,7 +260,7 @@ def run(args) -> None:
         tokenizer,
         prompt,
         verbose=args.verbose,
-        mtp=args.mtp,
+        mtp=bool(args.mtp),
         max_tokens=args.max_tokens,
         sampler=sampler,
         max_kv_size=args.max_kv_size,
