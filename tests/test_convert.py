@@ -130,7 +130,7 @@ def test_float16_is_for_the_head_too(tmp_path):
 def test_without_a_head(tmp_path):
     convert(str(DATA / "dense"), str(tmp_path / "out"), mtp=False)
     assert split_head(tensors(tmp_path / "out"))[1] == {}
-    with pytest.raises(ValueError, match="claims an MTP head"):
+    with pytest.raises(ValueError, match="has no MTP head"):
         convert(str(tmp_path / "out"), str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
 

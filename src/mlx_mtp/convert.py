@@ -1,11 +1,10 @@
 """``mlx_mtp.convert``: mlx-lm's conversion, with the MTP head kept as it is."""
 
 import argparse
+import copy
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, configure_parser, mixed_quant_predicate_builder
 from mlx_lm.utils import (
-    create_model_card,
     dequantize_model,
     get_total_parameters,
     quantize_model,
@@ -25,21 +23,19 @@ from tqdm import tqdm
 
 from .callable_module import make_callable
 from .errors import one_line_errors
-from .hub import HEAD_FILE, fetch
+from .graft import graft, measure_acceptance
+from .hub import HEAD_FILE, INDEX_FILE, commit_of, fetch
 from .load import EXTRA_TENSORS, is_head, load
-
-USAGE = """
-## Multi-token prediction
-
-This checkpoint keeps the model's MTP head, for faster decoding of the same text with mlx_mtp:
-
-```sh
-pip install mlx-mtp
-mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.'
-```
-
-Plain mlx-lm loads it, too, and leaves the head out.
-"""
+from .saving import (
+    USAGE,
+    check_written,
+    describe_head,
+    describe_no_head,
+    refuse_existing,
+    save,
+    whole_or_not_at_all,
+    write_card,
+)
 
 
 def convert(
@@ -59,6 +55,9 @@ def convert(
     mtp: bool = True,
     mtp_bits: int | None = None,
     mtp_group_size: int = 64,
+    graft_mtp_from: str | None = None,
+    graft_revision: str | None = None,
+    skip_check: bool = False,
 ) -> None:
     """
     Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head in the dtype that it came in.
@@ -68,23 +67,44 @@ def convert(
     Args:
         mtp (bool): With ``False``, convert without a head. Default: ``True``, and a checkpoint without one is an error.
         mtp_bits (int, optional): Quantize the head's decoder layer to this many bits (``fc`` and a router never are). It
-          costs drafts, in a mixture of experts nearly all of them. Default: ``None``.
+          costs drafts, in a mixture of experts nearly all of them: how many is measured and printed. Default: ``None``.
         mtp_group_size (int): Group size of that quantization. Default: ``64``.
+        graft_mtp_from (str, optional): Convert nothing, but add the head of this path or repository to ``hf_path``, a
+          conversion that has lost it. Default: ``None``.
+        graft_revision (str, optional): A revision of that repository. Default: ``None``.
+        skip_check (bool): Do not run the model to see whether the grafted head is its own, or what ``mtp_bits`` costs.
+          Default: ``False``.
 
     The other arguments are those of ``mlx_lm.convert``.
 
     Raises:
         FileNotFoundError: The checkpoint or one of its files is not there.
-        ValueError: The target exists, the checkpoint has no head or is damaged, or the arguments contradict each other.
+        ValueError: The target exists, the checkpoint has no head or is damaged, the grafted head is not of this model, or
+          the arguments contradict each other.
     """
     target = Path(mlx_path)
-    if target.exists():
-        raise ValueError(
-            f"Cannot save to the path {target} as it already exists."
-            " Please delete the file/directory or specify a new path to save to."
+    if graft_mtp_from is not None:
+        if quantize or dequantize or quant_predicate or mtp_bits is not None or not mtp:
+            raise ValueError(
+                "A graft adds a head in 16 bits and converts nothing: leave out the other flags, or convert."
+            )
+        graft(
+            graft_mtp_from,
+            hf_path,
+            target,
+            mtp_revision=graft_revision,
+            revision=revision,
+            dtype=dtype,
+            skip_check=skip_check,
         )
+        if upload_repo is not None:
+            upload_to_hub(str(target), upload_repo)
+        return
+    refuse_existing(target)
     if quantize and dequantize:
         raise ValueError("Choose either quantize or dequantize, not both.")
+    if mtp_bits is not None and not mtp:
+        raise ValueError("Choose either --mtp-bits or --no-mtp, not both.")
 
     print("[INFO] Loading")
     model, tokenizer, config = load(
@@ -102,7 +122,8 @@ def convert(
             raise ValueError("Quant predicates only support 'affine' quantization.")
         by_user = mixed_quant_predicate_builder(quant_predicate, model, q_group_size or 64)
 
-    head_dtype = _cast(model, dtype, config)
+    _cast(model, dtype, config)
+    head = copy.deepcopy(model.mtp) if mtp_bits is not None else None
     if quantize or mtp_bits is not None:
         print("[INFO] Quantizing")
         predicate = _compose(model, by_user if quantize else lambda *_: False, mtp_bits, mtp_group_size)
@@ -115,23 +136,26 @@ def convert(
 
     source = fetch(hf_path, revision)
     if mtp:
-        _describe_head(config, hf_path, source, head_dtype, mtp_bits)
-    with _whole_or_not_at_all(target) as folder:
-        write(folder, model, config, mtp, max_shard_bytes(source))
+        apart = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
+        describe_head(config, hf_path, commit_of(source), model.mtp.norm.weight.dtype, mtp_bits, apart)
+    else:
+        describe_no_head(config)
+    with whole_or_not_at_all(target) as folder:
+        write(folder, model, config, max_shard_bytes(source))
         tokenizer.save_pretrained(folder)
         for pattern in ("*.py", "generation_config.json"):
             for file in source.glob(pattern):
                 shutil.copy(file, folder)
-        create_model_card(folder, None if Path(hf_path).exists() else hf_path)
-        if mtp:
-            with (folder / "README.md").open("a") as f:
-                f.write(USAGE.format(name=upload_repo or target))
+        usage = USAGE.format(name=upload_repo or target) if mtp else ""
+        write_card(folder, source / "README.md", None if Path(hf_path).exists() else hf_path, usage)
+    if head is not None and mtp_bits is not None and not skip_check:
+        _print_cost(target, head, mtp_bits)
     if upload_repo is not None:
         upload_to_hub(str(target), upload_repo)
 
 
-def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> str:
-    """mlx-lm's cast of all that is not quantized. The head is cast only where ``dtype`` asks for it; returns its dtype."""
+def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> None:
+    """mlx-lm's cast of all that is not quantized. The head is cast only where ``dtype`` asks for it."""
     head_dtype = dtype
     dtype = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
     if dtype in MODEL_CONVERSION_DTYPES:
@@ -146,8 +170,6 @@ def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> str:
             return p.astype(getattr(mx, dtype))
 
         model.update(tree_map_with_path(cast, model.parameters()))
-    mtp = getattr(model, "mtp", None)
-    return str(mtp.fc.weight.dtype).removeprefix("mlx.core.") if mtp is not None else ""
 
 
 def _compose(
@@ -172,21 +194,19 @@ def _compose(
     return predicate
 
 
-def _describe_head(config: dict[str, Any], hf_path: str, source: Path, dtype: str, mtp_bits: int | None) -> None:
-    """Put into config.json that there is a head, and what was done to it."""
-    config.pop("mtp_num_hidden_layers", None)
-    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
-    # A snapshot's folder is named by its commit.
-    revision = source.name if source.parent.name == "snapshots" else None
-    config["mlx_mtp"] = {
-        "source": hf_path,
-        "revision": revision,
-        "dtype": dtype,
-        "bits": mtp_bits,
-        "norms_shifted": True,
-    }
-    if config["model_type"] == "qwen3_next":
-        config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
+def _print_cost(target: Path, head: nn.Module, bits: int) -> None:
+    """What the quantization of a head costs: the acceptance with it, and with the head as it was."""
+    print("[INFO] Measuring what the quantization of the head costs, on built-in text")
+    try:
+        model, tokenizer = load(str(target))
+        quantized = measure_acceptance(model, tokenizer)
+        getattr(model, "language_model", model).mtp = head
+        whole = measure_acceptance(model, tokenizer)
+    except RuntimeError as e:
+        print(f"[INFO] It cannot be measured here: {e}")
+        return
+    dtype = str(head.fc.weight.dtype).removeprefix("mlx.core.")
+    print(f"[INFO] Drafts accepted: {quantized:.0%} with the head at {bits} bits, {whole:.0%} with it in {dtype}")
 
 
 def max_shard_bytes(source: Path) -> int:
@@ -194,7 +214,7 @@ def max_shard_bytes(source: Path) -> int:
     return max(f.stat().st_size for f in source.glob("model*.safetensors"))
 
 
-def write(folder: Path, model: nn.Module, config: dict[str, Any], mtp: bool, shard_bytes: int) -> None:
+def write(folder: Path, model: nn.Module, config: dict[str, Any], shard_bytes: int) -> None:
     """Write a model's tensors, shard by shard, the index and config.json, and read the head back.
 
     Raises:
@@ -204,7 +224,7 @@ def write(folder: Path, model: nn.Module, config: dict[str, Any], mtp: bool, sha
     head = {name: w for name, w in weights.items() if is_head(name)}
     n_bytes, n_parameters = sum(w.nbytes for w in weights.values()), get_total_parameters(model)
     # mlx-lm's Qwen3-Next leaves tensors that it does not know in a converted checkpoint, and then fails: a file apart.
-    apart = mtp and config.get(EXTRA_TENSORS) is not None
+    apart = config.get(EXTRA_TENSORS) is not None
     inside = {name: w for name, w in weights.items() if not (apart and is_head(name))}
     shards = make_shards_of(inside, shard_bytes)
     # From here on the shards alone hold the tensors, so that each goes when it is written.
@@ -216,25 +236,21 @@ def write(folder: Path, model: nn.Module, config: dict[str, Any], mtp: bool, sha
     for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         shard, shards[i] = shards[i], {}
-        _save(folder / name, shard)
+        save(folder / name, shard)
         weight_map.update(dict.fromkeys(shard, name))
         del shard
         mx.clear_cache()
     if apart:
-        _save(folder / HEAD_FILE, head)
+        save(folder / HEAD_FILE, head)
         weight_map.update(dict.fromkeys(head, HEAD_FILE))
     index = {
         "metadata": {"total_size": n_bytes, "total_parameters": n_parameters},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=4))
     save_config(config, folder / "config.json")
 
-    written: dict[str, Any] = {file: mx.load(str(folder / file)) for file in {weight_map[name] for name in head}}
-    for name, w in head.items():
-        back = written[weight_map[name]][name]
-        if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
-            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+    check_written(folder, head, weight_map)
 
 
 def make_shards_of(weights: dict[str, mx.array], shard_bytes: int) -> list[dict[str, mx.array]]:
@@ -250,27 +266,6 @@ def make_shards_of(weights: dict[str, mx.array], shard_bytes: int) -> list[dict[
     return shards
 
 
-def _save(file: Path, weights: dict[str, mx.array]) -> None:
-    try:
-        mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
-    except RuntimeError as e:
-        raise OSError(f"{file.name} could not be written: {e}") from e
-
-
-@contextmanager
-def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """A folder beside ``target``, renamed to it at the end, and removed if there is none."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)  # mkdtemp's own is for the user alone
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 make_callable(__name__)
 
 
@@ -282,9 +277,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Leave the MTP head out.")
     parser.add_argument(
-        "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits. Defaults to no quantization."
+        "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits, and print what that costs."
     )
     parser.add_argument("--mtp-group-size", type=int, default=64, help="Group size for that (default: 64).")
+    parser.add_argument("--graft-mtp-from", help="Add the MTP head of this original to --model, which has lost it.")
+    parser.add_argument("--graft-revision", help="Branch, tag or commit of that original's Hugging Face repo.")
+    parser.add_argument(
+        "--skip-check",
+        action="store_true",
+        help="Do not run the model to check the grafted head, or to measure --mtp-bits.",
+    )
     return parser
 
 

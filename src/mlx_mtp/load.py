@@ -272,13 +272,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
-    if not (path / "config.json").exists():
+    return check_config(read_json(path / "config.json") if (path / "config.json").exists() else None, name)
+
+
+def check_config(config: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """The config, or an error if there is none or models of its type are not supported."""
+    if config is None:
         raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
-    return check_config(read_json(path / "config.json"), name)
-
-
-def check_config(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The config, or a ValueError if models of its type are not supported."""
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")

@@ -1,0 +1,115 @@
+"""What conversion and graft have in common: a folder that appears whole, and what is said in it of the head."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import ModelCard, ModelCardData
+
+from .hub import HEAD_FILE
+from .load import EXTRA_TENSORS
+
+USAGE = """
+## Multi-token prediction
+
+This checkpoint keeps the model's MTP head, for faster decoding of the same text with mlx_mtp:
+
+```sh
+pip install mlx-mtp
+mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.'
+```
+
+Plain mlx-lm loads it, too, and leaves the head out.
+"""
+
+
+def refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ValueError(
+            f"Cannot save to the path {target} as it already exists."
+            " Please delete the file/directory or specify a new path to save to."
+        )
+
+
+@contextmanager
+def whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """A folder beside ``target``, renamed to it at the end, and removed if there is none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp's own is for the user alone
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def save(file: Path, weights: dict[str, mx.array]) -> None:
+    try:
+        mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    except RuntimeError as e:
+        raise OSError(f"{file.name} could not be written: {e}") from e
+
+
+def check_written(folder: Path, head: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
+    """Read every tensor of a head back, and compare.
+
+    Raises:
+        OSError: One is not as it was.
+    """
+    written: dict[str, Any] = {file: mx.load(str(folder / file)) for file in {weight_map[name] for name in head}}
+    for name, w in head.items():
+        back = written[weight_map[name]][name]
+        if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
+            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+
+
+def describe_head(
+    config: dict[str, Any], source: str, revision: str | None, dtype: mx.Dtype, bits: int | None, apart: bool
+) -> None:
+    """Put into a config that there is a head, where it comes from and what was done to it.
+
+    Args:
+        apart (bool): Whether it is in a file of its own.
+    """
+    config.pop("mtp_num_hidden_layers", None)
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    config["mlx_mtp"] = {
+        "source": source,
+        "revision": revision,
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "bits": bits,
+        "norms_shifted": True,
+    }
+    config.pop(EXTRA_TENSORS, None)
+    if apart:
+        config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
+
+
+def describe_no_head(config: dict[str, Any]) -> None:
+    """Take out of a config what it says of a head."""
+    for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
+        config.pop(key, None)
+    text_config = config.get("text_config", config)
+    if "mtp_num_hidden_layers" in text_config:
+        text_config["mtp_num_hidden_layers"] = 0
+
+
+def write_card(folder: Path, original: Path, base_model: str | None, usage: str = "") -> None:
+    """The model card: what the original's says of licence and language, and how to use this one.
+
+    mlx-lm's own asks the hub for the original's card even where that is in the cache, and fails where it has none.
+    """
+    card = ModelCard.load(original) if original.exists() else ModelCard.from_template(ModelCardData(language="en"))
+    card.data.library_name = "mlx"
+    card.data.pipeline_tag = "text-generation"
+    card.data.tags = [*(card.data.tags or []), *([] if "mlx" in (card.data.tags or []) else ["mlx"])]
+    if base_model is not None:
+        card.data.base_model = base_model
+    card.text = usage
+    card.save(folder / "README.md")
