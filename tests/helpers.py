@@ -87,6 +87,14 @@ def load_reference(folder: Path):
     return model
 
 
+def tensors(folder: Path) -> dict[str, mx.array]:
+    """All of a checkpoint's tensors."""
+    weights: dict[str, mx.array] = {}
+    for file in folder.glob("*.safetensors"):
+        weights.update(mx.load(str(file)))
+    return weights
+
+
 def plain(prompt, model, **kwargs) -> list[int]:
     """The tokens of mlx-lm's own generation."""
     return [token for token, _ in generate_step(mx.array(prompt), model, **kwargs)]

@@ -6,7 +6,7 @@ import shutil
 import mlx.core as mx
 import mlx_lm
 import pytest
-from helpers import DATA, plain
+from helpers import DATA, plain, tensors
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_mtp
@@ -14,13 +14,6 @@ from mlx_mtp.convert import convert
 from mlx_mtp.models.mtp import split_head
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
-
-
-def tensors(folder) -> dict[str, mx.array]:
-    weights: dict[str, mx.array] = {}
-    for file in folder.glob("*.safetensors"):
-        weights.update(mx.load(str(file)))
-    return weights
 
 
 def expected_head(folder) -> dict[str, mx.array]:

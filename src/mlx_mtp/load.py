@@ -224,7 +224,7 @@ def load_drafter(mtp: str, name: str, config: dict[str, Any]) -> tuple[dict[str,
             f"{mtp} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft it: "
             f"`mlx_mtp.convert --graft-mtp-from {mtp} --model {name} --mlx-path NEW`."
         )
-    if difference := first_difference(own, config):
+    if difference := first_difference(own.get("text_config", {}), config.get("text_config", config)):
         raise ValueError(f"The drafter {mtp} does not fit {name}: {difference}.")
     tensor_names(path)
     weights: dict[str, mx.array] = {}
@@ -236,7 +236,7 @@ def load_drafter(mtp: str, name: str, config: dict[str, Any]) -> tuple[dict[str,
 
 def first_difference(config: dict[str, Any], other: dict[str, Any]) -> str:
     """The first size in which two models are known to differ, in words; empty if there is none."""
-    a, b = config.get("text_config", config), other.get("text_config", other)
+    a, b = ({**c.get("text_config", {}), **c} for c in (config, other))
     for key in SIZES:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} is {a[key]}, not {b[key]}"

@@ -1,0 +1,262 @@
+"""Graft: an original's head beside the weights of a conversion that has lost it, and no other head."""
+
+import json
+import os
+import shutil
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import DATA, plain, tensors
+from mlx.utils import tree_flatten
+
+import mlx_mtp
+from mlx_mtp.benchmark import PROMPTS
+from mlx_mtp.convert import convert
+from mlx_mtp.graft import FLOOR, measure_acceptance
+from mlx_mtp.load import DEMO
+from mlx_mtp.models.mtp import split_head
+
+FAMILIES = ["dense", "moe35", "moe36", "next"]
+FOUR_BITS = {"quantize": True, "q_bits": 4, "q_group_size": 32}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """A checkpoint converted to 4 bit with its head, and without: (the original, with, without)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    convert(str(DATA / request.param), str(folder / "with"), **FOUR_BITS)
+    convert(str(DATA / request.param), str(folder / "without"), mtp=False, **FOUR_BITS)
+    return DATA / request.param, folder / "with", folder / "without"
+
+
+def assert_same_tensors(a, b):
+    a, b = tensors(a), tensors(b)
+    assert a.keys() == b.keys()
+    for name, w in a.items():
+        assert w.dtype == b[name].dtype
+        assert mx.array_equal(w, b[name]), name
+
+
+def graft(source, model, target, **options):
+    convert(str(model), str(target), graft_mtp_from=str(source), **options)
+
+
+def test_the_demos_head_on_the_stripped_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["mlx_mtp.graft"], "MAX_TOKENS", 16)
+    convert(str(DEMO), str(tmp_path / "with"), quantize=True)
+    convert(str(DEMO), str(tmp_path / "without"), quantize=True, mtp=False)
+    graft(DEMO, tmp_path / "without", tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tmp_path / "with")
+    ours, tokenizer = mlx_mtp.load(str(tmp_path / "out"))
+    theirs, _ = mlx_mtp.load(str(tmp_path / "without"), mtp=False)
+    prompt = tokenizer.encode("def read_lines(path):\n")
+    steps = mlx_mtp.mtp_generate_step(mx.array(prompt), ours, max_tokens=20)
+    assert [token for token, _, _ in steps] == plain(prompt, theirs, max_tokens=20)
+
+
+def test_a_graft_is_a_conversion_with_the_head(pair, tmp_path):
+    source, full, bare = pair
+    graft(source, bare, tmp_path / "out", skip_check=True)
+    assert_same_tensors(tmp_path / "out", full)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(tmp_path / "out").keys()
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in tensors(tmp_path / "out").values())
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", full))
+    assert ours.pop("mlx_lm_extra_tensors") == {"mtp_file": "mtp.safetensors"}
+    theirs.pop("mlx_lm_extra_tensors", None)
+    assert ours == theirs
+    mlx_mtp.load(str(tmp_path / "out"))
+    convert(str(tmp_path / "out"), str(tmp_path / "again"))
+    assert_same_tensors(tmp_path / "again", full)
+
+
+def test_of_the_hub_only_the_heads_bytes_are_fetched(pair, tmp_path, hub):
+    source, full, bare = pair
+    commit = hub.publish(f"org/{source.name}", source)
+    graft(f"org/{source.name}", bare, tmp_path / "out", skip_check=True)
+    assert_same_tensors(tmp_path / "out", full)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["mlx_mtp"]["source"], config["mlx_mtp"]["revision"]) == (f"org/{source.name}", commit)
+    head = sum(w.nbytes for w in split_head(tensors(source))[1].values())
+    shards = list(source.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards)
+    assert sum(hub.served[shard.name] for shard in shards) <= 1.02 * head + headers
+    text = sum(hub.served[name] for name in ("api", "config.json", "model.safetensors.index.json"))
+    assert sum(hub.served.values()) <= 1.02 * head + headers + text
+
+
+def test_backbone_files_are_linked_or_else_copied(tmp_path, monkeypatch):
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    before = (tmp_path / "bare" / "model.safetensors").read_bytes()
+    graft(DATA / "dense", tmp_path / "bare", tmp_path / "linked", skip_check=True)
+    assert (tmp_path / "linked" / "model.safetensors").samefile(tmp_path / "bare" / "model.safetensors")
+    assert not (tmp_path / "linked" / "config.json").samefile(tmp_path / "bare" / "config.json")
+
+    def refuse(*_):
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    graft(DATA / "dense", tmp_path / "bare", tmp_path / "copied", skip_check=True)
+    assert not (tmp_path / "copied" / "model.safetensors").samefile(tmp_path / "bare" / "model.safetensors")
+    for name in ("bare", "linked", "copied"):
+        assert (tmp_path / name / "model.safetensors").read_bytes() == before
+
+
+def test_what_a_conversion_says_of_images_stays(tmp_path):
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "vision_config": {"depth": 3}}))
+    graft(DATA / "dense", tmp_path / "bare", tmp_path / "out", skip_check=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vision_config"] == {"depth": 3}
+
+
+def test_a_head_of_few_bits_is_mended(tmp_path, caplog):
+    """Inside the conversion's own files, which stay as they are."""
+    convert(str(DATA / "moe35"), str(tmp_path / "few"), mtp_bits=4, mtp_group_size=32, skip_check=True, **FOUR_BITS)
+    mlx_mtp.load(str(tmp_path / "few"))
+    assert len(caplog.records) == 1
+    graft(DATA / "moe35", tmp_path / "few", tmp_path / "out", skip_check=True)
+    caplog.clear()
+    mended, _ = mlx_mtp.load(str(tmp_path / "out"))
+    assert caplog.records == []
+    original, _ = mlx_mtp.load(str(DATA / "moe35"))
+    want = dict(tree_flatten(original.mtp.parameters()))
+    got = dict(tree_flatten(mended.mtp.parameters()))
+    assert got.keys() == want.keys()
+    assert all(mx.array_equal(got[name], w) for name, w in want.items())
+
+
+def test_a_head_is_cast_where_asked_for(tmp_path):
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False, dtype="float16")
+    graft(DATA / "dense", tmp_path / "bare", tmp_path / "out", dtype="float16", skip_check=True)
+    assert {w.dtype for w in tensors(tmp_path / "out").values() if w.ndim > 1} == {mx.float16}
+
+
+# Heads that are not the model's
+
+
+def change_head(source, folder, change):
+    """A copy of a checkpoint of one file whose head's tensors are changed, by ``change(name, w)``."""
+    shutil.copytree(source, folder)
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights = {name: change(name, w) if name.startswith("mtp.") else w for name, w in weights.items()}
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
+    return folder
+
+
+def of_another_run(size):
+    """A head with the hidden dimensions in another order, as another run of the same training would have learned it."""
+    order = mx.array(np.random.default_rng(0).permutation(size))
+
+    def permute(name, w):
+        if name == "mtp.fc.weight":
+            return mx.concatenate([half[order][:, order] for half in mx.split(w, 2, axis=1)], axis=1)
+        if w.ndim == 1:
+            return w[order] if w.size == size else w
+        writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return w[order] if writes else w[:, order]
+
+    return permute
+
+
+def random_like(name, w):
+    w32 = w.astype(mx.float32)
+    return (mx.random.normal(w.shape) * w32.var().sqrt() + w32.mean()).astype(w.dtype)
+
+
+@pytest.mark.parametrize("change", [of_another_run(192), random_like], ids=["another run", "random"])
+def test_a_head_of_another_model_is_refused(change, tmp_path, monkeypatch):
+    mx.random.seed(0)
+    monkeypatch.setattr(sys.modules["mlx_mtp.graft"], "MAX_TOKENS", 12)
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    other = change_head(DATA / "dense", tmp_path / "other", change)
+    with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:
+        graft(other, tmp_path / "bare", tmp_path / "out")
+    assert "\n" not in str(e.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bare", "other"]
+    graft(other, tmp_path / "bare", tmp_path / "out", skip_check=True)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_floor_lies_between_the_models_own_head_and_all_others(demo):
+    model, tokenizer = demo
+    assert measure_acceptance(model, tokenizer) > 1.5 * FLOOR
+    tokens = [t for prompt in PROMPTS for t in plain(tokenizer.encode(prompt), model, max_tokens=32)]
+    most_frequent = max(tokens.count(t) for t in set(tokens)) / len(tokens)
+    assert most_frequent < FLOOR / 2
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    text = {**config["text_config"], **changes}
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": text}))
+
+
+def spoil_sizes(donor):
+    edit_config(donor, vocab_size=5000, hidden_size=256)
+
+
+def spoil_rows(donor):
+    rewrite(donor, lambda name, w: w[:-1] if name.endswith("embed_tokens.weight") else w)
+
+
+def spoil_shape(donor):
+    rewrite(donor, lambda name, w: w[:, :-1] if name == "mtp.fc.weight" else w)
+
+
+def spoil_head(donor):
+    rewrite(donor, lambda name, w: None if name.startswith("mtp.") else w)
+
+
+def spoil_type(donor):
+    config = json.loads((donor / "config.json").read_text())
+    (donor / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5_moe"}))
+
+
+def quantize_head(donor):
+    convert(str(DATA / "dense"), str(donor / "q"), mtp_bits=8, mtp_group_size=32, skip_check=True)
+    for file in (donor / "q").iterdir():
+        shutil.copy(file, donor)
+    shutil.rmtree(donor / "q")
+
+
+def rewrite(folder, change):
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights = {name: w for name, old in weights.items() if (w := change(name, old)) is not None}
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_sizes, r"does not fit .*: vocab_size is 5000, not 4096\.$"),
+        (spoil_rows, r"does not fit .*: its vocabulary has 4095 rows, not 4096\.$"),
+        (spoil_shape, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
+        (spoil_head, "claims an MTP head, but its weights have none"),
+        (spoil_type, r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
+        (quantize_head, "is quantized: graft that of the original"),
+        (lambda donor: (donor / "config.json").unlink(), "has no config.json"),
+        (lambda donor: (donor / "model.safetensors").write_bytes(b"12345678"), "cut short or damaged"),
+        (lambda donor: (donor / "model.safetensors").unlink(), "No safetensors"),
+    ],
+)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "hub"])
+def test_a_head_that_does_not_fit_is_refused(spoil, message, remote, tmp_path, hub):
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    spoil(donor := shutil.copytree(DATA / "dense", tmp_path / "donor"))
+    hub.publish("org/donor", donor)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        graft("org/donor" if remote else donor, tmp_path / "bare", tmp_path / "out", skip_check=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bare", "donor"]
+
+
+def test_a_graft_converts_nothing(tmp_path):
+    for options in ({"quantize": True}, {"mtp_bits": 8}, {"mtp": False}, {"dequantize": True}):
+        with pytest.raises(ValueError, match="leave out the other flags"):
+            graft(DATA / "dense", DATA / "dense", tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="already exists"):
+        graft(DATA / "dense", DATA / "dense", tmp_path)
