@@ -25,6 +25,7 @@ from .callable_module import make_callable
 from .errors import one_line_errors
 from .graft import graft, measure_acceptance
 from .hub import HEAD_FILE, INDEX_FILE, commit_of, fetch
+from .inspection import inspect
 from .load import EXTRA_TENSORS, is_head, load
 from .saving import (
     USAGE,
@@ -287,6 +288,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Do not run the model to check the grafted head, or to measure --mtp-bits.",
     )
+    parser.add_argument(
+        "--inspect",
+        metavar="MODEL",
+        help="Only say what a model is and whether --mtp can use its head. Weights are not downloaded.",
+    )
     return parser
 
 
@@ -294,6 +300,9 @@ def main() -> None:
     parser = make_parser()
     args = vars(parser.parse_args())
     with one_line_errors(parser.prog):
+        if (name := args.pop("inspect")) is not None:
+            print(inspect(name, args["revision"]))
+            return
         if args["hf_path"] is None:
             raise ValueError("Say what to convert: --hf-path FOLDER_OR_REPO.")
         convert(**args)

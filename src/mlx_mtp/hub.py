@@ -147,15 +147,19 @@ class Checkpoint:
         damaged = f"{file} of {self.name} is cut short or damaged: download or convert it again."
         if size > MAX_HEADER_BYTES:
             raise ValueError(damaged)
-        header = parse_json(self.read(file, 8, 8 + size), f"The header of {file} of {self.name}")
-        metadata = header.pop("__metadata__", None) or {}
         tensors = {}
         try:
+            header = parse_json(self.read(file, 8, 8 + size), file)
+            metadata = header.pop("__metadata__", None) or {}
             for name, t in header.items():
                 start, stop = (8 + size + offset for offset in t["data_offsets"])
                 tensors[name] = Tensor(file, t["dtype"], tuple(t["shape"]), start, stop)
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(damaged) from e
+        if self.folder is not None and (self.folder / file).stat().st_size < max(
+            (t.stop for t in tensors.values()), default=0
+        ):
+            raise ValueError(damaged)
         return tensors, metadata
 
     def weight_map(self, head_file: str | None = None) -> dict[str, str]:

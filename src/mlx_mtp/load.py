@@ -110,11 +110,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     if (bits := head_bits(model)) is not None and bits <= FEW_BITS:
-        log.warning(
-            f"The MTP head of {mtp if isinstance(mtp, str) else path_or_hf_repo} is quantized to {bits} bits, which can cost "
-            f"most drafts. Give it the original's: `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {path_or_hf_repo} "
-            "--mlx-path NEW`."
-        )
+        log.warning(few_bits(mtp if isinstance(mtp, str) else path_or_hf_repo, bits, path_or_hf_repo))
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
@@ -265,6 +261,14 @@ def is_head(path: str) -> bool:
 def head_bits(model: nn.Module) -> int | None:
     """The fewest bits that a layer of the head is quantized to."""
     return min((m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")), default=None)
+
+
+def few_bits(head_of: str, bits: int, model: str) -> str:
+    """A warning, with the command that mends it."""
+    return (
+        f"the MTP head of {head_of} is quantized to {bits} bits, which can cost most drafts. Give it the original's: "
+        f"`mlx_mtp.convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
