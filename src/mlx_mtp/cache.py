@@ -35,6 +35,8 @@ class _Window:
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
     inputs: tuple[mx.array, ...] = ()  # q, k, v, a, b of the other tokens, each [B, n_tokens - n_confirmed, ...]
     gates: tuple[mx.array, ...] = ()  # A_log [Hv], dt_bias [Hv]
+    # In exact mode, in place of these: the cache's arrays after the last confirmed token and after each that follows.
+    states: list[list[mx.array]] | None = None
 
 
 class ArraysCache(stock.ArraysCache):
@@ -46,11 +48,12 @@ class ArraysCache(stock.ArraysCache):
 
     window: _Window | None = None
 
-    def begin(self, n_confirmed: int) -> None:
+    def begin(self, n_confirmed: int, exact: bool = False) -> None:
         """Have the next call recorded.
 
         Args:
             n_confirmed (int): The number of its leading tokens that are final.
+            exact (bool): The tokens come one by one, with ``keep_state`` after each, and the layer records nothing.
 
         Raises:
             ValueError: The last window is still open, or the cache is that of padded prompts.
@@ -59,12 +62,25 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last window of this cache is still open: close it with rollback.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot go back.")
-        self.window = _Window(n_confirmed)
+        self.window = _Window(n_confirmed, states=[] if exact else None)
+
+    @property
+    def records_inputs(self) -> bool:
+        """Whether the layer's next call has to record what the recurrence is replayed from."""
+        return self.window is not None and self.window.states is None
+
+    def keep_state(self) -> None:
+        """In an exact window, after the layer's call on one token: make the state one to go back to."""
+        if self.window is not None and self.window.states is not None:
+            self.window.n_tokens += 1
+            if self.window.n_tokens >= self.window.n_confirmed:
+                self.window.states.append(list(self.cache))
 
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens and release what was recorded.
 
-        The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with.
+        The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with. In exact mode each
+        state was kept, because a replay is not bound to round as the layer's own call did.
 
         Args:
             n (int): From the number of confirmed tokens to that of all.
@@ -80,7 +96,9 @@ class ArraysCache(stock.ArraysCache):
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         self.window = None
-        if n < window.n_tokens:
+        if window.states is not None:
+            self.cache = window.states[n - window.n_confirmed]
+        elif n < window.n_tokens:
             assert window.conv_input is not None
             assert window.state is not None
             n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
@@ -92,7 +110,7 @@ class ArraysCache(stock.ArraysCache):
                 self.cache[1] = _replay(*inputs, *window.gates, window.state)
 
 
-def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
+def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
     """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
     if caches is None:
         raise ValueError("With n_confirmed, the model needs a cache to record in.")
@@ -100,7 +118,7 @@ def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
                 raise ValueError("This cache cannot go back: make it with model.make_cache().")
-            c.begin(n_confirmed)
+            c.begin(n_confirmed, exact)
 
 
 def rollback(caches: list[Any], offset: int, n: int) -> None:

@@ -26,6 +26,7 @@ class Decoder:
         acceptance: Says which drafts stand.
         logits_processors (List[LogitsProcessor]): As of mlx-lm.
         kv_options (Tuple): ``quantized_kv_start``, ``kv_group_size`` and ``kv_bits``.
+        exact (bool): Verify with the very operations of plain decoding.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Decoder:
         acceptance: TokenMatch | RejectionSampling,
         logits_processors: list[LogitsProcessor],
         kv_options: tuple,
+        exact: bool,
     ):
         self.model, self.prompt_cache = model, prompt_cache
         self.acceptance, self.logits_processors = acceptance, logits_processors
-        self.kv_options = kv_options
+        self.kv_options, self.exact = kv_options, exact
         self.n_layers = len(model.layers)
         self.head_cache, self.last = prompt_cache[self.n_layers :]
         self.n_cached = n_tokens(prompt_cache[: self.n_layers])  # tokens that are final
@@ -56,7 +58,8 @@ class Decoder:
     def _backbone(self, tokens, embeddings=None, n_confirmed=0):
         """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
         kwargs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        return self.model(tokens[None], cache=self.prompt_cache, return_hidden=True, n_confirmed=n_confirmed, **kwargs)
+        kwargs |= {"return_hidden": True, "n_confirmed": n_confirmed, "exact": self.exact and n_confirmed > 0}
+        return self.model(tokens[None], cache=self.prompt_cache, **kwargs)
 
     def _head(self, hidden, tokens, embeddings=None):
         """hidden [1, T, H] and the tokens [T] after each -> the head's hidden [1, T, H]"""

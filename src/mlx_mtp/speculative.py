@@ -62,6 +62,7 @@ def mtp_generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    exact: bool = False,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
@@ -84,6 +85,8 @@ def mtp_generate_step(
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
+        exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
+          logits are nearly equal; ``models/exact.py`` says how, and at what price. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
           ``mlx_mtp.make_sampler`` drafts go by rejection sampling, with any other they stand where they are its choice.
           Default: ``None``, the most likely token.
@@ -125,7 +128,8 @@ def mtp_generate_step(
     acceptance = make_acceptance(sampler)
     logits_processors = logits_processors or []
     in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
-    decoder = Decoder(model, prompt_cache, acceptance, logits_processors, (quantized_kv_start, kv_group_size, kv_bits))
+    kv_options = (quantized_kv_start, kv_group_size, kv_bits)
+    decoder = Decoder(model, prompt_cache, acceptance, logits_processors, kv_options, exact)
     counts = counts or DraftCounts()
     progress = prompt_progress_callback or (lambda *_: None)
 

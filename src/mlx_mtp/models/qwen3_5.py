@@ -9,6 +9,7 @@ from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
+from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule
 
@@ -31,7 +32,7 @@ class ModelArgs(stock.ModelArgs):
 
 class GatedDeltaNet(stock.GatedDeltaNet):
     def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
-        if cache is None or getattr(cache, "window", None) is None:
+        if cache is None or not getattr(cache, "records_inputs", False):
             return super().__call__(inputs, mask, cache)
         B, S, _ = inputs.shape
         z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
@@ -60,11 +61,15 @@ class TextModel(stock.TextModel):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
+        exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
         if n_confirmed > 0:
-            caches.begin(cache, len(self.layers), n_confirmed)
-        hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
-        logits = self.logits(hidden)
+            caches.begin(cache, len(self.layers), n_confirmed, exact)
+        if exact:
+            logits, hidden = one_by_one(self, inputs, cache, input_embeddings)
+        else:
+            hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
+            logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -94,8 +99,9 @@ class Model(MTPMixin, stock.Model):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
+        exact: bool = False,
     ):
-        """mlx-lm's call, and two things more.
+        """mlx-lm's call, and three things more.
 
         Args:
             inputs (mx.array): Token ids, [B, T].
@@ -104,12 +110,14 @@ class Model(MTPMixin, stock.Model):
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
             n_confirmed (int): With a number above 0, ``mlx_mtp.cache.rollback`` can go back to any token from this one
               on: it is the number of leading tokens known to be final. Default: ``0``, which records nothing.
+            exact (bool): Have the logits of each token bit-equal to those of a call on that token alone; see
+              ``models/exact.py`` for its price. Needs a cache. Default: ``False``.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` and hidden states [B, T, H].
         """
         return self.language_model(
-            inputs, cache, input_embeddings, return_hidden=return_hidden, n_confirmed=n_confirmed
+            inputs, cache, input_embeddings, return_hidden=return_hidden, n_confirmed=n_confirmed, exact=exact
         )
 
     @property

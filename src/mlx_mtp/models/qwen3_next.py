@@ -8,6 +8,7 @@ from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
+from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule
 
@@ -19,7 +20,7 @@ class ModelArgs(stock.ModelArgs):
 
 class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
     def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
-        if cache is None or getattr(cache, "window", None) is None:
+        if cache is None or not getattr(cache, "records_inputs", False):
             return super().__call__(inputs, mask, cache)
         B, S, _ = inputs.shape
         q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
@@ -45,12 +46,16 @@ class Model(MTPMixin, stock.Model):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
+        exact: bool = False,
     ):
         """As ``mlx_mtp.models.qwen3_5.Model``, without input embeddings, which mlx-lm's Qwen3-Next does not take."""
         if n_confirmed > 0:
-            caches.begin(cache, len(self.layers), n_confirmed)
-        hidden = self.model(inputs, cache)
-        logits = self.logits(hidden)
+            caches.begin(cache, len(self.layers), n_confirmed, exact)
+        if exact:
+            logits, hidden = one_by_one(self, inputs, cache)
+        else:
+            hidden = self.model(inputs, cache)
+            logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
