@@ -94,6 +94,8 @@ def test_what_cannot_be_is_refused(demo):
     model, tokenizer = demo
     with pytest.raises(ValueError, match="cannot draft together"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
+    with pytest.raises(ValueError, match="leave out exact"):
+        next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, mtp=False, exact=True))
     with pytest.raises(ValueError, match="non-zero"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=0))
 
@@ -104,7 +106,7 @@ def test_what_cannot_be_is_refused(demo):
 def test_every_flag_is_mlx_lms():
     theirs = {a.dest: a for a in setup_arg_parser()._actions}
     ours = {a.dest: a for a in make_parser()._actions}
-    assert ours.keys() - theirs.keys() == {"mtp"}
+    assert ours.keys() - theirs.keys() == {"mtp", "exact", "check"}
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
         assert (a.option_strings, a.type, a.nargs) == (ours[name].option_strings, ours[name].type, ours[name].nargs)

@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import sampling
 from .callable_module import make_callable
+from .check import check
 from .errors import one_line_errors
 from .load import DEMO, load
 from .speculative import DEFAULT_NUM_DRAFT_TOKENS, MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
@@ -55,6 +56,7 @@ def stream_generate(
     *,
     mtp: bool = True,
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    exact: bool = False,
     **kwargs,
 ) -> Generator[GenerationResponse, None, None]:
     """
@@ -68,12 +70,16 @@ def stream_generate(
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
         num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
+        exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
+          Default: ``False``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
 
     Yields:
         GenerationResponse: mlx-lm's, with the drafts made and accepted.
     """
     if not mtp:
+        if exact:
+            raise ValueError("Exact mode is one of MTP: leave out exact, or draft with the MTP head.")
         for r in plain_stream_generate(
             model, tokenizer, prompt, max_tokens, draft_model, stream, num_draft_tokens=num_draft_tokens, **kwargs
         ):
@@ -94,7 +100,14 @@ def stream_generate(
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
     steps = mtp_generate_step(
-        prompt, model, stream, max_tokens=max_tokens, num_draft_tokens=num_draft_tokens, counts=counts, **kwargs
+        prompt,
+        model,
+        stream,
+        max_tokens=max_tokens,
+        num_draft_tokens=num_draft_tokens,
+        exact=exact,
+        counts=counts,
+        **kwargs,
     )
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
@@ -175,7 +188,7 @@ make_callable(__name__)
 
 
 def make_parser():
-    """mlx-lm's flags, and ``--mtp``."""
+    """mlx-lm's flags, and ``--mtp``, ``--exact`` and ``--check``."""
     parser = setup_arg_parser()
     parser.prog = "mlx_mtp.generate"
     parser.description = "LLM inference script, with the model's own MTP head"
@@ -186,6 +199,17 @@ def make_parser():
         default=False,
         metavar="DRAFTER",
         help="Draft with the model's own multi-token-prediction head, or with that of a drafter folder or repo (qwen3_5_mtp).",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="Verify with the very operations of plain decoding: its tokens also where two logits are nearly equal, "
+        "for the price of a pass for each token.",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
     for action in parser._actions:
         if action.dest == "model":
@@ -209,6 +233,11 @@ def run(args) -> None:
     """mlx-lm's ``mlx_lm.generate``, flag by flag."""
     if args.mtp and args.draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
+    for flag in ("exact", "check"):
+        if getattr(args, flag) and not args.mtp:
+            raise ValueError(f"--{flag} is of --mtp: give both, or neither.")
+    if args.check and args.temp > 0:
+        raise ValueError("--check compares the most likely tokens: leave out --temp.")
     if args.seed is not None:
         mx.random.seed(args.seed)
 
@@ -255,12 +284,30 @@ def run(args) -> None:
     num_draft_tokens = args.num_draft_tokens
     if num_draft_tokens is None:
         num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if args.mtp else 3
+    if args.check:
+        result = check(
+            model,
+            mx.array(prompt),
+            max_tokens=args.max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            exact=args.exact,
+            stop_tokens=tokenizer.eos_token_ids,
+            prompt_cache=prompt_cache,
+            input_embeddings=input_embeddings,
+            prefill_step_size=args.prefill_step_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+        )
+        print(result.report(tokenizer))
+        sys.exit(0 if result.passed else 1)
     response = generate(
         model,
         tokenizer,
         prompt,
         verbose=args.verbose,
         mtp=bool(args.mtp),
+        exact=args.exact,
         max_tokens=args.max_tokens,
         sampler=sampler,
         max_kv_size=args.max_kv_size,

@@ -1,0 +1,165 @@
+"""The comparison with plain decoding: rounding is told from a fault."""
+
+import copy
+import io
+import re
+import sys
+from functools import cache as cached
+
+import mlx.core as mx
+import pytest
+from helpers import arrays_equal, plain, round_otherwise, tiny_model
+
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.cache import ArraysCache
+from mlx_mtp.check import Check, Difference, check
+from mlx_mtp.generate import main
+
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+
+model_of = cached(tiny_model)
+
+
+def forget_to_go_back(monkeypatch):
+    """A fault: after a rejected draft the recurrent state stays that of the whole window."""
+
+    def rollback(self, n):
+        self.window = None
+
+    monkeypatch.setattr(ArraysCache, "rollback", rollback)
+
+
+def rounded_model(monkeypatch):
+    """A model and the tokens of plain decoding, one of which MTP chooses otherwise because of rounding alone."""
+    round_otherwise(monkeypatch, 0.01)
+    for seed in range(8):
+        model = model_of("qwen3_5", seed)
+        want = plain(PROMPT, model, max_tokens=50)
+        got = [token for token, _, _ in mtp_generate_step(PROMPT, model, max_tokens=50, num_draft_tokens=3)]
+        if got != want:
+            return model, want, got
+    raise AssertionError("no near-tie: nothing is at stake")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}], ids=str)
+def test_the_same_tokens_pass(family, options):
+    assert check(model_of(family), PROMPT, max_tokens=30, num_draft_tokens=3, **options) == Check(30)
+
+
+def test_it_ends_at_a_stop_token():
+    model = model_of("qwen3_5")
+    want = plain(PROMPT, model, max_tokens=30)
+    assert check(model, PROMPT, stop_tokens={want[9]}) == Check(want.index(want[9]) + 1)
+
+
+def test_a_near_tie_is_within_rounding(monkeypatch):
+    model, want, got = rounded_model(monkeypatch)
+    at = next(i for i in range(50) if want[i] != got[i])
+    result = check(model, PROMPT, max_tokens=50, num_draft_tokens=3)
+    d = result.difference
+    assert (result.n_tokens, d.position, d.plain, d.mtp) == (at, at, want[at], got[at])
+    logits = model(mx.array([PROMPT.tolist() + want[:at]]))[0, -1]
+    assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
+    assert d.top_gap <= d.gap
+    assert result.passed
+    assert check(model, PROMPT, max_tokens=50, num_draft_tokens=3, exact=True) == Check(50)
+
+
+@pytest.mark.parametrize("amount", [0, 1e-4])
+def test_a_fault_is_not_within_rounding(monkeypatch, amount):
+    round_otherwise(monkeypatch, amount)
+    forget_to_go_back(monkeypatch)
+    for seed in range(4):
+        model = model_of("qwen3_5", seed)
+        want = plain(PROMPT, model, max_tokens=50)
+        result = check(model, PROMPT, max_tokens=50, num_draft_tokens=3)
+        d = result.difference
+        assert d.plain == want[d.position] != d.mtp
+        assert d.gap > 2 * d.rounding
+        assert (d.rounding > 0) == (amount > 0)
+        assert not result.passed
+
+
+def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
+    model = model_of("qwen3_5")
+    right = ArraysCache.begin
+
+    def wrong(self, *args):
+        right(self, *args)
+        self[1] = -9 * self[1]
+
+    monkeypatch.setattr(ArraysCache, "begin", wrong)
+    d = check(model, PROMPT).difference
+    assert (d.position, d.rounding) == (0, 0)
+    assert not d.within_rounding
+
+
+def test_the_gap_is_that_of_the_two_tokens():
+    """A token that is not the runner-up is not excused by a runner-up that is near."""
+    assert Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
+    assert not Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
+
+
+def test_a_prompt_cache_is_used_and_left_as_it_is():
+    model = model_of("qwen3_5")
+    prompt_cache = make_prompt_cache(model)
+    tokens = [t for t, _, _ in mtp_generate_step(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)]
+    before = copy.deepcopy(prompt_cache)
+    want = plain([*PROMPT.tolist(), *tokens, 7, 2], model, max_tokens=20)
+    assert check(model, mx.array([7, 2]), prompt_cache=prompt_cache, max_tokens=20, stop_tokens=want[19:]) == Check(
+        want.index(want[19]) + 1
+    )
+    assert [getattr(c, "offset", None) for c in prompt_cache] == [getattr(c, "offset", None) for c in before]
+    assert arrays_equal(*([c.cache for c in cache if isinstance(c, ArraysCache)] for cache in (prompt_cache, before)))
+
+
+# Command line
+
+
+def run(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def read(path):"))
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code, *capsys.readouterr()
+
+
+ARGS = ("--mtp", "--check", "--prompt", "-", "-m", 40)
+
+
+def test_the_command_passes_with_status_0(monkeypatch, capsys):
+    for exact in ((), ("--exact",)):
+        status, out, err = run(monkeypatch, capsys, *ARGS, *exact)
+        assert (status, err) == (0, "")
+        assert out == "Identical: plain decoding and MTP generated the same 40 tokens.\n"
+
+
+def test_the_command_reports_a_fault_with_status_1(monkeypatch, capsys):
+    forget_to_go_back(monkeypatch)
+    status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
+    assert status == 1
+    assert re.match(
+        r"Different at token \d+, after as many that are the same: plain \d+ \('.*'\), MTP \d+ \('.*'\)\.\n", out
+    )
+    assert "NOT within rounding" in out
+
+
+def test_the_command_reports_rounding_with_status_0(monkeypatch, capsys):
+    round_otherwise(monkeypatch, 0.1)
+    status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
+    assert status == 0
+    assert out.endswith("The difference is within rounding.\n")
+
+
+def test_what_cannot_be_checked_is_refused(monkeypatch, capsys):
+    for args, message in (
+        (["--check"], "--check is of --mtp"),
+        (["--exact"], "--exact is of --mtp"),
+        (["--mtp", "--check", "--temp", "0.7"], "leave out --temp"),
+        (["--mtp", "--check", "-m", "0"], "non-zero"),
+        (["--mtp", "--check", "--num-draft-tokens", "9"], "from 1 to 8"),
+    ):
+        status, out, err = run(monkeypatch, capsys, *args)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert message in err
