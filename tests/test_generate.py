@@ -109,9 +109,11 @@ def test_every_flag_is_mlx_lms():
     assert ours.keys() - theirs.keys() == {"mtp", "exact", "check"}
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
-        assert (a.option_strings, a.type, a.nargs) == (ours[name].option_strings, ours[name].type, ours[name].nargs)
-        if name != "num_draft_tokens":  # 3 without --mtp, as in mlx-lm; see main
-            assert a.default == ours[name].default
+        assert (a.option_strings, a.nargs) == (ours[name].option_strings, ours[name].nargs)
+        if name == "num_draft_tokens":
+            assert (a.default, ours[name].default, ours[name].type("4"), ours[name].type("auto")) == (3, "auto", 4, "auto")
+        else:
+            assert (a.default, a.type) == (ours[name].default, ours[name].type)
 
 
 def test_the_closing_lines(monkeypatch, capsys):
@@ -200,8 +202,8 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     cases = [
         (["--draft-model", "x"], "cannot draft together"),
-        (["--num-draft-tokens", "9"], "from 0 to 8"),
-        (["--num-draft-tokens", "-1"], "from 0 to 8"),
+        (["--num-draft-tokens", "9"], "must be auto or from 0 to 8"),
+        (["--num-draft-tokens", "-1"], "must be auto or from 0 to 8"),
         (["--max-kv-size", "100"], "do not rotate"),
         (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "the hub has no repository"),

@@ -45,7 +45,7 @@ def at_rest(model, prompt_cache, n_tokens):
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 3),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
-    depth=st.integers(0, 8),
+    depth=st.integers(0, 8) | st.just("auto"),
     prefill=st.integers(1, 50),
     max_tokens=st.integers(1, 40),
 )
@@ -183,7 +183,7 @@ def test_penalties_that_write_into_their_logits(depth):
 @given(
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 99),
-    depth=st.integers(0, 8),
+    depth=st.integers(0, 8) | st.just("auto"),
     temp=st.sampled_from([0.5, 1.0, 1.5]),
     options=st.fixed_dictionaries(
         {},

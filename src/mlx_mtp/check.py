@@ -5,10 +5,10 @@ otherwise then. So the two may choose otherwise where two logits are nearly equa
 
 How much rounding moves the logits is measured, at the very position that differs, without anything of ours: mlx-lm's own
 forward is run over the same tokens with mlx-lm's own caches, once one by one (that is plain decoding) and once in windows of
-``num_draft_tokens + 1``, with no draft, no rejection and no going back. Let r be the largest difference between the two in
-any logit. Two logits that each move by r at most can change places only if they are at most 2 r apart. A difference is
-*within rounding* when plain decoding's logits of the two tokens are at most 2 r apart. MTP's own logits have no part in this:
-a wrong state moves them as far as it likes, and would excuse itself.
+``num_draft_tokens + 1`` (of the most that auto drafts), with no draft, no rejection and no going back. Let r be the largest
+difference between the two in any logit. Two logits that each move by r at most can change places only if they are at most
+2 r apart. A difference is *within rounding* when plain decoding's logits of the two tokens are at most 2 r apart. MTP's own
+logits have no part in this: a wrong state moves them as far as it likes, and would excuse itself.
 """
 
 import copy
@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 
-from .speculative import DEFAULT_NUM_DRAFT_TOKENS, mtp_generate_step
+from .speculative import MAX_DRAFT_TOKENS, NumDraftTokens, mtp_generate_step
 
 
 @dataclass
@@ -69,7 +69,7 @@ def check(
     prompt: mx.array,
     *,
     max_tokens: int = 256,
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = "auto",
     exact: bool = False,
     stop_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
@@ -82,7 +82,7 @@ def check(
     Args:
         prompt (mx.array): The input prompt, [T].
         max_tokens (int): The number of tokens to compare. Default: ``256``.
-        num_draft_tokens (int): The number of tokens to draft in a step. Default: ``2``.
+        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step. Default: ``"auto"``.
         exact (bool): Check exact mode. Default: ``False``.
         stop_tokens (Collection[int]): Tokens that end the text.
         prompt_cache (List[Any], optional): A prompt cache for both; it is left as it is.
@@ -124,7 +124,8 @@ def check(
     if same:
         for _ in generate_step(prompt, model, prompt_cache=cache, **{**options, "max_tokens": 0}):
             pass
-        windowed = _in_windows(model, cache, same, num_draft_tokens + 1, **options)
+        size = 1 + (MAX_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens)
+        windowed = _in_windows(model, cache, same, size, **options)
         rounding = float(mx.abs(row - windowed).max())
     top = mx.sort(row)[-2:]
     return Check(len(same), Difference(len(same), a, b, float(top[1] - top[0]), float(row[a] - row[b]), rounding))

@@ -24,7 +24,7 @@ from .callable_module import make_callable
 from .check import check
 from .errors import one_line_errors
 from .load import DEMO, load
-from .speculative import DEFAULT_NUM_DRAFT_TOKENS, MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
+from .speculative import MAX_DRAFT_TOKENS, DraftCounts, NumDraftTokens, mtp_generate_step
 
 
 @dataclass
@@ -55,7 +55,7 @@ def stream_generate(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     mtp: bool = True,
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = "auto",
     exact: bool = False,
     **kwargs,
 ) -> Generator[GenerationResponse, None, None]:
@@ -69,7 +69,8 @@ def stream_generate(
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
-        num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
+        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
+          every step for speed.
         exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
           Default: ``False``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
@@ -80,9 +81,9 @@ def stream_generate(
     if not mtp:
         if exact:
             raise ValueError("Exact mode is one of MTP: leave out exact, or draft with the MTP head.")
-        for r in plain_stream_generate(
-            model, tokenizer, prompt, max_tokens, draft_model, stream, num_draft_tokens=num_draft_tokens, **kwargs
-        ):
+        if draft_model is not None and num_draft_tokens != "auto":
+            kwargs["num_draft_tokens"] = num_draft_tokens
+        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
             yield GenerationResponse(**vars(r))
         return
     if draft_model is not None:
@@ -216,10 +217,10 @@ def make_parser():
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
         if action.dest == "num_draft_tokens":
             action.help = (
-                "Number of tokens to draft when using speculative decoding "
-                f"(default: 3, with --mtp {DEFAULT_NUM_DRAFT_TOKENS}; up to {MAX_DRAFT_TOKENS})."
+                "Number of tokens to draft when using speculative decoding (default: 3, with --mtp auto: chosen at every "
+                f"step for speed; up to {MAX_DRAFT_TOKENS})."
             )
-            action.default = None
+            action.default, action.type = "auto", lambda text: text if text == "auto" else int(text)
     return parser
 
 
@@ -281,15 +282,12 @@ def run(args) -> None:
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
     )
-    num_draft_tokens = args.num_draft_tokens
-    if num_draft_tokens is None:
-        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if args.mtp else 3
     if args.check:
         result = check(
             model,
             mx.array(prompt),
             max_tokens=args.max_tokens,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=args.num_draft_tokens,
             exact=args.exact,
             stop_tokens=tokenizer.eos_token_ids,
             prompt_cache=prompt_cache,
@@ -317,7 +315,7 @@ def run(args) -> None:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
         draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=args.num_draft_tokens,
         input_embeddings=input_embeddings,
     )
     if not args.verbose:

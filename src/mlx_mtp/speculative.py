@@ -22,7 +22,8 @@ This module is the loop; the moves are those of ``decoder.Decoder``.
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,10 +34,11 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from .acceptance import make_acceptance, n_leading, rewind
 from .cache import adopt_prompt_cache, make_prompt_cache
 from .decoder import Decoder
+from .depth import Depth
 from .processors import keeps_state
 
 MAX_DRAFT_TOKENS = 8
-DEFAULT_NUM_DRAFT_TOKENS = 2
+NumDraftTokens = int | Literal["auto"]
 
 
 @dataclass
@@ -61,7 +63,7 @@ def mtp_generate_step(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     max_tokens: int = 256,
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = "auto",
     exact: bool = False,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -84,7 +86,8 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (int): The number of tokens to draft in a step, 0 to 8. Default: ``2``.
+        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
+          every step for speed, see ``mlx_mtp.depth``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
           logits are nearly equal; ``models/exact.py`` says how, and at what price. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
@@ -116,8 +119,8 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-    if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if num_draft_tokens != "auto" and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if max_kv_size is not None:
         raise ValueError("max_kv_size has no effect on this model, whose caches do not rotate: leave it out.")
     n_prompt = _check_prompt(prompt, model, input_embeddings)
@@ -132,6 +135,18 @@ def mtp_generate_step(
     decoder = Decoder(model, prompt_cache, acceptance, logits_processors, kv_options, exact)
     counts = counts or DraftCounts()
     progress = prompt_progress_callback or (lambda *_: None)
+
+    depth = Depth(MAX_DRAFT_TOKENS)
+    last_time: float | None = None
+
+    def observe(k, n):
+        """Of k drafts n stand, as is known now."""
+        nonlocal last_time
+        counts.add(k, n)
+        now = perf_counter()
+        if last_time is not None:
+            depth.observe(k, n, now - last_time)
+        last_time = now
 
     def embeddings(i, j=None):
         return None if input_embeddings is None else input_embeddings[i:j]
@@ -168,9 +183,11 @@ def mtp_generate_step(
                         mx.eval(tokens, stands, states)
                         n = n_leading(stands.tolist())  # type: ignore[arg-type]
                         rewind(states, n)
-                counts.add(k, n)
+                n_drafted = k
+                if n_drafted > 0:
+                    observe(n_drafted, n)
 
-                k = num_draft_tokens
+                k = depth.next() if num_draft_tokens == "auto" else num_draft_tokens
                 if max_tokens > 0:
                     k = min(k, max(n_left - n - 2, 0))
                 if kv_bits is not None and decoder.n_cached + n + 1 < quantized_kv_start:
@@ -192,6 +209,8 @@ def mtp_generate_step(
                     mx.eval(tokens)
                     progress(n_prompt, n_prompt)
                 chosen = tokens.tolist()
+                if n_drafted == 0:  # known only now, while the device is at the next token
+                    observe(0, 0)
                 n_yielded, standing = n_yielded + 1, 1
                 yield chosen[n], logprobs[n], False
                 if n_yielded % 256 == 0:

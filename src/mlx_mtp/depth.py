@@ -1,0 +1,163 @@
+"""How many tokens to draft next: what yields most tokens per second, by what was seen of the text and of the machine.
+
+A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i stands given that
+those before it stood, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` is that choice. ``Acceptance`` and
+``StepTimes`` estimate a and t as they go; ``Depth`` puts them together. Nothing here reads a clock or draws a number.
+"""
+
+from collections.abc import Sequence
+
+
+def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
+    """
+    The depth with the most expected tokens per second; of equals the lowest.
+
+    Args:
+        acceptance (Sequence[float]): The probability of each draft to stand, given that those before it stood, [K].
+        seconds (Sequence[float]): Of a step at each depth from 0, [K + 1].
+    """
+    rates = [tokens / t for tokens, t in zip(expected_tokens(acceptance), seconds)]
+    return rates.index(max(rates))
+
+
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """The mean number of tokens that a step yields at each depth from 0, [K + 1]."""
+    tokens, stands = [1.0], 1.0
+    for a in acceptance:
+        stands *= a
+        tokens.append(tokens[-1] + stands)
+    return tokens
+
+
+class Acceptance:
+    """A running estimate of a_i, which forgets: the text changes.
+
+    What is known of a position fades with every step that drafts, towards a little less than the position before it. So a
+    depth that was given up is tried again once the drafts before it do well.
+
+    Args:
+        n (int): The number of positions.
+    """
+
+    FADING = 0.96  # a step
+    PRIOR = 0.7  # of the first draft
+    WEIGHT = 2.0  # of what is expected without having been seen, in drafts
+
+    def __init__(self, n: int):
+        self.judged, self.stood = [0.0] * n, [0.0] * n
+
+    def observe(self, n_drafted: int, n_accepted: int) -> None:
+        self.judged = [x * self.FADING for x in self.judged]
+        self.stood = [x * self.FADING for x in self.stood]
+        for i in range(min(n_accepted + 1, n_drafted)):  # those after the first that falls were not judged
+            self.judged[i] += 1
+            self.stood[i] += i < n_accepted
+
+    def estimate(self) -> list[float]:
+        estimates, expected = [], self.PRIOR
+        for judged, stood in zip(self.judged, self.stood):
+            a = (stood + self.WEIGHT * expected) / (judged + self.WEIGHT)
+            estimates.append(a)
+            expected = 0.97 * a
+        return estimates
+
+
+class StepTimes:
+    """A running estimate of t(k), in seconds.
+
+    The first step at a depth is not counted: it may have compiled something. Of a later one at most half as much again as
+    expected is believed: it may have been a pause elsewhere. Depths that were not tried are taken to lie on the line through
+    the two tried ones next to them. A longer context adds to the time at every depth.
+
+    Args:
+        n (int): The greatest depth.
+    """
+
+    FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
+    GUESSED_SLOPE = 0.25  # of a plain step, for each draft, before two depths were tried
+
+    def __init__(self, n: int):
+        self.n = n
+        self.tried: dict[int, int] = {}
+        self.seconds: dict[int, float] = {}
+
+    def observe(self, k: int, seconds: float) -> None:
+        self.tried[k] = self.tried.get(k, 0) + 1
+        n = self.tried[k] - 1
+        if n == 0:
+            return
+        if k not in self.seconds or (n == 2 and seconds < self.seconds[k] / 1.5):
+            self.seconds[k] = seconds
+            return
+        surprise = min(seconds, 1.5 * self.seconds[k]) - self.seconds[k]
+        self.seconds[k] += max(self.FOLLOWS, 1 / n) * surprise
+        if n > 4:
+            for other in self.seconds.keys() - {k}:
+                self.seconds[other] += self.FOLLOWS / 2 * surprise
+
+    def estimate(self) -> list[float]:
+        known = sorted(self.seconds.items())
+        if not known:
+            return [1 + self.GUESSED_SLOPE * k for k in range(self.n + 1)]
+        if len(known) == 1:
+            ((k, t),) = known
+            base = t / (1 + self.GUESSED_SLOPE * k)
+            known = [(k, t), (k + 1, t + self.GUESSED_SLOPE * base)]
+        return [_on_line(known, k) for k in range(self.n + 1)]
+
+
+def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
+    """The value at x of the line through the two points around it, or the two nearest; no less than next to it."""
+    i = max(1, min(len(points) - 1, sum(p[0] < x for p in points)))
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    slope = max((y1 - y0) / (x1 - x0), 0.0)
+    return y0 + slope * (x - x0) if x >= x0 else max(y0 - slope * (x0 - x), 0.1 * y0)
+
+
+class Depth:
+    """Chooses the depth of every step of a generation.
+
+    It begins plain, drafts one token a few times, and from then on takes the best depth by its estimates. Where that is 0, one
+    token is drafted now and then to see whether the text has changed, for at most ``PROBING`` of the time; never where even
+    drafts that all stand would not pay.
+
+    Args:
+        most (int): The greatest depth.
+    """
+
+    PROBING = 0.01
+    FIRST = (0, 0, 0, 1, 1, 1)
+    MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
+    DEEPER = 2  # than any depth tried is as far as the estimates reach
+
+    def __init__(self, most: int):
+        self.acceptance, self.times = Acceptance(most), StepTimes(most)
+        self.most = most
+        self.n_steps = 0
+        self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
+
+    def next(self) -> int:
+        self.n_steps += 1
+        if self.n_steps <= len(self.FIRST):
+            return self.FIRST[self.n_steps - 1]
+        plain, *others = self.times.estimate()
+        seconds = [(1 - self.MARGIN) * plain, *others]
+        best = best_depth(self.acceptance.estimate(), seconds)
+        if best > 0:
+            return min(best, max(self.times.tried) + self.DEEPER)
+        if self.lost < self.PROBING * self.elapsed and best_depth([1.0] * self.most, seconds) > 0:
+            return 1
+        return 0
+
+    def observe(self, k: int, n_accepted: int, seconds: float) -> None:
+        """
+        Args:
+            k (int): The number of drafts of a step.
+            n_accepted (int): Those that stood.
+            seconds (float): From the end of the step before to the end of this one.
+        """
+        self.times.observe(k, seconds)
+        self.elapsed += seconds
+        if k > 0:
+            self.acceptance.observe(k, n_accepted)
+            self.lost = max(self.lost + seconds - (1 + n_accepted) * self.times.estimate()[0], 0.0)

@@ -1,0 +1,154 @@
+"""The depth: the best by the estimates; the estimates follow; all of it simulated, on simulated time."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.depth import Acceptance, Depth, StepTimes, best_depth, expected_tokens
+
+MOST = 8
+rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
+
+
+@given(rates, st.data())
+def test_the_best_depth_is_that_of_brute_force(acceptance, data):
+    n = len(acceptance) + 1
+    seconds = data.draw(st.lists(st.floats(0.01, 10), min_size=n, max_size=n))
+
+    def tokens(k):
+        """The mean over all patterns of k drafts, each right or wrong."""
+        mean = 0.0
+        for pattern in itertools.product([True, False], repeat=k):
+            weight = 1.0
+            for right, a in zip(pattern, acceptance):
+                weight *= a if right else 1 - a
+            mean += weight * (1 + len(list(itertools.takewhile(bool, pattern))))
+        return mean
+
+    by_force = [tokens(k) / t for k, t in enumerate(seconds)]
+    assert by_force[best_depth(acceptance, seconds)] >= max(by_force) * (1 - 1e-9)
+
+
+def test_of_equal_depths_the_lowest():
+    assert best_depth([0.0, 0.0], [1.0, 1.0, 1.0]) == 0
+
+
+def test_expected_tokens():
+    assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
+
+
+def test_acceptance_counts_what_was_judged_and_forgets():
+    a = Acceptance(3)
+    for _ in range(300):
+        a.observe(3, 1)  # the first stands, the second falls, the third is never judged
+    first, second, third = a.estimate()
+    assert first > 0.95
+    assert second < 0.1
+    assert third < second + 0.01
+    for _ in range(100):
+        a.observe(3, 3)
+    assert min(a.estimate()) > 0.9
+
+
+def test_times_follow_and_ignore_pauses():
+    times = StepTimes(4)
+    for k in (0, 1, 2):
+        for seconds in (5.0, 1 + 0.2 * k, 1 + 0.2 * k):  # the first has compiled something
+            times.observe(k, seconds)
+    assert times.estimate() == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
+    for i in range(100):
+        times.observe(2, 100.0 if i % 20 == 0 else 1.4)
+    assert times.estimate()[2] == pytest.approx(1.4, rel=0.1)
+    for _ in range(200):
+        times.observe(2, 2.4)  # a longer context: as much longer at every depth
+    assert times.estimate()[2] == pytest.approx(2.4, rel=0.01)
+    assert times.estimate()[0] == pytest.approx(1.5, rel=0.1)
+
+
+class Machine:
+    """Simulated text and machine. ``slope``: of one more draft, of a plain step; ``rates(n)``: acceptance after n tokens."""
+
+    def __init__(self, first, slope, rates, seed=0, noise=0.1, growth=0.0):
+        self.first, self.slope, self.rates = first, slope, rates
+        self.random, self.noise, self.growth = random.Random(seed), noise, growth
+
+    def seconds(self, k, n):
+        t = 1.0 + self.growth * n + (self.first + self.slope * (k - 1) if k else 0.0)
+        t *= self.random.lognormvariate(0, self.noise)
+        return 5 * t if self.random.random() < 0.01 else t
+
+    def accepted(self, k, n):
+        stands = (self.random.random() < a for a in self.rates(n)[:k])
+        return len(list(itertools.takewhile(bool, stands)))
+
+
+def time_of(machine: Machine, n_tokens: int, choose) -> float:
+    total, n = 0.0, 0
+    while n < n_tokens:
+        k = choose.next()
+        seconds, accepted = machine.seconds(k, n), machine.accepted(k, n)
+        choose.observe(k, accepted, seconds)
+        total, n = total + seconds, n + accepted + 1
+    return total * n_tokens / n
+
+
+class Fixed:
+    def __init__(self, k):
+        self.k = k
+
+    def next(self):
+        return self.k
+
+    def observe(self, *args):
+        pass
+
+
+def constant(a, decay=0.95):
+    return lambda n: [a * decay**i for i in range(MOST)]
+
+
+def halves(a, b, n_tokens):
+    return lambda n: constant(a if n < n_tokens / 2 else b)(n)
+
+
+COSTS = [(0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05)]
+
+
+def ratio(cost, rates, n_tokens, growth=0.0) -> tuple[float, float]:
+    """Auto's speed to plain decoding's and to the best fixed depth's, over some seeds."""
+    totals = {
+        name: sum(time_of(Machine(*cost, rates, seed, growth=growth), n_tokens, make()) for seed in range(12))
+        for name, make in [("auto", lambda: Depth(MOST)), *((k, lambda k=k: Fixed(k)) for k in range(MOST + 1))]
+    }
+    auto = totals.pop("auto")
+    return totals[0] / auto, min(totals.values()) / auto
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize("a", [0.0, 0.5, 0.8, 0.95])
+def test_never_slower_than_plain_and_near_the_best_fixed_depth(cost, a):
+    to_plain, to_best = ratio(cost, constant(a), 1500)
+    assert to_plain >= 0.98
+    assert to_best >= 0.95
+    # A short text is mostly beginning.
+    to_plain, to_best = ratio(cost, constant(a), 256)
+    assert to_plain >= 0.97
+    assert to_best >= 0.9
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize("a", [(0.95, 0.1), (0.1, 0.95), (0.9, 0.5)])
+def test_a_text_that_changes_half_way(cost, a):
+    to_plain, to_best = ratio(cost, halves(*a, 1500), 1500)
+    assert to_plain >= 0.98
+    assert to_best >= 0.95
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+def test_a_context_that_grows_until_a_step_takes_two_and_a_half_times_as_long(cost):
+    to_plain, to_best = ratio(cost, constant(0.8), 1500, growth=0.001)
+    assert to_plain >= 0.98
+    assert to_best >= 0.95
