@@ -117,7 +117,7 @@ def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
 class Depth:
     """Chooses the depth of every step of a generation.
 
-    It begins plain, drafts one token a few times, and from then on takes the best depth by its estimates. Where that is 0, one
+    It begins plain, drafts one token twice, and from then on takes the best depth by its estimates. Where that is 0, one
     token is drafted now and then to see whether the text has changed, for at most ``PROBING`` of the time; never where even
     drafts that all stand would not pay.
 
@@ -126,7 +126,7 @@ class Depth:
     """
 
     PROBING = 0.01
-    FIRST = (0, 0, 0, 1, 1, 1)
+    FIRST = (0, 0, 1, 1)
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     DEEPER = 2  # than any depth tried is as far as the estimates reach
 
