@@ -47,6 +47,27 @@ class ArraysCache(stock.ArraysCache):
     """
 
     window: _Window | None = None
+    draft: Any = None  # the draft model's cache, in mlx-lm's own speculative loop: see draft_model.py
+
+    def is_trimmable(self) -> bool:
+        if self.draft is None:
+            return False
+        return self.empty() or (self.window is not None and self.window.n_tokens > 0)
+
+    def trim(self, n: int) -> int:
+        """Take back the last ``n`` tokens of the open window, and close it.
+
+        Raises:
+            ValueError: They are not in the window, or there is none.
+        """
+        if self.draft is None:
+            raise ValueError("A recurrent layer's cache cannot be trimmed.")
+        if self.empty():
+            return 0
+        kept = 0 if self.window is None else self.window.n_tokens - n
+        self.rollback(kept)
+        self.draft.keep(kept)
+        return n
 
     def begin(self, n_confirmed: int, exact: bool = False) -> None:
         """Have the next call recorded.
@@ -187,6 +208,8 @@ def adopt_prompt_cache(model: nn.Module, prompt_cache: list[Any]) -> None:
             )
         if type(c) is stock.ArraysCache:
             prompt_cache[i] = ArraysCache.from_state(c.state)
+        elif isinstance(c, ArraysCache):
+            c.draft = None  # it may come from mlx-lm's own speculative loop
     if len(prompt_cache) == n_layers or _n_seen(prompt_cache) != n_tokens(prompt_cache[:n_layers]):
         prompt_cache[n_layers:] = _make_head_cache()
 

@@ -8,6 +8,7 @@ h_i is the backbone's output after its final norm. What is said of names and lay
 and Qwen3-Next checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, section 2.2), as in vLLM's qwen3_next_mtp.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from .. import cache as caches
+from ..draft_model import DraftModel
 
 T = TypeVar("T")
 
@@ -60,7 +65,35 @@ class MTPMixin:
     head_prefix = "mtp."  # of the head's parameters
     mtp: Any
     model: Any
+    layers: Any
     logits: Any
+    _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
+
+    def make_cache(self) -> list[Any]:
+        """An empty cache for each layer."""
+        made = [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+        if (draft_model := self._held_draft_model()) is not None:
+            draft_model.offer(made)
+        return made
+
+    def make_draft_model(self) -> DraftModel:
+        """The head as a draft model for ``mlx_lm.stream_generate(model, ..., draft_model=model.make_draft_model())``.
+
+        Raises:
+            ValueError: The model has no head.
+        """
+        if getattr(self, "mtp", None) is None:
+            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        draft_model = self._held_draft_model()
+        if draft_model is None:
+            draft_model = DraftModel(self)
+            self._draft_model = weakref.ref(draft_model)
+        return draft_model
+
+    def _held_draft_model(self) -> DraftModel | None:
+        draft_model = self._draft_model() if self._draft_model else None
+        # A copy of the model has the original's reference.
+        return draft_model if draft_model is not None and draft_model.model is self else None
 
     def sanitize(self, weights, head: Mapping[str, mx.array] | None = None, raw: bool = False):
         """mlx-lm's, which drops the head, and the head.

@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
-from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
+from ..draft_model import following
 from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule
@@ -63,6 +63,9 @@ class TextModel(stock.TextModel):
         n_confirmed: int = 0,
         exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
+        draft = following(cache) if n_confirmed == 0 else None
+        if draft is not None:
+            n_confirmed = draft.begin(cache, inputs.shape[1])
         if n_confirmed > 0:
             caches.begin(cache, len(self.layers), n_confirmed, exact)
         if exact:
@@ -70,6 +73,8 @@ class TextModel(stock.TextModel):
         else:
             hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
             logits = self.logits(hidden)
+        if draft is not None:
+            draft.record(self, hidden, verifies=n_confirmed > 0)
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -79,9 +84,6 @@ class TextModel(stock.TextModel):
         if self.sharding_group is not None:
             out = gather_last_axis(out, self.sharding_group)
         return out
-
-    def make_cache(self):
-        return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
 
 class Model(MTPMixin, stock.Model):

@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import qwen3_next as stock
-from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
+from ..draft_model import following
 from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule
@@ -49,6 +49,9 @@ class Model(MTPMixin, stock.Model):
         exact: bool = False,
     ):
         """As ``mlx_mtp.models.qwen3_5.Model``, without input embeddings, which mlx-lm's Qwen3-Next does not take."""
+        draft = following(cache) if n_confirmed == 0 else None
+        if draft is not None:
+            n_confirmed = draft.begin(cache, inputs.shape[1])
         if n_confirmed > 0:
             caches.begin(cache, len(self.layers), n_confirmed, exact)
         if exact:
@@ -56,6 +59,8 @@ class Model(MTPMixin, stock.Model):
         else:
             hidden = self.model(inputs, cache)
             logits = self.logits(hidden)
+        if draft is not None:
+            draft.record(self, hidden, verifies=n_confirmed > 0)
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -63,6 +68,3 @@ class Model(MTPMixin, stock.Model):
         if self.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
         return self.lm_head(hidden)
-
-    def make_cache(self):
-        return [caches.ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]

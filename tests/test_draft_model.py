@@ -1,0 +1,276 @@
+"""The head as a draft model in mlx-lm's own speculative loop."""
+
+import copy
+import gc
+import weakref
+from functools import cache as cached
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from helpers import arrays_equal, plain, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_mtp
+from mlx_mtp.cache import ArraysCache
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+CODE = "def read(path):\n    with open(path) as f:\n"
+
+model_of = cached(tiny_model)
+
+
+def steps(prompt, model, **kwargs):
+    return list(speculative_generate_step(mx.array(prompt), model, model.make_draft_model(), **kwargs))
+
+
+def speculative(prompt, model, **kwargs):
+    return [token for token, _, _ in steps(prompt, model, **kwargs)]
+
+
+def make_caches(model):
+    draft_model = model.make_draft_model()
+    return stock_make_prompt_cache(model) + stock_make_prompt_cache(draft_model)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
+    depth=st.integers(0, 8),
+    prefill=st.integers(1, 50),
+    max_tokens=st.integers(1, 40),
+)
+def test_greedy_tokens_are_those_of_plain_decoding(family, prompt, depth, prefill, max_tokens):
+    model = model_of(family)
+    options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
+    assert speculative(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_the_demo_through_mlx_lms_stream_generate(demo, depth):
+    model, tokenizer = demo
+    theirs = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32))
+    draft_model = model.make_draft_model()
+    ours = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32, draft_model=draft_model, num_draft_tokens=depth))
+    assert [(r.text, r.token, r.finish_reason) for r in ours] == [(r.text, r.token, r.finish_reason) for r in theirs]
+    # As many drafts stand as in our own loop, but for the first and the last window, which differ.
+    own = list(mlx_mtp.stream_generate(model, tokenizer, CODE, 32, num_draft_tokens=depth))
+    assert abs(sum(r.from_draft for r in ours) - sum(r.from_draft for r in own)) <= 2 * depth
+    assert sum(r.from_draft for r in ours) > 8
+
+
+def test_options_of_that_loop():
+    model = model_of("qwen3_5")
+    # Not penalties: mlx-lm's speculative loop does not show its processors the prompt, so they differ with any draft model.
+    for options in (
+        {"logits_processors": make_logits_processors(logit_bias={5: 1.5})},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+        {"sampler": make_sampler(temp=0.0)},
+    ):
+        assert speculative(PROMPT, model, max_tokens=40, num_draft_tokens=3, **options) == plain(
+            PROMPT, model, max_tokens=40, **options
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_heads_rows_come_from_verified_hidden_states(family, depth):
+    model = model_of(family)
+    prompt_cache = make_caches(model)
+    tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
+    draft = prompt_cache[-1]
+    text = mx.array([PROMPT + tokens])
+    n = draft.n_rows
+    assert len(PROMPT) < n < text.size
+    cache = model.make_cache()
+    _, hidden = model(text[:, :n], cache=cache, return_hidden=True)
+    rows = mlx_mtp.make_prompt_cache(model)[-2]
+    model.mtp_forward(hidden, text[:, 1 : n + 1], rows)
+    for a, b in zip(draft.rows.state[:2], rows.state[:2]):
+        assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
+    # And the target's cache is that of the tokens yielded but the last.
+    n_tokens = text.size - 1
+    assert {c.offset for c in prompt_cache[:-1] if not isinstance(c, ArraysCache)} == {n_tokens}
+    fresh = model.make_cache()
+    model(text[:, :n_tokens], cache=fresh)
+    for a, b in zip(prompt_cache, fresh):
+        if isinstance(a, ArraysCache):
+            assert a.window is None
+            assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(a.cache, b.cache))
+
+
+# What the caches say of themselves
+
+
+def test_a_cache_of_no_draft_model_is_not_trimmable_ever():
+    model = model_of("qwen3_5")
+    draft_model = model.make_draft_model()
+    cache = model.make_cache()
+    assert not can_trim_prompt_cache(cache)
+    plain(PROMPT, model, max_tokens=3, prompt_cache=cache)
+    assert not can_trim_prompt_cache(cache)
+    with pytest.raises(ValueError, match="cannot be trimmed"):
+        cache[0].trim(1)
+    assert draft_model.model is model
+
+
+def test_another_draft_model_is_refused_as_before():
+    model, other = model_of("qwen3_5"), model_of("qwen3_next")
+    draft_model = model.make_draft_model()
+    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
+        next(speculative_generate_step(mx.array(PROMPT), model, other))
+    assert draft_model.model is model
+
+
+def test_a_tied_cache_is_trimmable_while_empty_and_inside_its_window():
+    model = model_of("qwen3_5")
+    cache = make_caches(model)
+    target, draft = cache[:-1], cache[-1:]
+    assert can_trim_prompt_cache(target)
+    assert trim_prompt_cache(target, 5) == 0
+    draft_model = model.make_draft_model()
+    draft_model(mx.array([PROMPT]), cache=draft)
+    model(mx.array([PROMPT]), cache=target)
+    assert not can_trim_prompt_cache(target)
+    draft_model(mx.array([[7]]), cache=draft)
+    model(mx.array([[7, 8, 9]]), cache=target)
+    assert can_trim_prompt_cache(target)
+    with pytest.raises(ValueError, match="Cannot keep"):
+        trim_prompt_cache(target, 3)
+
+
+def test_beyond_the_window_nothing_is_trimmed():
+    model = model_of("qwen3_5")
+    cache = make_caches(model)
+    target, draft = cache[:-1], cache[-1:]
+    draft_model = model.make_draft_model()
+    draft_model(mx.array([PROMPT]), cache=draft)
+    model(mx.array([PROMPT]), cache=target)
+    draft_model(mx.array([[7]]), cache=draft)
+    draft_model(mx.array([[8]]), cache=draft)
+    with pytest.raises(ValueError, match="take back its last 0 tokens, not 1"):
+        draft[0].trim(1)
+    model(mx.array([[7, 8, 9]]), cache=target)
+    before = [c.offset for c in target if not isinstance(c, ArraysCache)]
+    with pytest.raises(ValueError, match="Cannot keep"):
+        trim_prompt_cache(target, 10)
+    assert [c.offset for c in target if not isinstance(c, ArraysCache)] == before
+    with pytest.raises(ValueError, match="take back its last 1 tokens, not 2"):
+        trim_prompt_cache(draft, 2)
+
+
+def test_an_lru_prompt_cache_never_trims_what_this_loop_leaves():
+    model = model_of("qwen3_5")
+    cache = make_caches(model)
+    tokens = speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)
+    text = PROMPT + tokens[:-1]
+    lru = LRUPromptCache()
+    lru.insert_cache("model", PROMPT[:3], model.make_cache())
+    lru.insert_cache("model", text, cache)
+    assert len(lru) == 2  # a trimmable cache would have replaced its prefix
+    found, rest = lru.fetch_nearest_cache("model", text[:-4] + [0])
+    assert (len(found), rest) == (len(model.layers), (text[:-4] + [0])[3:])
+    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
+        speculative([7], model, prompt_cache=cache)
+
+
+@pytest.mark.parametrize("n", range(1, 12))
+def test_going_on_without_the_draft_model(n):
+    """In plain generation, and in our own loop, which takes a cache that is still empty."""
+    model = model_of("qwen3_5")
+    cache = make_caches(model)
+    loop = speculative_generate_step(
+        mx.array(PROMPT), model, model.make_draft_model(), max_tokens=50, num_draft_tokens=3, prompt_cache=cache
+    )
+    tokens = [next(loop)[0] for _ in range(n)]
+    loop.close()
+    n_cached = cache[1].offset
+    text = PROMPT + tokens
+    assert len(text) - 1 <= n_cached <= len(text)
+    more = [*text[n_cached:], 7, 2]
+    copied = copy.deepcopy(cache)
+    for target in (cache[:-1], copied[:-1]):
+        got = plain(more, model, max_tokens=12, prompt_cache=target, prefill_step_size=2)
+        assert got == plain(text[:n_cached] + more, model, max_tokens=12)
+        assert all(c.draft is None for c in target if isinstance(c, ArraysCache))
+
+    empty = make_caches(model)[:-1]
+    got = [t for t, _, _ in mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, max_tokens=9, prompt_cache=empty)]
+    assert got == plain(PROMPT, model, max_tokens=9)
+
+
+def test_a_failure_comes_through():
+    model = model_of("qwen3_5")
+
+    class Failure(Exception):
+        pass
+
+    for n_calls in range(1, 9):
+        calls = 0
+
+        def sampler(logprobs, n_calls=n_calls):
+            nonlocal calls
+            calls += 1
+            if calls == n_calls:
+                raise Failure
+            return mx.argmax(logprobs, axis=-1)
+
+        with pytest.raises(Failure):
+            speculative(PROMPT, model, sampler=sampler, num_draft_tokens=2)
+    assert speculative(PROMPT, model, max_tokens=9) == plain(PROMPT, model, max_tokens=9)
+
+
+# Making it
+
+
+def test_what_cannot_draft_is_refused():
+    with pytest.raises(ValueError, match="no MTP head"):
+        tiny_model("qwen3_5", mtp_num_hidden_layers=0).make_draft_model()
+    model = tiny_model("qwen3_5")
+    draft_model = model.make_draft_model()
+    assert model.make_draft_model() is draft_model
+    with pytest.raises(ValueError, match="make that first"):
+        draft_model.make_cache()
+    with pytest.raises(ValueError, match="needs its cache"):
+        draft_model(mx.array([[1]]))
+    cache = model.make_cache()
+    plain(PROMPT, model, max_tokens=1, prompt_cache=cache)
+    with pytest.raises(ValueError, match="make that first"):
+        draft_model.make_cache()
+    assert draft_model.make_cache.__self__ is draft_model
+
+
+def test_a_draft_model_keeps_no_cache_alive():
+    model = tiny_model("qwen3_5")
+    draft_model = model.make_draft_model()
+    cache = model.make_cache()
+    kept = weakref.ref(cache[0])
+    del cache
+    gc.collect()
+    assert kept() is None
+    copied = copy.deepcopy(model)
+    copied.make_cache()
+    with pytest.raises(ValueError, match="make that first"):
+        draft_model.make_cache()
+    assert copied.make_draft_model().model is copied
+    held = weakref.ref(draft_model)
+    del draft_model
+    gc.collect()
+    assert held() is None
+    assert arrays_equal(model.make_cache()[0].cache, [None, None])
+
+
+def test_a_long_prompts_hidden_states_are_not_kept():
+    model = model_of("qwen3_5")
+    cache = make_caches(model)
+    prompt = [i % 32 for i in range(600)]
+    speculative(prompt, model, max_tokens=1, num_draft_tokens=2, prompt_cache=cache, prefill_step_size=100)
+    assert cache[-1].hidden.shape[1] <= 4
+    assert cache[-1].tokens.size <= 4
