@@ -1,0 +1,114 @@
+"""Quantized keys and values: a window over them is what one token at a time is.
+
+MLX has had a ``quantized_matmul`` that was wrong for two rows with grouped-query attention, where each key-value head serves
+several queries. A window is where two and more rows come from.
+"""
+
+import mlx.core as mx
+import pytest
+from helpers import plain, tiny_model
+from mlx_lm.models.base import create_causal_mask, quantized_scaled_dot_product_attention
+from mlx_lm.models.cache import QuantizedKVCache
+
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.cache import rollback
+
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4])
+B, KV_HEADS, HEAD_DIM = 1, 2, 64
+
+
+def keys_and_values(n: int, bits: int, dtype=mx.float32):
+    """A cache of n rows, and what is in it: keys and values [B, KV_HEADS, n, HEAD_DIM] as the bits hold them."""
+    cache = QuantizedKVCache(group_size=32, bits=bits)
+    keys, values = (mx.random.normal((B, KV_HEADS, n, HEAD_DIM), key=mx.random.key(i)).astype(dtype) for i in range(2))
+    held = cache.update_and_fetch(keys, values)
+    return held, [mx.dequantize(*x, group_size=32, bits=bits) for x in held]
+
+
+def rows_of(n_repeats: int, n_rows: int, dtype=mx.float32) -> mx.array:
+    """Queries as attention has them: [B, KV_HEADS * n_repeats, n_rows, HEAD_DIM], with the axes of heads and rows swapped."""
+    shape = (B, n_rows, KV_HEADS * n_repeats, HEAD_DIM)
+    return mx.random.normal(shape, key=mx.random.key(2)).astype(dtype).transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n_repeats", [1, 2, 8])
+def test_products_of_several_rows_with_grouped_heads(bits, n_repeats):
+    """Both products of attention: with the keys' transpose and with the values."""
+    for n_cached in (1, 31, 64, 257):
+        (keys, values), (plain_keys, plain_values) = keys_and_values(n_cached, bits)
+        keys, values = ([x[:, :, None] for x in held] for held in (keys, values))  # [B, KV_HEADS, 1, n_cached, ...]
+        for n_rows in (1, 2, 3, 5, 9):
+            queries = rows_of(n_repeats, n_rows).reshape(B, KV_HEADS, n_repeats, n_rows, HEAD_DIM)
+            scores = mx.quantized_matmul(queries, *keys, transpose=True, group_size=32, bits=bits)
+            out = mx.quantized_matmul(scores, *values, transpose=False, group_size=32, bits=bits)
+            assert mx.allclose(scores, queries @ plain_keys[:, :, None].swapaxes(-1, -2), rtol=1e-4, atol=1e-3)
+            assert mx.allclose(out, scores @ plain_values[:, :, None], rtol=1e-4, atol=1e-3 * n_cached)
+            for i in range(n_rows):
+                one = mx.quantized_matmul(queries[..., i : i + 1, :], *keys, transpose=True, group_size=32, bits=bits)
+                assert mx.allclose(scores[..., i : i + 1, :], one, rtol=1e-4, atol=1e-4)
+                one = mx.quantized_matmul(scores[..., i : i + 1, :], *values, transpose=False, group_size=32, bits=bits)
+                assert mx.allclose(out[..., i : i + 1, :], one, rtol=1e-4, atol=1e-4 * n_cached)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n_repeats", [1, 2, 8])
+def test_attention_of_a_window_is_that_of_its_rows(bits, n_repeats, dtype):
+    tolerance = 1e-4 if dtype == mx.float32 else 0.1  # a wrong product is off by about 1
+    for n_cached in (3, 70, 300):
+        for n_rows in (2, 3, 5):
+            n = n_cached + n_rows
+            (keys, values), (plain_keys, plain_values) = keys_and_values(n, bits, dtype)
+            queries = rows_of(n_repeats, n_rows, dtype)
+            options = dict(scale=HEAD_DIM**-0.5, group_size=32, bits=bits)
+            for mask in ("causal", create_causal_mask(n_rows, n_cached)):
+                # An array of its own, since mlx-lm scales the queries in place.
+                window = quantized_scaled_dot_product_attention(1 * queries, keys, values, mask=mask, **options)
+                exact = mx.fast.scaled_dot_product_attention(
+                    queries, plain_keys, plain_values, scale=HEAD_DIM**-0.5, mask=mask
+                )
+                assert mx.allclose(window, exact, atol=tolerance)
+                for i in range(n_rows):
+                    seen = [[x[..., : n_cached + i + 1, :] for x in held] for held in (keys, values)]
+                    one = quantized_scaled_dot_product_attention(
+                        1 * queries[:, :, i : i + 1], *seen, mask=None, **options
+                    )
+                    assert mx.allclose(window[:, :, i : i + 1], one, atol=tolerance)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_models_window_over_a_quantized_cache(family, bits):
+    """Four queries to a key-value head; also after going back, when the cache has rows beyond its offset."""
+    model = tiny_model(family, 3, num_attention_heads=8, num_key_value_heads=2)
+
+    def quantized():
+        cache = model.make_cache()
+        model(PROMPT[None], cache=cache)
+        return [c.to_quantized(group_size=32, bits=bits) if hasattr(c, "to_quantized") else c for c in cache]
+
+    ours, theirs = quantized(), quantized()
+    one_by_one = [model(token[None, None], cache=theirs) for token in WINDOW]
+    for n_kept in (2, 7):
+        assert mx.allclose(
+            model(WINDOW[None], cache=ours, n_confirmed=1), mx.concatenate(one_by_one, axis=1), rtol=1e-3, atol=1e-3
+        )
+        rollback(ours, len(PROMPT), n_kept)
+        rest = [model(token[None, None], cache=ours) for token in WINDOW[n_kept:]]
+        assert all(mx.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(rest, one_by_one[n_kept:]))
+        ours = quantized()
+
+
+@pytest.mark.parametrize("start", [0, 17])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_greedy_tokens_with_grouped_heads_and_quantized_keys_and_values(bits, start):
+    model = tiny_model("qwen3_5", 3, num_attention_heads=8, num_key_value_heads=2)
+    options = dict(max_tokens=40, kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
+    want = plain(PROMPT, model, **options)
+    for depth in (1, 4):
+        cache = make_prompt_cache(model)
+        steps = mtp_generate_step(PROMPT, model, num_draft_tokens=depth, prompt_cache=cache, **options)
+        assert [token for token, _, _ in steps] == want
+        assert {type(c) for c in cache if hasattr(c, "bits")} == {QuantizedKVCache}

@@ -1,0 +1,101 @@
+"""Plain mlx-lm on our model classes: what it documents of generation and batches holds as on its own.
+
+``tests/upstream.py`` runs mlx-lm's own tests in full.
+"""
+
+import concurrent.futures
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from helpers import plain, tiny_model
+from mlx_lm.generate import batch_generate
+from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+from mlx_lm.utils import load_model
+
+import mlx_mtp
+from mlx_mtp.cache import ArraysCache
+from mlx_mtp.load import DEMO
+
+PROMPTS = ("def read(path):", "import os\nimport sys\n\n\nclass Queue:\n    def ", "x = 1")
+
+
+@pytest.fixture(scope="module")
+def prompts(demo):
+    return [demo[1].encode(p) for p in PROMPTS]
+
+
+def batch(demo, prompts, **kwargs):
+    return batch_generate(*demo, prompts, return_token_ids=True, return_prompt_caches=True, **kwargs)
+
+
+def test_the_logits_are_those_of_mlx_lms_class(demo, prompts):
+    model, _ = demo
+    stock, _ = load_model(DEMO)
+    for prompt in prompts:
+        ours, theirs = stock_make_prompt_cache(model), stock_make_prompt_cache(stock)
+        for chunk in (prompt[:2], prompt[2:], [7]):
+            tokens = mx.array([chunk])
+            assert mx.array_equal(model(tokens, cache=ours), stock(tokens, cache=theirs))
+    assert [type(c).__name__ for c in ours] == [type(c).__name__ for c in theirs]
+    assert [c.is_trimmable() for c in ours] == [c.is_trimmable() for c in theirs]
+
+
+def test_a_batch_is_its_prompts_one_by_one(demo, prompts):
+    model, _ = demo
+    want = [plain(p, model, max_tokens=n) for p, n in zip(prompts, (12, 5, 9))]
+    response = batch(demo, prompts, max_tokens=[12, 5, 9])
+    assert response.token_ids == want
+    assert response.texts == [demo[1].decode(tokens) for tokens in want]
+
+
+def test_a_batch_goes_on_from_its_caches_and_mtp_goes_on_from_them(demo, prompts):
+    model, _ = demo
+    first = batch(demo, prompts, max_tokens=6)
+    more = [[5, 9], [7], [3, 2, 8]]
+    second = batch(demo, more, prompt_caches=first.caches, max_tokens=6)
+    for i, prompt in enumerate(prompts):
+        # The last token of a batch is not in its caches.
+        history = prompt + first.token_ids[i]
+        assert first.caches[i][3].offset in (len(history), len(history) - 1)
+        text = history[: first.caches[i][3].offset] + more[i]
+        want = plain(text, model, max_tokens=6)
+        assert second.token_ids[i] == want
+        steps = mlx_mtp.mtp_generate_step(mx.array(more[i]), model, max_tokens=6, prompt_cache=first.caches[i])
+        assert [token for token, _, _ in steps] == want
+
+
+def test_a_recorded_window_is_not_part_of_a_batch():
+    """A batch is made of what the caches hold, and its own cache has no window to go back in."""
+    model = tiny_model("qwen3_5")
+    caches = [model.make_cache() for _ in range(2)]
+    for cache, tokens in zip(caches, ([3, 1, 4], [1, 5])):
+        model(mx.array([tokens]), cache=cache)
+    merged = ArraysCache.merge([c[0] for c in caches])
+    assert (merged.batch_size, merged.window, merged.draft) == (2, None, None)
+    for i, cache in enumerate(caches):
+        assert all(mx.array_equal(a, b) for a, b in zip(merged.extract(i).cache, cache[0].cache))
+    merged.filter([1])
+    assert all(mx.array_equal(a, b) for a, b in zip(merged.cache, caches[1][0].cache))
+
+
+def test_on_another_thread(demo, prompts):
+    model, tokenizer = demo
+
+    def run(**kwargs):
+        return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompts[0], 8, **kwargs)]
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        assert pool.submit(run).result() == run() == run(mtp=False)
+
+
+def test_embeddings_in_place_of_the_prompt(demo, prompts):
+    model, tokenizer = demo
+    embeddings = model.model.embed_tokens(mx.array(prompts[1]))
+    calls = []
+    responses = mlx_lm.stream_generate(
+        model, tokenizer, prompts[1], 8, input_embeddings=embeddings, prefill_step_size=5,
+        prompt_progress_callback=lambda *progress: calls.append(progress),
+    )  # fmt: skip
+    assert [r.token for r in responses] == plain(prompts[1], model, max_tokens=8)
+    assert (calls[0], calls[-1]) == ((0, len(prompts[1])), (len(prompts[1]), len(prompts[1])))
