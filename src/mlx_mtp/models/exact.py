@@ -1,14 +1,17 @@
 """Exact mode: the backbone over a window, with the very operations of plain decoding.
 
-MLX picks its kernels by the number of rows: a product of two rows may add up in another order than a product of one, and
-attention, the convolution, the recurrence and the sorting of experts have such switches, too. So each layer is called
-here on the tokens of the window one by one, as plain decoding calls it. Whatever MLX's kernels are, they are the same ones
-on the same shapes, and the result is the same bits.
+MLX picks its kernels by the number of rows, and they add up in different orders. In MLX 0.32 on Metal: a product of two
+or more rows with quantized weights is another kernel than that of one on GPU generation 15 and later (for mxfp4, nvfp4 and
+mxfp8 on all), with plain weights it is on all; attention is chosen by rows, heads and length; experts are sorted from 64
+(token, expert) pairs on. So here each layer is called on the tokens of the window one by one, as plain decoding calls it.
+Whatever the kernels are, they are the same ones on the same shapes, and the result is the same bits.
 
-The price: a layer's weights are multiplied with once for each token. A window of n tokens costs up to n plain passes, less
-what the chip's cache keeps of a layer from one token to the next, since all tokens pass a layer before the next one
-begins. Where a pass over several tokens is plain decoding's bit for bit anyway, exact mode has nothing to give: on MLX's
-CPU backend, and for affine quantized weights on M1 and M2.
+The price: a layer's weights are read once for each token, where an ordinary window reads them once. A window of n tokens
+costs up to n plain passes, less what the chip's cache keeps of a layer from one token to the next, since all tokens pass a
+layer before the next one begins. As a step of n tokens yields n at most, exact mode can be slower than plain decoding: it
+is for knowing, rather than for speed. Little is lost where weights are read once for each token in any case: affine
+quantized ones on M1 and M2, and the experts of a mixture. And nothing is gained where an ordinary window has the bits of
+plain decoding already, as on MLX's CPU backend; ``--check`` tells.
 """
 
 from typing import Any
