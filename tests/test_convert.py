@@ -1,16 +1,24 @@
 """Conversion: the head is kept bit for bit, the folder appears whole, and plain mlx-lm loads it too."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+import time
 
+import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import pytest
 from helpers import DATA, plain, tensors
+from kill import start_conversion
 from mlx_lm.models.switch_layers import SwitchLinear
+from test_load import BAD, BAD_IDS, copied
 
 import mlx_mtp
-from mlx_mtp.convert import convert
+from mlx_mtp.convert import convert, main
+from mlx_mtp.hub import fetch
 from mlx_mtp.models.mtp import split_head
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
@@ -159,3 +167,120 @@ def test_a_shard_cut_short_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="cut short"):
         convert(str(tmp_path / "source"), str(tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_converted_next_without_its_head_names_no_file_of_it(tmp_path):
+    convert(str(DATA / "next"), str(tmp_path / "with"))
+    convert(str(tmp_path / "with"), str(tmp_path / "without"), mtp=False)
+    config = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert not config.keys() & {"mlx_lm_extra_tensors", "mlx_mtp", "mtp_num_hidden_layers"}
+    with pytest.raises(ValueError, match="has no MTP head"):
+        mlx_mtp.load(str(tmp_path / "without"))
+    mlx_lm.load(str(tmp_path / "without"))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_repository_is_converted_with_its_card(offline, tmp_path, hub, monkeypatch):
+    source = shutil.copytree(DATA / "dense", tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [chat]\n---\n# The original's own text\n")
+    name = f"org/with-card-{offline}"
+    commit = hub.publish(name, source)
+    if offline:
+        fetch(name, None)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    convert(name, str(tmp_path / "out"))
+    card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.base_model, card.data.tags) == ("apache-2.0", name, ["chat", "mlx"])
+    assert f"mlx_mtp.generate --mtp --model {tmp_path / 'out'}" in card.text
+    record = json.loads((tmp_path / "out" / "config.json").read_text())["mlx_mtp"]
+    assert (record["source"], record["revision"]) == (name, commit)
+
+
+def test_what_the_quantization_of_the_head_costs_is_printed(tmp_path, capsys):
+    convert(str(DATA / "dense"), str(tmp_path / "out"), mtp_bits=2, mtp_group_size=32)
+    said = re.search(
+        r"Drafts accepted: (\d+)% with the head at 2 bits, (\d+)% with it in bfloat16", capsys.readouterr().out
+    )
+    assert int(said[1]) < int(said[2])
+
+
+# The command line
+
+
+def run(monkeypatch, capsys, *args):
+    """In this process: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", *map(str, args)])
+    try:
+        main()
+        status = 0
+    except SystemExit as e:
+        status = e.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [*((bad[0], bad[2]) for bad in BAD), (shutil.rmtree, "and not the name of a repository")],
+    ids=[*BAD_IDS, "no folder"],
+)
+def test_bad_input_is_one_line_and_status_2(spoil, message, monkeypatch, capsys, tmp_path):
+    folder = copied(tmp_path)
+    spoil(folder)
+    status, _, err = run(monkeypatch, capsys, "--hf-path", folder, "--mlx-path", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert re.search(message, err)
+    assert "Traceback" not in err
+    assert not any(p.name != "model" for p in tmp_path.iterdir())
+
+
+def test_bad_arguments_are_one_line_and_status_2(monkeypatch, capsys, tmp_path):
+    model, out = ["--hf-path", DATA / "dense"], ["--mlx-path", tmp_path / "out"]
+    for args, message in [
+        (out, "Say what to convert"),
+        ([*model, "--mlx-path", tmp_path], "already exists"),
+        ([*model, *out, "-q", "-d"], "either quantize or dequantize"),
+        ([*model, *out, "--mtp-bits", 4, "--no-mtp"], "either --mtp-bits or --no-mtp"),
+        ([*model, *out, "-q", "--q-bits", 7], "7"),
+        ([*model, *out, "-q", "--q-mode", "mxfp4", "--quant-predicate", "mixed_3_6"], "only support 'affine'"),
+        ([*model, *out, "--graft-mtp-from", DATA / "dense", "-q"], "leave out the other flags"),
+        ([*model, *out, "--graft-mtp-from", DATA / "moe35"], "model_type is qwen3_5_moe, not qwen3_5"),
+        ([*model, *out, "--graft-mtp-from", "no/such-model"], "the hub has no repository of that name"),
+    ]:
+        status, _, err = run(monkeypatch, capsys, *args)
+        assert (status, err.count("\n")) == (2, 1), (args, err)
+        assert message in err
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("graft", [False, True])
+def test_a_full_disk_is_one_line_and_leaves_nothing(graft, tmp_path):
+    """A limit on the size of files, which fails their writing as a full disk does."""
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    # The head alone has 1.2 MB, the tokenizer 0.3.
+    program = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" \
+        "from mlx_mtp.convert import main; resource.setrlimit(resource.RLIMIT_FSIZE, (500_000,) * 2); main()"  # fmt: skip
+    args = ["--hf-path", DATA / "dense", "-q"]
+    if graft:
+        args = ["--model", tmp_path / "bare", "--graft-mtp-from", DATA / "dense", "--skip-check"]
+    command = [sys.executable, "-c", program, *map(str, args), "--mlx-path", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "safetensors could not be written" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["bare"]
+
+
+@pytest.mark.parametrize("moment", [0.25, 0.5, 0.75])
+def test_a_kill_leaves_nothing_or_the_whole(moment, tmp_path):
+    """tests/kill.py has more of them, at random."""
+    source = DATA / "moe35"
+    tic = time.perf_counter()
+    start_conversion(source, tmp_path / "undisturbed").wait()
+    took = time.perf_counter() - tic
+    process = start_conversion(source, tmp_path / "out")
+    time.sleep(moment * took)
+    process.kill()
+    process.wait()
+    assert (tmp_path / "undisturbed").exists()
+    if (tmp_path / "out").exists():
+        mlx_mtp.load(str(tmp_path / "out"))
