@@ -38,6 +38,8 @@ from .saving import (
     write_card,
 )
 
+COST_TOKENS = 128  # after each built-in prompt, to measure what a quantized head costs
+
 
 def convert(
     hf_path: str,
@@ -143,7 +145,10 @@ def convert(
         describe_no_head(config)
     with whole_or_not_at_all(target) as folder:
         write(folder, model, config, max_shard_bytes(source))
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as e:  # tokenizers raises nothing more exact
+            raise OSError(f"The tokenizer could not be written: {e}") from e
         for pattern in ("*.py", "generation_config.json"):
             for file in source.glob(pattern):
                 shutil.copy(file, folder)
@@ -200,9 +205,9 @@ def _print_cost(target: Path, head: nn.Module, bits: int) -> None:
     print("[INFO] Measuring what the quantization of the head costs, on built-in text")
     try:
         model, tokenizer = load(str(target))
-        quantized = measure_acceptance(model, tokenizer)
+        quantized = measure_acceptance(model, tokenizer, COST_TOKENS)
         getattr(model, "language_model", model).mtp = head
-        whole = measure_acceptance(model, tokenizer)
+        whole = measure_acceptance(model, tokenizer, COST_TOKENS)
     except RuntimeError as e:
         print(f"[INFO] It cannot be measured here: {e}")
         return

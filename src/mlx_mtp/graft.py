@@ -21,7 +21,7 @@ DTYPES = ("BF16", "F16", "F32")
 # On the built-in prompts a model's own head reaches 0.5 to 0.9. One that knows nothing of the model is right no more often
 # than the model's most frequent token occurs, 0.1 to 0.15 there; random heads and those of other models have 0 to 0.03.
 FLOOR = 0.3
-MAX_TOKENS = 32  # of each prompt
+MAX_TOKENS = 32  # of each prompt, to tell a head from another model's; what quantization costs takes more to tell
 
 
 def graft(
@@ -157,7 +157,8 @@ def _write_index(receiver: Checkpoint, folder: Path, weight_map: dict[str, str],
 def _check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
     print("[INFO] Checking the head on built-in text")
     try:
-        acceptance = measure_acceptance(*load(str(folder)))
+        loaded, tokenizer = load(str(folder))
+        acceptance = measure_acceptance(loaded, tokenizer, MAX_TOKENS)
     except RuntimeError as e:
         raise ValueError(f"{model} cannot be run here ({e}): --skip-check leaves out the check of its head.") from e
     if acceptance < FLOOR:
@@ -168,11 +169,11 @@ def _check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
     print(f"[INFO] Drafts accepted on built-in text: {acceptance:.0%}")
 
 
-def measure_acceptance(model: nn.Module, tokenizer) -> float:
-    """The share of single drafts that the model's own greedy choice confirms, on the built-in prompts."""
+def measure_acceptance(model: nn.Module, tokenizer, max_tokens: int) -> float:
+    """The share of single drafts that the model's own greedy choice confirms, over the tokens after each built-in prompt."""
     counts = DraftCounts()
     for prompt in PROMPTS:
         tokens = mx.array(tokenizer.encode(prompt))
-        for _ in mtp_generate_step(tokens, model, max_tokens=MAX_TOKENS, num_draft_tokens=1, counts=counts):
+        for _ in mtp_generate_step(tokens, model, max_tokens=max_tokens, num_draft_tokens=1, counts=counts):
             pass
     return sum(counts.accepted) / max(sum(counts.drafted), 1)

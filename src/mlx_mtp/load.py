@@ -110,7 +110,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     if (bits := head_bits(model)) is not None and bits <= FEW_BITS:
-        log.warning(few_bits(mtp if isinstance(mtp, str) else path_or_hf_repo, bits, path_or_hf_repo))
+        log.warning("[WARNING] " + few_bits(mtp if isinstance(mtp, str) else path_or_hf_repo, bits, path_or_hf_repo))
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
