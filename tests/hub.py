@@ -25,6 +25,7 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     served: Counter = field(default_factory=Counter)  # bytes of bodies, by the name of the file
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
+    gives_parts: bool = True
     break_after: int | None = None  # cut the next answer with a file after so many bytes
 
     def __post_init__(self):
@@ -114,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, name, file, commit):
         size = file.stat().st_size
         start, stop = 0, size
-        if asked := self.headers.get("Range"):
+        if asked := self.hub.gives_parts and self.headers.get("Range"):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
             start, stop = int(first), min(int(last) + 1 if last else size, size)
         self.send_response(206 if asked else 200)

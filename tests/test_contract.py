@@ -33,8 +33,6 @@ SIGNATURES = [
     (utils.quantize_model, "model config group_size bits mode global_scale quant_predicate"),
     (utils.dequantize_model, "model"),
     (utils.save_config, "config config_path keep_vision_config"),
-    (utils.create_model_card, "path hf_path"),
-    (utils.upload_to_hub, "path upload_repo"),
     (utils.get_total_parameters, "model"),
     (convert.convert, "hf_path mlx_path quantize q_group_size q_bits q_mode dtype upload_repo revision dequantize "
                       "quant_predicate trust_remote_code"),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from test_load import BAD, BAD_IDS, copied, write
 
 import mlx_mtp
+from mlx_mtp import saving
 from mlx_mtp.convert import convert, main
 from mlx_mtp.graft import measure_acceptance
 from mlx_mtp.hub import fetch
@@ -196,6 +198,20 @@ def test_a_repository_is_converted_with_its_card(offline, tmp_path, hub, monkeyp
     assert f"mlx_mtp.generate --mtp --model {tmp_path / 'out'}" in card.text
     record = json.loads((tmp_path / "out" / "config.json").read_text())["mlx_mtp"]
     assert (record["source"], record["revision"]) == (name, commit)
+
+
+@pytest.mark.parametrize("graft", [False, True])
+def test_an_upload_keeps_what_the_card_says_of_the_head(graft, tmp_path, monkeypatch):
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    monkeypatch.setattr(saving, "HfApi", lambda: api)
+    convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
+    options = {"graft_mtp_from": str(DATA / "dense"), "skip_check": True} if graft else {}
+    convert(
+        str(tmp_path / "bare" if graft else DATA / "dense"), str(tmp_path / "out"), upload_repo="me/mine", **options
+    )
+    api.create_repo.assert_called_once_with(repo_id="me/mine", exist_ok=True)
+    api.upload_folder.assert_called_once_with(repo_id="me/mine", folder_path=tmp_path / "out")
+    assert "mlx_mtp.generate --mtp --model me/mine" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_the_quantization_of_the_head_costs_is_printed(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from helpers import DATA
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from test_load import BAD, BAD_IDS, copied
+from test_load import BAD, BAD_IDS, configure, copied, edit, no_head
 
 import mlx_mtp
 from mlx_mtp.generate import main, make_parser
@@ -178,6 +178,24 @@ def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, head
     status, out, _ = run(monkeypatch, capsys, "--model", headless, "-m", 5)
     assert status == 0
     assert "Generation: 5 tokens" in out
+
+
+def test_a_drafter_apart_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_path):
+    folder = copied(tmp_path)
+    drafter = shutil.copytree(folder, tmp_path / "drafter")
+    edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
+    configure(drafter, model_type="qwen3_5_mtp")
+    status, want, _ = run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp")
+    no_head(folder)
+    assert run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp")[0] == 2
+    status, got, _ = run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp", drafter)
+    assert status == 0
+
+    def untimed(text):
+        return [line for line in text.splitlines() if "-per-sec" not in line and "memory" not in line]
+
+    assert untimed(got) == untimed(want)
+    assert any("tokens-per-step" in line for line in untimed(got))
 
 
 @pytest.mark.parametrize("spoil", [bad[0] for bad in BAD], ids=BAD_IDS)

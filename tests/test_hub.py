@@ -113,3 +113,18 @@ def test_parts_of_a_checkpoint_are_read_alone(hub):
     files = {names[name] for name in head}
     headers = sum(8 + int.from_bytes((DATA / "moe35" / f).read_bytes()[:8], "little") for f in files)
     assert sum(hub.served[f] for f in files) == headers + tensor.nbytes
+
+
+def test_a_part_that_broke_off_is_asked_for_again(hub):
+    hub.publish("org/broken-part", DATA / "moe35")
+    remote, local = Checkpoint("org/broken-part"), Checkpoint(str(DATA / "moe35"))
+    tensor = local.header("model-00001-of-00002.safetensors")[0]["model.language_model.embed_tokens.weight"]
+    hub.break_after = 1000
+    assert remote.read(tensor.file, tensor.start, tensor.stop) == local.read(tensor.file, tensor.start, tensor.stop)
+
+
+def test_a_server_without_parts_is_said(hub, monkeypatch):
+    hub.publish("org/whole", DATA / "moe35")
+    monkeypatch.setattr(hub, "gives_parts", False)
+    with pytest.raises(FileNotFoundError, match=r"its server does not give parts of files\.$"):
+        Checkpoint("org/whole").header("model-00001-of-00002.safetensors")

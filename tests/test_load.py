@@ -412,6 +412,20 @@ def test_a_head_in_a_file_of_its_own(family, name, tmp_path, hub, caplog):
     assert same_head(mlx_mtp.load(repository)[0], model)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_a_head_file_may_name_its_experts_as_a_dense_layer(family, bits, tmp_path):
+    """``mlp.up_proj.weight`` [E, I, H]."""
+    model, folder, _, head = converted(tmp_path, family)
+    head = {name.replace("mlp.switch_mlp.", "mlp."): w for name, w in head.items()}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), head if bits is None else quantized(head, bits))
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+    loaded, _ = mlx_mtp.load(str(folder))
+    if bits is None:
+        assert same_head(loaded, model)
+    assert getattr(loaded.mtp.layers[0].mlp.switch_mlp.up_proj, "bits", None) == bits
+
+
 def test_a_head_file_beside_raw_weights_is_raw(tmp_path):
     folder = copied(tmp_path)
     weights = dict(mx.load(str(folder / "model.safetensors")))

@@ -17,7 +17,6 @@ from mlx_lm.utils import (
     get_total_parameters,
     quantize_model,
     save_config,
-    upload_to_hub,
 )
 from tqdm import tqdm
 
@@ -34,6 +33,7 @@ from .saving import (
     describe_no_head,
     refuse_existing,
     save,
+    upload,
     whole_or_not_at_all,
     write_card,
 )
@@ -99,9 +99,10 @@ def convert(
             revision=revision,
             dtype=dtype,
             skip_check=skip_check,
+            name=upload_repo,
         )
         if upload_repo is not None:
-            upload_to_hub(str(target), upload_repo)
+            upload(target, upload_repo)
         return
     refuse_existing(target)
     if quantize and dequantize:
@@ -157,7 +158,7 @@ def convert(
     if head is not None and mtp_bits is not None and not skip_check:
         _print_cost(target, head, mtp_bits)
     if upload_repo is not None:
-        upload_to_hub(str(target), upload_repo)
+        upload(target, upload_repo)
 
 
 def _cast(model: nn.Module, dtype: str | None, config: dict[str, Any]) -> None:

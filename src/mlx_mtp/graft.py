@@ -33,6 +33,7 @@ def graft(
     revision: str | None = None,
     dtype: str | None = None,
     skip_check: bool = False,
+    name: str | None = None,
 ) -> None:
     """
     Add the MTP head of an original to a conversion of it. Its weights are hard-linked, or else copied, unchanged.
@@ -45,6 +46,7 @@ def graft(
         target (Path): The folder to write, which appears whole or not at all.
         dtype (str, optional): What to cast the head to. Default: ``None``, as the original has it.
         skip_check (bool): Do not run the model to see whether the head is its own. Default: ``False``.
+        name (str, optional): What the model card calls the new checkpoint. Default: ``None``, its folder.
 
     Raises:
         FileNotFoundError: A checkpoint or one of its files is not there.
@@ -80,7 +82,7 @@ def graft(
         describe_head(config, mtp_from, donor.revision, next(iter(head.values())).dtype, None, apart=True)
         (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
         with (folder / "README.md").open("a") as f:
-            f.write(USAGE.format(name=target))
+            f.write(USAGE.format(name=name or target))
         if not skip_check:
             _check_acceptance(folder, mtp_from, model)
 

@@ -110,13 +110,16 @@ class Checkpoint:
         if Path(path_or_hf_repo).exists() or is_offline_mode():
             self.folder = fetch(path_or_hf_repo, revision)
             self.revision = commit_of(self.folder)
-            self.files = [f.relative_to(self.folder).as_posix() for f in self.folder.rglob("*") if f.is_file()]
+            self.files = [f.name for f in self.folder.iterdir() if f.is_file()]
         else:
             with hub_errors(path_or_hf_repo, revision):
                 info = HfApi().model_info(path_or_hf_repo, revision=revision)
             self.revision = info.sha
             self.files = [f.rfilename for f in info.siblings or []]
         self.config = self.read_json("config.json") if "config.json" in self.files else None
+
+    def _has(self, file: str) -> bool:
+        return file in self.files if self.folder is None else (self.folder / file).exists()
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of a file from ``start`` to before ``stop``."""
@@ -132,6 +135,8 @@ class Checkpoint:
             with hub_errors(self.name, self.revision):
                 response = http_backoff("GET", url, headers=headers)
                 hf_raise_for_status(response)
+                if stop is not None and response.status_code != 206:
+                    raise OSError("its server does not give parts of files.")
             data = response.content
         if stop is not None and len(data) != stop - start:
             raise ValueError(f"{file} of {self.name} is cut short or damaged: download or convert it again.")
@@ -165,13 +170,13 @@ class Checkpoint:
     def weight_map(self, head_file: str | None = None) -> dict[str, str]:
         """The file of every tensor, from the index or else from the headers; ``head_file`` need not be in the index."""
         files = sorted(f for f in self.files if fnmatch(f, WEIGHTS) and "/" not in f)
-        if head_file is not None and head_file not in self.files:
+        if head_file is not None and not self._has(head_file):
             raise FileNotFoundError(f"{self.name} lacks {head_file}, which its config names: download it again.")
         if INDEX_FILE in self.files:
             weight_map = self.read_json(INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{INDEX_FILE} of {self.name} has no weight_map: download it again.")
-            if missing := sorted(set(weight_map.values()) - set(self.files)):
+            if missing := sorted(file for file in set(weight_map.values()) if not self._has(file)):
                 raise FileNotFoundError(f"{self.name} lacks {missing[0]}, which its index names: download it again.")
             files = []
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from .hub import HEAD_FILE
 from .load import EXTRA_TENSORS
@@ -113,3 +113,11 @@ def write_card(folder: Path, original: Path, base_model: str | None, usage: str 
         card.data.base_model = base_model
     card.text = usage
     card.save(folder / "README.md")
+
+
+def upload(folder: Path, repo: str) -> None:
+    """Put a folder on the hub. mlx-lm's own replaces the model card, and calls what huggingface_hub 2 no longer has."""
+    api = HfApi()
+    api.create_repo(repo_id=repo, exist_ok=True)
+    api.upload_folder(repo_id=repo, folder_path=folder)
+    print(f"Upload successful, go to https://huggingface.co/{repo} for details.")

@@ -146,7 +146,8 @@ def is_raw(weights: Mapping[str, mx.array]) -> bool:
 def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
     """Bring a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts are stacked, one by one or fused as they come; in a raw checkpoint 1 is added to every norm.
+    Experts are stacked, one by one, fused or under a dense layer's names as they come; in a raw checkpoint 1 is added to
+    every norm.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
@@ -161,6 +162,10 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
     if stacked["up_proj"] in expected:
         n_experts, size, hidden = expected[stacked["up_proj"]]
+        for part in ("weight", "scales", "biases"):
+            for p in EXPERT_PROJECTIONS:  # as heads in files of their own are published
+                if (name := f"{mlp}.{p}.{part}") in weights:
+                    weights[f"{mlp}.switch_mlp.{p}.{part}"] = weights.pop(name)
         if gate_up in weights:
             experts = {gate_up: (n_experts, 2 * size, hidden), down: (n_experts, hidden, size)}
         elif any(name.startswith(f"{mlp}.experts.") for name in weights):
