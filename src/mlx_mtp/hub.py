@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, hf_hub_url, is_offline_mode
+from huggingface_hub import HfApi, constants, hf_hub_url, is_offline_mode
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -133,7 +133,7 @@ class Checkpoint:
             if stop is not None:
                 headers["Range"] = f"bytes={start}-{stop - 1}"
             with hub_errors(self.name, self.revision):
-                response = http_backoff("GET", url, headers=headers)
+                response = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
                 hf_raise_for_status(response)
                 if stop is not None and response.status_code != 206:
                     raise OSError("its server does not give parts of files.")
