@@ -115,6 +115,10 @@ def test_a_converted_checkpoint_can_be_converted_again(tmp_path):
     _, once = split_head(tensors(tmp_path / "once"))
     _, twice = split_head(tensors(tmp_path / "twice"))
     assert all(mx.array_equal(once[name], twice[name]) for name in once | twice)
+    # The head still comes from where it came from.
+    records = [json.loads((tmp_path / name / "config.json").read_text())["mlx_mtp"] for name in ("once", "twice")]
+    assert records[0] == records[1]
+    assert records[0]["source"] == str(DATA / "dense")
 
 
 def test_the_heads_layer_is_quantized_where_asked_for_and_nothing_else_of_it(tmp_path):

@@ -25,7 +25,7 @@ from .errors import one_line_errors
 from .graft import graft, measure_acceptance
 from .hub import HEAD_FILE, INDEX_FILE, commit_of, fetch
 from .inspection import inspect
-from .load import EXTRA_TENSORS, is_head, load
+from .load import EXTRA_TENSORS, head_bits, is_head, load
 from .saving import (
     USAGE,
     check_written,
@@ -111,9 +111,11 @@ def convert(
         raise ValueError("Choose either --mtp-bits or --no-mtp, not both.")
 
     print("[INFO] Loading")
+    source = fetch(hf_path, revision)
+    commit = commit_of(source)
     model, tokenizer, config = load(
         hf_path,
-        revision=revision,
+        revision=commit or revision,
         return_config=True,
         tokenizer_config={"trust_remote_code": trust_remote_code},
         lazy=True,
@@ -138,10 +140,10 @@ def convert(
         config.pop("quantization_config", None)
         model = dequantize_model(model)
 
-    source = fetch(hf_path, revision)
     if mtp:
         apart = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
-        describe_head(config, hf_path, commit_of(source), model.mtp.norm.weight.dtype, mtp_bits, apart)
+        origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
+        describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model), apart)
     else:
         describe_no_head(config)
     with whole_or_not_at_all(target) as folder:

@@ -79,7 +79,8 @@ def graft(
         check_written(folder, head, weight_map)
         _write_index(receiver, folder, weight_map, sum(w.nbytes for w in head.values()))
         config.update(quantization_beside(config, head))
-        describe_head(config, mtp_from, donor.revision, next(iter(head.values())).dtype, None, apart=True)
+        origin = donor_config.get("mlx_mtp") or {"source": mtp_from, "revision": donor.revision}
+        describe_head(config, origin, next(iter(head.values())).dtype, None, apart=True)
         (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
         with (folder / "README.md").open("a") as f:
             f.write(USAGE.format(name=name or target))

@@ -70,18 +70,19 @@ def check_written(folder: Path, head: Mapping[str, mx.array], weight_map: Mappin
 
 
 def describe_head(
-    config: dict[str, Any], source: str, revision: str | None, dtype: mx.Dtype, bits: int | None, apart: bool
+    config: dict[str, Any], origin: dict[str, Any], dtype: mx.Dtype, bits: int | None, apart: bool
 ) -> None:
     """Put into a config that there is a head, where it comes from and what was done to it.
 
     Args:
+        origin (Dict[str, Any]): Its source and revision, or what an earlier conversion recorded of them.
         apart (bool): Whether it is in a file of its own.
     """
     config.pop("mtp_num_hidden_layers", None)
     config.get("text_config", config)["mtp_num_hidden_layers"] = 1
     config["mlx_mtp"] = {
-        "source": source,
-        "revision": revision,
+        "source": origin.get("source"),
+        "revision": origin.get("revision"),
         "dtype": str(dtype).removeprefix("mlx.core."),
         "bits": bits,
         "norms_shifted": True,
