@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .graft import graft, measure_acceptance
 from .hub import HEAD_FILE, INDEX_FILE, commit_of, fetch
 from .inspection import inspect
 from .load import EXTRA_TENSORS, head_bits, is_head, load
+from .recipe import recipe_flags
 from .saving import (
     USAGE,
     check_written,
@@ -283,6 +285,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = configure_parser()
     parser.prog = "mlx_mtp.convert"
     parser.description = "Convert Hugging Face model to MLX format, with its MTP head"
+    parser.add_argument("--recipe", metavar="FILE", help="A TOML file with these flags; those given beside it win.")
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Leave the MTP head out.")
     parser.add_argument(
@@ -308,6 +311,9 @@ def main() -> None:
     parser = make_parser()
     args = vars(parser.parse_args())
     with one_line_errors(parser.prog):
+        if (recipe := args.pop("recipe")) is not None:
+            args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))  # the last of a flag wins
+            del args["recipe"]
         if (name := args.pop("inspect")) is not None:
             print(inspect(name, args["revision"]))
             return
