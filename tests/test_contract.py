@@ -28,6 +28,7 @@ SIGNATURES = [
     (utils.load, "path_or_hf_repo tokenizer_config model_config adapter_path lazy return_config revision trust_remote_code"),
     (utils.load_model, "model_path lazy strict model_config get_model_classes trust_remote_code"),
     (utils.load_adapters, "model adapter_path"),
+    (utils.load_config, "model_path"),
     (utils.load_tokenizer, "model_path tokenizer_config_extra eos_token_ids"),
     (utils.does_model_support_input_embeddings, "model"),
     (utils.quantize_model, "model config group_size bits mode global_scale quant_predicate"),
@@ -103,7 +104,8 @@ def test_flags_that_are_read():
 
 def test_tokenizers(demo):
     _, tokenizer = demo
-    for name in ("add_eos_token", "bos_token", "decode", "detokenizer", "encode", "eos_token_ids", "has_chat_template"):
+    for name in ("add_eos_token", "all_special_ids", "bos_token", "decode", "detokenizer", "encode", "eos_token_ids",
+                 "get_added_vocab", "has_chat_template"):  # fmt: skip
         assert hasattr(tokenizer, name), f"mlx-lm's TokenizerWrapper has lost {name}"
     stops = set(tokenizer.eos_token_ids)
     wrapped = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=list(stops))

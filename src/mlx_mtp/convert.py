@@ -123,6 +123,7 @@ def convert(
         lazy=True,
         trust_remote_code=trust_remote_code,
         mtp=mtp,
+        draft_vocab=0 if mtp else None,
     )
     by_user: Any = quant_predicate
     if isinstance(quant_predicate, str):

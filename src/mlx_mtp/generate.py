@@ -19,7 +19,7 @@ from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import sampling
+from . import draft_head, sampling
 from .callable_module import make_callable
 from .check import check
 from .errors import one_line_errors
@@ -212,6 +212,7 @@ def make_parser():
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
+    draft_head.add_arguments(parser)
     for action in parser._actions:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
@@ -258,6 +259,7 @@ def run(args) -> None:
             return_config=True,
             trust_remote_code=args.trust_remote_code,
             mtp=args.mtp,
+            **draft_head.options(args),
         )
     except RuntimeError as e:  # MLX's, of a file that it cannot read
         raise ValueError(f"{model_path} could not be loaded: {e}") from e

@@ -12,6 +12,7 @@ import mlx_lm
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
+from .draft_head import DraftVocab, cheapen_drafts
 from .hub import INDEX_FILE, WEIGHTS, fetch, parse_json
 from .models.mtp import is_raw, split_head
 
@@ -41,6 +42,9 @@ def load(
     trust_remote_code: bool = False,
     *,
     mtp: bool | str = True,
+    draft_vocab: DraftVocab | None = None,
+    mtp_bits: int | None = None,
+    draft_head_bits: int | None = None,
 ) -> Any:
     """
     Load the model, its MTP head and the tokenizer from a given path or a huggingface repository.
@@ -53,6 +57,13 @@ def load(
         mtp (Union[bool, str]): ``True`` for the head that the model has, or the path or repository of a drafter with a
           head alone (``model_type: qwen3_5_mtp``, mlx-vlm's layout). With ``False`` this is ``mlx_lm.load``: no head, any
           model. Default: ``True``.
+        draft_vocab (Union[int, str, Path, Sequence[int]], optional): The token ids that drafts are chosen from: the first
+          so many, those in a file of ``mlx_mtp.draft_vocab``, or these; special and stop tokens are always in. ``0`` is
+          all. Default: ``None``, which is the list beside the checkpoint, ``draft_vocab.json``, or all where there is none.
+        mtp_bits (int, optional): Quantize the head's decoder layer to this many bits, in memory alone (``fc`` and a router
+          never are). Default: ``None``.
+        draft_head_bits (int, optional): Quantize a copy of ``lm_head`` to this many bits, for the drafts alone.
+          Default: ``None``.
 
     The other arguments are those of ``mlx_lm.load``.
 
@@ -65,6 +76,10 @@ def load(
     """
     path = fetch(path_or_hf_repo, revision)
     if not mtp:
+        if not (draft_vocab is mtp_bits is draft_head_bits is None):
+            raise ValueError(
+                "draft_vocab, mtp_bits and draft_head_bits are of the MTP head: leave them out, or load it."
+            )
         return mlx_lm.load(
             str(path),
             tokenizer_config=tokenizer_config,
@@ -115,6 +130,9 @@ def load(
         model = load_adapters(model, adapter_path)
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
+    cheapen_drafts(model, tokenizer, path, draft_vocab, mtp_bits, draft_head_bits)
+    if not lazy:
+        mx.eval(model.parameters(), [] if model.draft_head is None else model.draft_head.layer.parameters())
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

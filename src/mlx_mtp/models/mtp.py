@@ -67,6 +67,7 @@ class MTPMixin:
     model: Any
     layers: Any
     logits: Any
+    draft_head: Any = None  # an output layer of the drafts' own, if mlx_mtp.load has made one
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
 
     def make_cache(self) -> list[Any]:
@@ -110,6 +111,21 @@ class MTPMixin:
         if (mtp := getattr(self, "mtp", None)) is not None:
             weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
         return weights
+
+    @property
+    def output_layer(self) -> nn.Module:
+        """``lm_head``, or the embedding where they are tied."""
+        text: Any = getattr(self, "language_model", self)
+        return text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The token ids that drafts are chosen from, in ascending order, [n] uint32; ``None`` for the whole vocabulary."""
+        return None if self.draft_head is None else self.draft_head.ids
+
+    def draft_logits(self, hidden: mx.array) -> mx.array:
+        """The output layer of the drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
+        return self.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """One pass of the head.
