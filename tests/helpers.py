@@ -153,8 +153,8 @@ class Scripted:
         self._rows = cache.offset
         return out
 
-    def logits(self, hidden):
-        logits = self._model.logits(hidden)
+    def draft_logits(self, hidden):
+        logits = self._model.draft_logits(hidden)
         # The last of n rows pairs hidden state n - 1 with token n, and guesses token n + 1.
         i = self._rows + 1
         draft = self._truth[i] if self._right(i) else (self._truth[i] + 1) % logits.shape[-1]

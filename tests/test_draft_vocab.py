@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from helpers import DATA, arrays_equal
+from helpers import DATA, arrays_equal, plain, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
-from mlx_mtp import generate
+from mlx_mtp import generate, make_sampler, mtp_generate_step
 from mlx_mtp.draft_head import BITS, LIST_FILE, always_in, cheapen_drafts, make_draft_head
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.load import DEMO
@@ -460,3 +460,32 @@ def test_the_flags_of_generate(monkeypatch, capsys):
         with pytest.raises(SystemExit) as exit:
             run(*flags)
         assert (exit.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_loop_drafts_from_the_vocabulary_alone_and_says_the_same(sampled):
+    model, n = tiny_model("qwen3_5"), 12
+    prompt = mx.array([3, 1, 4, 1, 5])
+    model.draft_head = make_draft_head(model.output_layer, list(range(n)), None)
+    drafted = []
+    draft_logits = model.draft_logits
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(model, name)
+
+        def __call__(self, inputs, **kwargs):
+            drafted.extend(inputs[0, 1:].tolist())
+            return model(inputs, **kwargs)
+
+    assert draft_logits(mx.zeros((1, 1, 64))).shape == (1, 1, n)
+    mx.random.seed(1)
+    sampler = make_sampler(temp=1.0) if sampled else None
+    steps = mtp_generate_step(
+        prompt, Watched(), max_tokens=40, num_draft_tokens=3, sampler=sampler, prefill_step_size=1
+    )
+    tokens = [token for token, _, _ in steps]
+    assert drafted
+    assert max(drafted) < n
+    if not sampled:
+        assert tokens == plain(prompt, model, max_tokens=40)

@@ -111,7 +111,12 @@ def test_every_flag_is_mlx_lms():
     for name, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[name].option_strings, ours[name].nargs)
         if name == "num_draft_tokens":
-            assert (a.default, ours[name].default, ours[name].type("4"), ours[name].type("auto")) == (3, "auto", 4, "auto")
+            assert (a.default, ours[name].default, ours[name].type("4"), ours[name].type("auto")) == (
+                3,
+                "auto",
+                4,
+                "auto",
+            )
         else:
             assert (a.default, a.type) == (ours[name].default, ours[name].type)
 
@@ -185,10 +190,11 @@ def test_a_drafter_apart_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_
     drafter = shutil.copytree(folder, tmp_path / "drafter")
     edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
     configure(drafter, model_type="qwen3_5_mtp")
-    status, want, _ = run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp")
+    args = ["--model", folder, "--prompt", "def f", "-m", 20, "--num-draft-tokens", 2, "--mtp"]
+    status, want, _ = run(monkeypatch, capsys, *args)
     no_head(folder)
-    assert run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp")[0] == 2
-    status, got, _ = run(monkeypatch, capsys, "--model", folder, "--prompt", "def f", "-m", 20, "--mtp", drafter)
+    assert run(monkeypatch, capsys, *args)[0] == 2
+    status, got, _ = run(monkeypatch, capsys, *args, drafter)
     assert status == 0
 
     def untimed(text):

@@ -66,6 +66,14 @@ class Decoder:
         embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
         return self.model.mtp(embeddings, hidden, self.head_cache)
 
+    def _draft_logits(self, hidden):
+        """hidden [1, 1, H] -> [1, V], of the draft vocabulary alone"""
+        logits = self.model.draft_logits(hidden)[:, -1]  # [1, n]
+        if (ids := self.model.draft_ids) is None:
+            return logits
+        others = mx.full((1, self.model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
+        return mx.put_along_axis(others, ids[None], logits, axis=-1)
+
     def _quantize(self):
         caches = self.prompt_cache[: self.n_layers]
         maybe_quantize_kv_cache(caches, *self.kv_options)
@@ -143,7 +151,7 @@ class Decoder:
         for i in range(k):
             if i > 0:
                 out = self._head(out, drafts[-1])
-            logits = self.model.logits(out)[:, -1]  # [1, V]
+            logits = self._draft_logits(out)  # [1, V]
             for processor in asked:
                 logits = processor(mx.concatenate([*tokens, *drafts]), logits)
             token, record = self.acceptance.draft(logits - mx.logsumexp(logits, keepdims=True))
