@@ -43,16 +43,18 @@ class Case:
         depth (int): Of the drafts.
         head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
         match (bool): Go by token match, with mlx-lm's sampler.
+        p_min (float): ``draft_p_min``.
         penalties (dict): Of ``make_logits_processors``.
         options (dict): Of ``make_sampler``.
     """
 
     n_tokens = 3
 
-    def __init__(self, depth=2, head="own", match=False, penalties=None, seed=0, **options):
+    def __init__(self, depth=2, head="own", match=False, penalties=None, seed=0, p_min=0.0, **options):
+        self.p_min = p_min
         self.depth, self.match, self.head, self.seed = depth, match, head, seed
         self.penalties, self.options = penalties or {}, options
-        settings = [f"{k}={v}" for k, v in {**options, **self.penalties}.items()]
+        settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
         self.name = f"depth {depth}, {head} head, {'match' if match else 'rejection'}, {', '.join(settings)}"
 
     def model(self):
@@ -109,7 +111,10 @@ class Case:
         mx.random.seed(zlib.crc32(self.name.encode()))
         # More tokens than are looked at: the window that they are in is then a full one.
         options = dict(
-            max_tokens=self.n_tokens + self.depth + 1, num_draft_tokens=self.depth, sampler=make(**self.options)
+            max_tokens=self.n_tokens + self.depth + 1,
+            num_draft_tokens=self.depth,
+            draft_p_min=self.p_min,
+            sampler=make(**self.options),
         )
         counts: Counter = Counter()
         for _ in tqdm(range(runs), desc=self.name, disable=None, leave=False):
@@ -142,6 +147,7 @@ CASES = [
     Case(2, "adversarial", temp=1.0, top_k=2),
     Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
     Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
+    Case(3, temp=1.0, p_min=0.4),
     *(Case(depth, match=True, temp=1.0) for depth in (1, 3)),
     Case(2, match=True, temp=0.7, top_p=0.9, xtc_probability=0.5),
     Case(2, match=True, temp=1.5, penalties={"repetition_penalty": 1.5}),

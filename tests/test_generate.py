@@ -106,7 +106,15 @@ def test_what_cannot_be_is_refused(demo):
 def test_every_flag_is_mlx_lms():
     theirs = {a.dest: a for a in setup_arg_parser()._actions}
     ours = {a.dest: a for a in make_parser()._actions}
-    assert ours.keys() - theirs.keys() == {"mtp", "exact", "check", "draft_vocab", "mtp_bits", "draft_head_bits"}
+    assert ours.keys() - theirs.keys() == {
+        "mtp",
+        "exact",
+        "check",
+        "draft_p_min",
+        "draft_vocab",
+        "mtp_bits",
+        "draft_head_bits",
+    }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[name].option_strings, ours[name].nargs)

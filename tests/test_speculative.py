@@ -369,8 +369,30 @@ def test_the_progress_callback_is_called_as_mlx_lms():
     assert progress(mtp) == progress(plain)
 
 
+@pytest.mark.parametrize("sampler", [None, make_sampler(temp=1.0)])
+def test_drafting_stops_where_the_head_is_unsure(sampler):
+    model = load_reference(DATA / "dense")
+    runs = {}
+    for p_min in (0.0, 0.5, 0.9, 1.0):
+        counts = DraftCounts()
+        mx.random.seed(1)
+        options = dict(max_tokens=80, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        runs[p_min] = (
+            mtp(PROMPT, model, **options),
+            sum(counts.drafted),
+            sum(counts.accepted) / max(sum(counts.drafted), 1),
+        )
+    tokens, drafted, rates = zip(*runs.values())
+    assert all(t == tokens[0] for t in tokens)
+    assert list(drafted) == sorted(drafted, reverse=True)
+    assert drafted[0] > drafted[2] > 0
+    assert rates[2] > rates[0]
+
+
 def test_bad_arguments_are_refused():
     model = model_of("qwen3_5")
+    with pytest.raises(ValueError, match="draft_p_min must be a probability"):
+        mtp(PROMPT, model, draft_p_min=1.1)
     for depth in (9, -1):
         with pytest.raises(ValueError, match="from 0 to 8"):
             mtp(PROMPT, model, num_draft_tokens=depth)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.sample_utils import LogitsProcessor
 
-from .acceptance import RejectionSampling, TokenMatch, Verdict
+from .acceptance import RejectionSampling, TokenMatch, Verdict, n_leading
 from .cache import first_row, n_tokens, rollback, undone_on_failure
 from .processors import for_drafts
 
@@ -27,6 +27,7 @@ class Decoder:
         logits_processors (List[LogitsProcessor]): As of mlx-lm.
         kv_options (Tuple): ``quantized_kv_start``, ``kv_group_size`` and ``kv_bits``.
         exact (bool): Verify with the very operations of plain decoding.
+        draft_p_min (float): Stop drafting where the head gives no token this probability.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Decoder:
         logits_processors: list[LogitsProcessor],
         kv_options: tuple,
         exact: bool,
+        draft_p_min: float,
     ):
         self.model, self.prompt_cache = model, prompt_cache
         self.acceptance, self.logits_processors = acceptance, logits_processors
-        self.kv_options, self.exact = kv_options, exact
+        self.kv_options, self.exact, self.draft_p_min = kv_options, exact, draft_p_min
         self.n_layers = len(model.layers)
         self.head_cache, self.last = prompt_cache[self.n_layers :]
         self.n_cached = n_tokens(prompt_cache[: self.n_layers])  # tokens that are final
@@ -127,15 +129,12 @@ class Decoder:
         verdict = self.acceptance.judge(rows, self.drafts[i:j], self.records[i:j])
         return verdict, [row.squeeze(0) for row in rows]
 
-    def draft(self, choices: mx.array, k: int) -> mx.array:
-        """Draft k tokens after the window's first n, which stand.
+    def draft(self, choices: mx.array, k: int) -> None:
+        """Draft up to k tokens after the window's first n, which stand: the drafts of the next window.
 
         Args:
             choices (mx.array): The tokens after each of those n, [n].
             k (int): With 0, the head is left for later.
-
-        Returns:
-            mx.array: [k].
         """
         n = len(choices)
         self.unseen.append((self.hidden[:, :n], choices))
@@ -143,10 +142,11 @@ class Decoder:
         if k == 0:
             if len(self.unseen) == MAX_UNSEEN:
                 mx.async_eval(self._catch_up())
-            return self.drafts
+            return
         asked, rolled_back = for_drafts(self.logits_processors)
         tokens = [self.seen, self.window[:1], choices] if asked else []
         drafts: list[mx.array] = []
+        sure: list[mx.array] = []
         out = self._catch_up()[:, -1:]  # [1, 1, H]
         for i in range(k):
             if i > 0:
@@ -154,14 +154,19 @@ class Decoder:
             logits = self._draft_logits(out)  # [1, V]
             for processor in asked:
                 logits = processor(mx.concatenate([*tokens, *drafts]), logits)
-            token, record = self.acceptance.draft(logits - mx.logsumexp(logits, keepdims=True))
+            logprobs = logits - mx.logsumexp(logits, keepdims=True)
+            token, record = self.acceptance.draft(logprobs)
             drafts.append(token)  # [1]
+            # By the likeliest token, not by the one drafted: to drop a draft for what it is would change the distribution.
+            sure.append(mx.exp(logprobs.max(axis=-1)) >= self.draft_p_min)
             self.records.append(record)
         for processor in rolled_back:
             processor.rollback(k)
         self.head_cache.trim(k - 1)
-        self.drafts = mx.concatenate(drafts)
-        return self.drafts
+        n_sure = n_leading(mx.concatenate(sure).tolist()) if self.draft_p_min > 0 else k  # type: ignore[arg-type]
+        self.records = self.records[:n_sure]
+        if n_sure > 0:
+            self.drafts = mx.concatenate(drafts[:n_sure])
 
     def _catch_up(self, n: int | None = None):
         """Show the head the first n positions that it has not seen, and forget the others -> its hidden [1, n, H]"""

@@ -56,6 +56,7 @@ def stream_generate(
     *,
     mtp: bool = True,
     num_draft_tokens: NumDraftTokens = "auto",
+    draft_p_min: float = 0.0,
     exact: bool = False,
     **kwargs,
 ) -> Generator[GenerationResponse, None, None]:
@@ -71,6 +72,7 @@ def stream_generate(
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
         num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
           every step for speed.
+        draft_p_min (float): Stop drafting where the head gives no token this probability. Default: ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
           Default: ``False``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
@@ -79,8 +81,8 @@ def stream_generate(
         GenerationResponse: mlx-lm's, with the drafts made and accepted.
     """
     if not mtp:
-        if exact:
-            raise ValueError("Exact mode is one of MTP: leave out exact, or draft with the MTP head.")
+        if exact or draft_p_min > 0:
+            raise ValueError("exact and draft_p_min are of MTP: leave them out, or draft with the MTP head.")
         if draft_model is not None and num_draft_tokens != "auto":
             kwargs["num_draft_tokens"] = num_draft_tokens
         for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
@@ -106,6 +108,7 @@ def stream_generate(
         stream,
         max_tokens=max_tokens,
         num_draft_tokens=num_draft_tokens,
+        draft_p_min=draft_p_min,
         exact=exact,
         counts=counts,
         **kwargs,
@@ -189,7 +192,7 @@ make_callable(__name__)
 
 
 def make_parser():
-    """mlx-lm's flags, and ``--mtp``, ``--exact`` and ``--check``."""
+    """mlx-lm's flags, and those of MTP."""
     parser = setup_arg_parser()
     parser.prog = "mlx_mtp.generate"
     parser.description = "LLM inference script, with the model's own MTP head"
@@ -200,6 +203,12 @@ def make_parser():
         default=False,
         metavar="DRAFTER",
         help="Draft with the model's own multi-token-prediction head, or with that of a drafter folder or repo (qwen3_5_mtp).",
+    )
+    parser.add_argument(
+        "--draft-p-min",
+        type=float,
+        default=0.0,
+        help="Stop drafting where the head gives no token this probability (default: 0.0).",
     )
     parser.add_argument(
         "--exact",
@@ -235,9 +244,9 @@ def run(args) -> None:
     """mlx-lm's ``mlx_lm.generate``, flag by flag."""
     if args.mtp and args.draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
-    for flag in ("exact", "check"):
+    for flag in ("exact", "check", "draft_p_min"):
         if getattr(args, flag) and not args.mtp:
-            raise ValueError(f"--{flag} is of --mtp: give both, or neither.")
+            raise ValueError(f"--{flag.replace('_', '-')} is of --mtp: give both, or neither.")
     if args.check and args.temp > 0:
         raise ValueError("--check compares the most likely tokens: leave out --temp.")
     if args.seed is not None:
@@ -307,6 +316,7 @@ def run(args) -> None:
         prompt,
         verbose=args.verbose,
         mtp=bool(args.mtp),
+        draft_p_min=args.draft_p_min,
         exact=args.exact,
         max_tokens=args.max_tokens,
         sampler=sampler,

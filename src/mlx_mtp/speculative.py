@@ -64,6 +64,7 @@ def mtp_generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: NumDraftTokens = "auto",
+    draft_p_min: float = 0.0,
     exact: bool = False,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -88,6 +89,8 @@ def mtp_generate_step(
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
           every step for speed, see ``mlx_mtp.depth``.
+        draft_p_min (float): Stop drafting where the head gives no token this probability, at the price of one more
+          synchronization a step. Default: ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
           logits are nearly equal; ``models/exact.py`` says how, and at what price. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
@@ -121,6 +124,8 @@ def mtp_generate_step(
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
     if num_draft_tokens != "auto" and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if not 0 <= draft_p_min <= 1:
+        raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
     if max_kv_size is not None:
         raise ValueError("max_kv_size has no effect on this model, whose caches do not rotate: leave it out.")
     n_prompt = _check_prompt(prompt, model, input_embeddings)
@@ -132,7 +137,7 @@ def mtp_generate_step(
     logits_processors = logits_processors or []
     in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
     kv_options = (quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(model, prompt_cache, acceptance, logits_processors, kv_options, exact)
+    decoder = Decoder(model, prompt_cache, acceptance, logits_processors, kv_options, exact, draft_p_min)
     counts = counts or DraftCounts()
     progress = prompt_progress_callback or (lambda *_: None)
 
