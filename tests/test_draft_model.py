@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp.cache import ArraysCache
+from mlx_mtp.draft_head import make_draft_head
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -77,6 +78,22 @@ def test_options_of_that_loop():
         assert speculative(PROMPT, model, max_tokens=40, num_draft_tokens=3, **options) == plain(
             PROMPT, model, max_tokens=40, **options
         )
+
+
+def test_drafts_come_from_the_draft_vocabulary():
+    model, n = tiny_model("qwen3_5"), 12
+    model.draft_head = make_draft_head(model.output_layer, list(range(n)), None)
+    got = steps(PROMPT, model, max_tokens=40, num_draft_tokens=3)
+    assert [token for token, _, _ in got] == plain(PROMPT, model, max_tokens=40)
+    assert any(token < n for token, _, _ in got)
+    assert all(token < n for token, _, from_draft in got if from_draft)
+    draft_model = model.make_draft_model()
+    *target, draft = make_caches(model)
+    draft_model(mx.array([PROMPT[:-1]]), cache=[draft])
+    model(mx.array([PROMPT[:-1]]), cache=target)
+    logits = draft_model(mx.array([PROMPT[-1:]]), cache=[draft])
+    assert logits.shape == (1, 1, 32)
+    assert mx.isfinite(logits[0, 0]).tolist() == [i < n for i in range(32)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,11 +212,15 @@ def test_going_on_without_the_draft_model(n):
     text = PROMPT + tokens
     assert len(text) - 1 <= n_cached <= len(text)
     more = [*text[n_cached:], 7, 2]
-    copied = copy.deepcopy(cache)
-    for target in (cache[:-1], copied[:-1]):
+    fresh = [copy.deepcopy(cache)[:-1] for _ in range(3)]
+    for target in fresh[:2]:
         got = plain(more, model, max_tokens=12, prompt_cache=target, prefill_step_size=2)
         assert got == plain(text[:n_cached] + more, model, max_tokens=12)
         assert all(c.draft is None for c in target if isinstance(c, ArraysCache))
+    steps_of_ours = mlx_mtp.mtp_generate_step(
+        mx.array(more), model, max_tokens=12, prompt_cache=fresh[2], prefill_step_size=2
+    )
+    assert [token for token, _, _ in steps_of_ours] == got
 
     empty = make_caches(model)[:-1]
     got = [t for t, _, _ in mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, max_tokens=9, prompt_cache=empty)]

@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 
 from .acceptance import RejectionSampling, TokenMatch, Verdict, n_leading
 from .cache import first_row, n_tokens, rollback, undone_on_failure
+from .draft_head import draft_logits
 from .processors import for_drafts
 
 MAX_UNSEEN = 256  # positions that steps without drafts leave to the head for later
@@ -67,14 +68,6 @@ class Decoder:
         """hidden [1, T, H] and the tokens [T] after each -> the head's hidden [1, T, H]"""
         embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
         return self.model.mtp(embeddings, hidden, self.head_cache)
-
-    def _draft_logits(self, hidden):
-        """hidden [1, 1, H] -> [1, V], of the draft vocabulary alone"""
-        logits = self.model.draft_logits(hidden)[:, -1]  # [1, n]
-        if (ids := self.model.draft_ids) is None:
-            return logits
-        others = mx.full((1, self.model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
-        return mx.put_along_axis(others, ids[None], logits, axis=-1)
 
     def _quantize(self):
         caches = self.prompt_cache[: self.n_layers]
@@ -151,7 +144,7 @@ class Decoder:
         for i in range(k):
             if i > 0:
                 out = self._head(out, drafts[-1])
-            logits = self._draft_logits(out)  # [1, V]
+            logits = draft_logits(self.model, out)  # [1, V]
             for processor in asked:
                 logits = processor(mx.concatenate([*tokens, *drafts]), logits)
             logprobs = logits - mx.logsumexp(logits, keepdims=True)

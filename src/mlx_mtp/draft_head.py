@@ -39,6 +39,15 @@ class DraftHead:
         return self.layer.as_linear(hidden) if hasattr(self.layer, "as_linear") else self.layer(hidden)
 
 
+def draft_logits(model: Any, hidden: mx.array) -> mx.array:
+    """The head's hidden state [1, 1, H] -> logits [1, V], of the draft vocabulary alone: the others are -inf."""
+    logits = model.draft_logits(hidden)[:, -1]  # [1, n]
+    if (ids := model.draft_ids) is None:
+        return logits
+    others = mx.full((1, model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
+    return mx.put_along_axis(others, ids[None], logits, axis=-1)
+
+
 def make_draft_head(layer: nn.Module, ids: list[int] | None, bits: int | None) -> DraftHead:
     """Copy rows of an output layer, and quantize the copy.
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from .cache import ArraysCache
+from .draft_head import draft_logits
 
 
 def following(cache: list[Any] | None) -> "DraftCache | None":
@@ -167,5 +168,5 @@ class DraftModel:
         if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
             c.last = c.append(model, inputs[0, -1:], c.last)
         if c.last is None or c.rows.offset != c.n_seen - 1:
-            return mx.zeros((1, 1, model.model.embed_tokens.weight.shape[0]))
-        return model.logits(c.last)
+            return mx.zeros((1, 1, model.output_layer.weight.shape[0]))
+        return draft_logits(model, c.last)[None]
