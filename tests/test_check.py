@@ -96,6 +96,20 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
     assert not d.within_rounding
 
 
+def test_in_exact_mode_nothing_is_excused_by_rounding(monkeypatch):
+    model, _, _ = rounded_model(monkeypatch)
+    options = dict(max_tokens=50, num_draft_tokens=3)
+    monkeypatch.setattr(
+        import_module("mlx_mtp.check"),
+        "mtp_generate_step",
+        lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs),  # as if exact mode were not
+    )
+    assert check(model, PROMPT, **options).passed
+    result = check(model, PROMPT, exact=True, **options)
+    assert result.difference.rounding == 0
+    assert not result.passed
+
+
 def test_the_gap_is_that_of_the_two_tokens():
     """A token that is not the runner-up is not excused by a runner-up that is near."""
     assert Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed

@@ -8,7 +8,8 @@ forward is run over the same tokens with mlx-lm's own caches, once one by one (t
 ``num_draft_tokens + 1`` (of the most that auto drafts), with no draft, no rejection and no going back. Let r be the largest
 difference between the two in any logit. Two logits that each move by r at most can change places only if they are at most
 2 r apart. A difference is *within rounding* when plain decoding's logits of the two tokens are at most 2 r apart. MTP's own
-logits have no part in this: a wrong state moves them as far as it likes, and would excuse itself.
+logits have no part in this: a wrong state moves them as far as it likes, and would excuse itself. In exact mode both
+ways are the same operations, and r is 0.
 """
 
 import copy
@@ -59,8 +60,9 @@ class Check:
         return (
             f"Different at token {d.position}, after as many that are the same: plain {plain}, MTP {mtp}.\n"
             f"Plain decoding's logits of the two are {d.gap:.4g} apart, its top two logits {d.top_gap:.4g}.\n"
-            f"Fed several tokens at a time, plain mlx-lm moves a logit there by up to {d.rounding:.4g}: two can change\n"
-            f"places when they are up to {2 * d.rounding:.4g} apart. The difference is {verdict}."
+            f"Rounding moves a logit there by up to {d.rounding:.4g}, so two can change places when they are up to "
+            f"{2 * d.rounding:.4g} apart.\n"
+            f"The difference is {verdict}."
         )
 
 
@@ -121,7 +123,7 @@ def check(
     cache = copy.deepcopy(prompt_cache)
     cache = model.make_cache() if cache is None else cache[: len(model.layers)]
     rounding = 0.0  # the token after the prompt comes from one pass in both
-    if same:
+    if same and not exact:
         for _ in generate_step(prompt, model, prompt_cache=cache, **{**options, "max_tokens": 0}):
             pass
         size = 1 + (MAX_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens)
