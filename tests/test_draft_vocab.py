@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
 from mlx_mtp import generate, make_sampler, mtp_generate_step
-from mlx_mtp.draft_head import BITS, LIST_FILE, always_in, cheapen_drafts, make_draft_head
+from mlx_mtp.draft_head import BITS, LIST_FILE, DraftHead, always_in, cheapen_drafts
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.load import DEMO
 
@@ -76,6 +76,37 @@ def test_logits_of_drafts_are_those_of_the_model_at_their_rows(name, form):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_tokens_of_the_text_join_the_draft_vocabulary(name, form):
+    model, _ = load(name)
+    if "float32" in form:
+        model.set_dtype(mx.float32)
+    if FORMATS[form]:
+        set_output_layer(model, model.output_layer.to_quantized(**FORMATS[form]))
+    head = DraftHead(model.output_layer, [0, 5, 9])
+    more = head.with_tokens([9, 300, 2, 300, 0])
+    most = more.with_tokens([2, 7]).with_tokens([300])
+    assert more.with_tokens([300, 9]) is more
+    hidden = hidden_states(model, 2)
+    for h, ids in ((head, [0, 5, 9]), (more, [0, 5, 9, 300, 2]), (most, [0, 5, 9, 300, 2, 7])):
+        assert h.ids.tolist() == ids
+        assert h.ids.dtype == mx.uint32
+        assert arrays_equal(h(hidden), model.logits(hidden)[..., h.ids])
+    whole = DraftHead(model.output_layer, None)
+    assert whole.with_tokens([300]) is whole
+
+
+def test_tokens_of_the_text_join_with_the_bits_of_the_drafts():
+    model, _ = load("dense")
+    hidden = hidden_states(model, 2)
+    one_by_one = DraftHead(model.output_layer, [0, 5, 9], 4).with_tokens([300]).with_tokens([12])
+    at_once = DraftHead(model.output_layer, [0, 5, 9, 12, 300], 4)
+    order = mx.argsort(one_by_one.ids)
+    assert arrays_equal(one_by_one(hidden)[..., order], at_once(hidden))
+    assert one_by_one.layers[1].bits == 4
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_without_a_draft_vocabulary_drafts_have_the_models_own_logits(name):
     model, _ = load(name)
     hidden = hidden_states(model, 3)
@@ -96,7 +127,7 @@ def test_a_quantized_copy_of_the_output_layer_is_the_drafts_alone(name):
         cheapen_drafts(model, tokenizer, DEMO, 0, None, bits)
         assert model.draft_ids is None
         assert model.draft_logits(hidden).shape == model.logits(hidden).shape
-        rows = make_draft_head(model.output_layer, [0, 1, 2, 5], bits)
+        rows = DraftHead(model.output_layer, [0, 1, 2, 5], bits)
         assert arrays_equal(model.draft_logits(hidden)[..., rows.ids], rows(hidden))
     assert model.output_layer.weight is weight
 
@@ -112,7 +143,7 @@ def test_fewer_bits_of_a_quantized_output_layer():
     hidden = hidden_states(model, 2)
     assert mx.allclose(model.draft_logits(hidden), hidden @ back.T, atol=1e-4)
     for bits in (8, 6):
-        set_output_layer(model, model.draft_head.layer if bits == 6 else layer)
+        set_output_layer(model, model.draft_head.layers[0] if bits == 6 else layer)
         with pytest.raises(ValueError, match=f"lm_head has {8 if bits == 8 else 4} bits: leave out draft_head_bits"):
             cheapen_drafts(model, tokenizer, DEMO, None, None, bits)
 
@@ -123,7 +154,7 @@ def test_an_adapter_on_the_output_layer_is_in_the_drafts():
     adapted = LoRALinear.from_base(model.lm_head)
     adapted.lora_b = mx.random.normal(adapted.lora_b.shape, key=mx.random.key(1))
     rows, hidden = [1, 4, 9], hidden_states(model, 2)
-    head = make_draft_head(adapted, rows, None)
+    head = DraftHead(adapted, rows, None)
     assert mx.allclose(head(hidden), adapted(hidden)[..., rows], rtol=1e-4, atol=1e-4)
     assert not mx.allclose(head(hidden), model.lm_head(hidden)[..., rows], rtol=1e-2, atol=1e-2)
 
@@ -188,7 +219,7 @@ def test_a_loaded_model_of_a_checkpoint_is_as_one_made_so():
     model, _ = load("dense", draft_vocab=64, mtp_bits=4, draft_head_bits=8)
     hidden = hidden_states(model, 2)
     assert model.draft_logits(hidden).shape == (1, 2, 64)
-    assert model.draft_head.layer.bits == 8
+    assert model.draft_head.layers[0].bits == 8
     assert model.mtp.layers[0].mlp.up_proj.bits == 4
 
 
@@ -455,7 +486,7 @@ def test_the_flags_of_generate(monkeypatch, capsys):
     assert run("--mtp", "--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4") == plain
     model = loaded[-1][0]
     assert model.draft_ids.tolist() == list(range(64))
-    assert (model.draft_head.layer.bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
+    assert (model.draft_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
     for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"], ["--mtp", "--draft-vocab", "none.json"]):
         with pytest.raises(SystemExit) as exit:
             run(*flags)
@@ -466,7 +497,7 @@ def test_the_flags_of_generate(monkeypatch, capsys):
 def test_the_loop_drafts_from_the_vocabulary_alone_and_says_the_same(sampled):
     model, n = tiny_model("qwen3_5"), 12
     prompt = mx.array([3, 1, 4, 1, 5])
-    model.draft_head = make_draft_head(model.output_layer, list(range(n)), None)
+    model.draft_head = DraftHead(model.output_layer, list(range(n)))
     drafted = []
     draft_logits = model.draft_logits
 

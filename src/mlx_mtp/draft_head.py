@@ -27,48 +27,61 @@ class DraftHead:
     No ``nn.Module``: its arrays are made from the model's at load time and are no parameters of it.
 
     Args:
-        layer (nn.Module): Of n rows.
-        ids (mx.array, optional): The token id of each row in ascending order, [n] uint32, where they are not all.
+        layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
+        ids (List[int], optional): The rows to copy from it, in ascending order, so that of equal logits the first is that
+          of the whole layer. Default: ``None``, which is all.
+        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, which is as they are.
     """
 
-    def __init__(self, layer: nn.Module, ids: mx.array | None):
-        self.layer, self.ids = layer, ids
+    def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # of a LoRA adapter's, with it
+        self._bits = bits
+        self._known = frozenset(ids or ())
+        self._more: tuple[int, ...] = ()
+        self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
+        self.layers = [self._rows(self.ids)]
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[B, T, H] -> [B, T, n]"""
-        return self.layer.as_linear(hidden) if hasattr(self.layer, "as_linear") else self.layer(hidden)
+        """[B, T, H] -> logits of ``ids`` [B, T, n]"""
+        logits = [(layer.as_linear if hasattr(layer, "as_linear") else layer)(hidden) for layer in self.layers]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
+
+    def with_tokens(self, tokens: Iterable[int]) -> "DraftHead":
+        """A head with the rows of these tokens, too: a text repeats its own words, rare as they may be in others.
+
+        Args:
+            tokens (Iterable[int]): Of the prompt, or those that have been added to it.
+
+        Returns:
+            DraftHead: This one, where it has them all. The tokens that it had not come last in ``ids``.
+        """
+        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._known and i not in self._more)
+        if self.ids is None or not new:
+            return self
+        head = copy.copy(self)
+        head._more = self._more + new
+        more = mx.array(head._more, mx.uint32)
+        head.ids = mx.concatenate([self.ids[: len(self._known)], more])
+        head.layers = [self.layers[0], self._rows(more)]
+        return head
+
+    def _rows(self, ids: mx.array | None) -> nn.Module:
+        layer = self._whole
+        if ids is not None:
+            layer = copy.copy(layer)
+            for name in ("weight", "scales", "biases", "bias"):
+                if layer.get(name) is not None:
+                    layer[name] = layer[name][ids]
+        return layer if self._bits is None else _quantized(layer, self._bits)
 
 
-def draft_logits(model: Any, hidden: mx.array) -> mx.array:
+def draft_logits(model: Any, draft_head: DraftHead | None, hidden: mx.array) -> mx.array:
     """The head's hidden state [1, 1, H] -> logits [1, V], of the draft vocabulary alone: the others are -inf."""
-    logits = model.draft_logits(hidden)[:, -1]  # [1, n]
-    if (ids := model.draft_ids) is None:
-        return logits
+    if draft_head is None or draft_head.ids is None:
+        return model.draft_logits(hidden)[:, -1]
+    logits = draft_head(hidden)[:, -1]  # [1, n]
     others = mx.full((1, model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
-    return mx.put_along_axis(others, ids[None], logits, axis=-1)
-
-
-def make_draft_head(layer: nn.Module, ids: list[int] | None, bits: int | None) -> DraftHead:
-    """Copy rows of an output layer, and quantize the copy.
-
-    Args:
-        layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
-        ids (List[int], optional): The rows, in ascending order, so that of equal logits the first is that of the whole
-          layer. Default: ``None``, which is all.
-        bits (int, optional): Of the copy. Default: ``None``, which is as they are.
-    """
-    if hasattr(layer, "fuse"):  # a LoRA adapter's
-        layer = layer.fuse()
-    rows = None
-    if ids is not None:
-        rows = mx.array(ids, mx.uint32)
-        layer = copy.copy(layer)
-        for name in ("weight", "scales", "biases", "bias"):
-            if layer.get(name) is not None:
-                layer[name] = layer[name][rows]
-    if bits is not None:
-        layer = _quantized(layer, bits)
-    return DraftHead(layer, rows)
+    return mx.put_along_axis(others, draft_head.ids[None], logits, axis=-1)
 
 
 def _quantized(layer: nn.Module, bits: int) -> nn.Module:
@@ -116,7 +129,7 @@ def cheapen_drafts(
         quantize_head(model.mtp, mtp_bits)
     ids = choose_ids(draft_vocab, path, model.output_layer.weight.shape[0], tokenizer)
     if ids is not None or draft_head_bits is not None:
-        model.draft_head = make_draft_head(model.output_layer, ids, draft_head_bits)
+        model.draft_head = DraftHead(model.output_layer, ids, draft_head_bits)
 
 
 def choose_ids(draft_vocab: DraftVocab | None, path: Path, vocab_size: int, tokenizer) -> list[int] | None:

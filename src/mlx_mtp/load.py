@@ -132,7 +132,7 @@ def load(
     tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
     cheapen_drafts(model, tokenizer, path, draft_vocab, mtp_bits, draft_head_bits)
     if not lazy:
-        mx.eval(model.parameters(), [] if model.draft_head is None else model.draft_head.layer.parameters())
+        mx.eval(model.parameters(), [] if model.draft_head is None else model.draft_head.layers[0].parameters())
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

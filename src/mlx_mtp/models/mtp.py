@@ -67,7 +67,7 @@ class MTPMixin:
     model: Any
     layers: Any
     logits: Any
-    draft_head: Any = None  # an output layer of the drafts' own, if mlx_mtp.load has made one
+    draft_head: Any = None  # a DraftHead: the output layer of the drafts, where mlx_mtp.load has made one
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
 
     def make_cache(self) -> list[Any]:
