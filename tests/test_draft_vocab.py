@@ -494,9 +494,9 @@ def test_the_flags_of_generate(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_loop_drafts_from_the_vocabulary_alone_and_says_the_same(sampled):
+def test_the_loop_drafts_from_the_vocabulary_and_the_text_alone_and_says_the_same(sampled):
     model, n = tiny_model("qwen3_5"), 12
-    prompt = mx.array([3, 1, 4, 1, 5])
+    prompt = mx.array([3, 21, 4, 1, 30])
     model.draft_head = DraftHead(model.output_layer, list(range(n)))
     drafted = []
     draft_logits = model.draft_logits
@@ -517,6 +517,7 @@ def test_the_loop_drafts_from_the_vocabulary_alone_and_says_the_same(sampled):
     )
     tokens = [token for token, _, _ in steps]
     assert drafted
-    assert max(drafted) < n
+    assert set(drafted) <= {*range(n), *prompt.tolist(), *tokens}
+    assert max(drafted) >= n
     if not sampled:
         assert tokens == plain(prompt, model, max_tokens=40)

@@ -46,6 +46,7 @@ class Decoder:
         self.kv_options, self.exact, self.draft_p_min = kv_options, exact, draft_p_min
         self.n_layers = len(model.layers)
         self.head_cache, self.last = prompt_cache[self.n_layers :]
+        self.draft_head = model.draft_head  # with the text's own tokens, as it grows
         self.n_cached = n_tokens(prompt_cache[: self.n_layers])  # tokens that are final
         self.first_row = first_row(prompt_cache, self.n_layers)
 
@@ -68,6 +69,11 @@ class Decoder:
         """hidden [1, T, H] and the tokens [T] after each -> the head's hidden [1, T, H]"""
         embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
         return self.model.mtp(embeddings, hidden, self.head_cache)
+
+    def see(self, tokens: list[int]) -> None:
+        """Let drafts be chosen from these tokens of the text, too."""
+        if self.draft_head is not None:
+            self.draft_head = self.draft_head.with_tokens(tokens)
 
     def _quantize(self):
         caches = self.prompt_cache[: self.n_layers]
@@ -144,7 +150,7 @@ class Decoder:
         for i in range(k):
             if i > 0:
                 out = self._head(out, drafts[-1])
-            logits = draft_logits(self.model, out)  # [1, V]
+            logits = draft_logits(self.model, self.draft_head, out)  # [1, V]
             for processor in asked:
                 logits = processor(mx.concatenate([*tokens, *drafts]), logits)
             logprobs = logits - mx.logsumexp(logits, keepdims=True)

@@ -169,4 +169,4 @@ class DraftModel:
             c.last = c.append(model, inputs[0, -1:], c.last)
         if c.last is None or c.rows.offset != c.n_seen - 1:
             return mx.zeros((1, 1, model.output_layer.weight.shape[0]))
-        return draft_logits(model, c.last)[None]
+        return draft_logits(model, model.draft_head, c.last)[None]

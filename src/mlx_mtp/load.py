@@ -58,8 +58,9 @@ def load(
           head alone (``model_type: qwen3_5_mtp``, mlx-vlm's layout). With ``False`` this is ``mlx_lm.load``: no head, any
           model. Default: ``True``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): The token ids that drafts are chosen from: the first
-          so many, those in a file of ``mlx_mtp.draft_vocab``, or these; special and stop tokens are always in. ``0`` is
-          all. Default: ``None``, which is the list beside the checkpoint, ``draft_vocab.json``, or all where there is none.
+          so many, those in a file of ``mlx_mtp.draft_vocab``, or these. Special and stop tokens are always in, and those of
+          the text join as it grows. ``0`` is all. Default: ``None``, which is the list beside the checkpoint,
+          ``draft_vocab.json``, or all where there is none.
         mtp_bits (int, optional): Quantize the head's decoder layer to this many bits, in memory alone (``fc`` and a router
           never are). Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` to this many bits, for the drafts alone.

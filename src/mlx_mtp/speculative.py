@@ -161,6 +161,7 @@ def mtp_generate_step(
         standing = 1  # tokens of the open window that stand if generation stops now
         try:
             prompt = prompt.astype(mx.uint32)
+            decoder.see(prompt.tolist())  # type: ignore[arg-type]
             progress(0, n_prompt)
             done = 0
             while (n := min(prefill_step_size, n_prompt - 1 - done)) > 0:
@@ -214,6 +215,7 @@ def mtp_generate_step(
                     mx.eval(tokens)
                     progress(n_prompt, n_prompt)
                 chosen = tokens.tolist()
+                decoder.see(chosen[: n + 1])
                 if n_drafted == 0:  # known only now, while the device is at the next token
                     observe(0, 0)
                 n_yielded, standing = n_yielded + 1, 1
