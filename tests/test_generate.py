@@ -94,7 +94,7 @@ def test_what_cannot_be_is_refused(demo):
     model, tokenizer = demo
     with pytest.raises(ValueError, match="cannot draft together"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
-    with pytest.raises(ValueError, match="leave out exact"):
+    with pytest.raises(ValueError, match="leave them out"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, mtp=False, exact=True))
     with pytest.raises(ValueError, match="non-zero"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=0))

@@ -66,8 +66,8 @@ class StepTimes:
     """A running estimate of t(k), in seconds.
 
     The first step at a depth is not counted: it may have compiled something. Of a later one at most half as much again as
-    expected is believed: it may have been a pause elsewhere. Depths that were not tried are taken to lie on the line through
-    the two tried ones next to them. A longer context adds to the time at every depth.
+    expected is believed: it may have been a pause elsewhere. Depths that were not used for a while are taken to lie on the
+    line through the two next to them that were; a deeper step never takes less time. A longer context adds to all.
 
     Args:
         n (int): The greatest depth.
@@ -75,35 +75,47 @@ class StepTimes:
 
     FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
     GUESSED_SLOPE = 0.25  # of a plain step, for each draft, before two depths were tried
+    STALE = 100  # steps with drafts
 
     def __init__(self, n: int):
         self.n = n
+        self.n_drafting = 0
         self.tried: dict[int, int] = {}
+        self.last_used: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
 
     def observe(self, k: int, seconds: float) -> None:
+        self.n_drafting += k > 0
+        self.last_used[k] = self.n_drafting
         self.tried[k] = self.tried.get(k, 0) + 1
         n = self.tried[k] - 1
         if n == 0:
             return
+        if self.seconds:
+            seconds = min(seconds, 1.5 * self.estimate()[k])
         if k not in self.seconds or (n == 2 and seconds < self.seconds[k] / 1.5):
             self.seconds[k] = seconds
             return
-        surprise = min(seconds, 1.5 * self.seconds[k]) - self.seconds[k]
+        surprise = seconds - self.seconds[k]
         self.seconds[k] += max(self.FOLLOWS, 1 / n) * surprise
         if n > 4:
             for other in self.seconds.keys() - {k}:
                 self.seconds[other] += self.FOLLOWS / 2 * surprise
 
+    def is_stale(self, k: int) -> bool:
+        return self.n_drafting - self.last_used.get(k, 0) > self.STALE
+
     def estimate(self) -> list[float]:
-        known = sorted(self.seconds.items())
+        """t(k) at each depth from 0, [n + 1]."""
+        known = sorted((k, t) for k, t in self.seconds.items() if k == 0 or not self.is_stale(k))
         if not known:
             return [1 + self.GUESSED_SLOPE * k for k in range(self.n + 1)]
         if len(known) == 1:
             ((k, t),) = known
             base = t / (1 + self.GUESSED_SLOPE * k)
             known = [(k, t), (k + 1, t + self.GUESSED_SLOPE * base)]
-        return [_on_line(known, k) for k in range(self.n + 1)]
+        seconds = [_on_line(known, k) for k in range(self.n + 1)]
+        return [min(seconds[k:]) for k in range(self.n + 1)]
 
 
 def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
@@ -128,6 +140,7 @@ class Depth:
     PROBING = 0.01
     FIRST = (0, 0, 1, 1)
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
+    CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
 
     def __init__(self, most: int):
@@ -142,8 +155,12 @@ class Depth:
             return self.FIRST[self.n_steps - 1]
         plain, *others = self.times.estimate()
         seconds = [(1 - self.MARGIN) * plain, *others]
-        best = best_depth(self.acceptance.estimate(), seconds)
+        acceptance = self.acceptance.estimate()
+        best = best_depth(acceptance, seconds)
         if best > 0:
+            # Whether drafting pays should not hang on how long a plain step took long ago.
+            if self.times.is_stale(0) and plain * expected_tokens(acceptance)[best] < self.CLEAR * seconds[best]:
+                return 0
             return min(best, max(self.times.tried) + self.DEEPER)
         if self.lost < self.PROBING * self.elapsed and best_depth([1.0] * self.most, seconds) > 0:
             return 1
