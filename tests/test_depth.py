@@ -86,11 +86,17 @@ class Machine:
 
 
 def time_of(machine: Machine, n_tokens: int, choose) -> float:
-    total, n = 0.0, 0
+    total, n, before, k = 0.0, 0, 0, choose.next()
     while n < n_tokens:
-        k = choose.next()
         seconds, accepted = machine.seconds(k, n), machine.accepted(k, n)
-        choose.observe(k, accepted, seconds)
+        # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
+        if k > 0:
+            choose.observe(k, accepted, seconds if before > 0 else None)
+            after = choose.next()
+        else:
+            after = choose.next()
+            choose.observe(k, accepted, seconds if before == after == 0 else None)
+        before, k = k, after
         total, n = total + seconds, n + accepted + 1
     return total * n_tokens / n
 

@@ -75,7 +75,10 @@ def test_closed_early_it_has_seen_no_token_that_was_not_yielded(n):
 def test_one_that_can_go_back_is_asked_about_drafts():
     """A draft of the wrong parity never stands."""
     model = load_reference(DATA / "dense")
-    accepted = [sum(run([kind()], model, max_tokens=60)[1].accepted) for kind in (Copied, RolledBack, Alternating)]
+    accepted = [
+        sum(run([kind()], model, max_tokens=60, num_draft_tokens=2)[1].accepted)
+        for kind in (Copied, RolledBack, Alternating)
+    ]
     assert accepted[0] == accepted[1] > accepted[2]
 
 

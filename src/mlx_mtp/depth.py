@@ -81,16 +81,17 @@ class StepTimes:
         self.n = n
         self.n_drafting = 0
         self.tried: dict[int, int] = {}
+        self.n_counted: dict[int, int] = {}
         self.last_used: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
 
-    def observe(self, k: int, seconds: float) -> None:
+    def observe(self, k: int, seconds: float | None) -> None:
         self.n_drafting += k > 0
-        self.last_used[k] = self.n_drafting
         self.tried[k] = self.tried.get(k, 0) + 1
-        n = self.tried[k] - 1
-        if n == 0:
+        n = self.n_counted.get(k, 0) + 1
+        if self.tried[k] == 1 or seconds is None:
             return
+        self.n_counted[k], self.last_used[k] = n, self.n_drafting
         if self.seconds:
             seconds = min(seconds, 1.5 * self.estimate()[k])
         if k not in self.seconds or (n == 2 and seconds < self.seconds[k] / 1.5):
@@ -103,7 +104,9 @@ class StepTimes:
                 self.seconds[other] += self.FOLLOWS / 2 * surprise
 
     def is_stale(self, k: int) -> bool:
-        return self.n_drafting - self.last_used.get(k, 0) > self.STALE
+        # Plain decoding the sooner, the fewer steps of it were seen: all others are weighed against it.
+        limit = self.STALE if k > 0 else min(self.STALE, 8 * self.n_counted.get(k, 0))
+        return self.n_drafting - self.last_used.get(k, 0) > limit
 
     def estimate(self) -> list[float]:
         """t(k) at each depth from 0, [n + 1]."""
@@ -137,8 +140,9 @@ class Depth:
         most (int): The greatest depth.
     """
 
+    FIRST = (0, 0, 0, 1, 1)
+    PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
     PROBING = 0.01
-    FIRST = (0, 0, 1, 1)
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
@@ -146,13 +150,15 @@ class Depth:
     def __init__(self, most: int):
         self.acceptance, self.times = Acceptance(most), StepTimes(most)
         self.most = most
-        self.n_steps = 0
+        self.planned = list(self.FIRST)
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
 
     def next(self) -> int:
-        self.n_steps += 1
-        if self.n_steps <= len(self.FIRST):
-            return self.FIRST[self.n_steps - 1]
+        if not self.planned:
+            self.planned = self._plan()
+        return self.planned.pop(0)
+
+    def _plan(self) -> list[int]:
         plain, *others = self.times.estimate()
         seconds = [(1 - self.MARGIN) * plain, *others]
         acceptance = self.acceptance.estimate()
@@ -160,21 +166,24 @@ class Depth:
         if best > 0:
             # Whether drafting pays should not hang on how long a plain step took long ago.
             if self.times.is_stale(0) and plain * expected_tokens(acceptance)[best] < self.CLEAR * seconds[best]:
-                return 0
-            return min(best, max(self.times.tried) + self.DEEPER)
+                return list(self.PLAIN)
+            return [min(best, max(self.times.tried) + self.DEEPER)]
         if self.lost < self.PROBING * self.elapsed and best_depth([1.0] * self.most, seconds) > 0:
-            return 1
-        return 0
+            return [1]
+        return [0]
 
-    def observe(self, k: int, n_accepted: int, seconds: float) -> None:
+    def observe(self, k: int, n_accepted: int, seconds: float | None) -> None:
         """
         Args:
             k (int): The number of drafts of a step.
             n_accepted (int): Those that stood.
-            seconds (float): From the end of the step before to the end of this one.
+            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where that cannot be
+              told from the steps beside it.
         """
         self.times.observe(k, seconds)
+        estimate = self.times.estimate()
+        seconds = estimate[k] if seconds is None else seconds
         self.elapsed += seconds
         if k > 0:
             self.acceptance.observe(k, n_accepted)
-            self.lost = max(self.lost + seconds - (1 + n_accepted) * self.times.estimate()[0], 0.0)
+            self.lost = max(self.lost + seconds - (1 + n_accepted) * estimate[0], 0.0)

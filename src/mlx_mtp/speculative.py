@@ -144,20 +144,20 @@ def mtp_generate_step(
     depth = Depth(MAX_DRAFT_TOKENS)
     last_time: float | None = None
 
-    def observe(k, n):
-        """Of k drafts n stand, as is known now."""
+    def observe(k, n, clear):
+        """Of k drafts n stand, as is known now; ``clear``: and since the last time, the device did this step alone."""
         nonlocal last_time
         counts.add(k, n)
         now = perf_counter()
         if last_time is not None:
-            depth.observe(k, n, now - last_time)
+            depth.observe(k, n, now - last_time if clear else None)
         last_time = now
 
     def embeddings(i, j=None):
         return None if input_embeddings is None else input_embeddings[i:j]
 
     with mx.stream(stream):
-        n_yielded = 0
+        n_yielded = n_drafted = 0
         standing = 1  # tokens of the open window that stand if generation stops now
         try:
             prompt = prompt.astype(mx.uint32)
@@ -189,9 +189,11 @@ def mtp_generate_step(
                         mx.eval(tokens, stands, states)
                         n = n_leading(stands.tolist())  # type: ignore[arg-type]
                         rewind(states, n)
-                n_drafted = k
+                    else:
+                        mx.async_eval(tokens)  # apart from the next pass, which they would else be waited for with
+                n_before, n_drafted = n_drafted, k
                 if n_drafted > 0:
-                    observe(n_drafted, n)
+                    observe(n_drafted, n, n_before > 0)
 
                 k = depth.next() if num_draft_tokens == "auto" else num_draft_tokens
                 if max_tokens > 0:
@@ -217,7 +219,8 @@ def mtp_generate_step(
                 chosen = tokens.tolist()
                 decoder.see(chosen[: n + 1])
                 if n_drafted == 0:  # known only now, while the device is at the next token
-                    observe(0, 0)
+                    # But where steps change from plain to drafting or back, more or less than this pass may be behind it.
+                    observe(0, 0, n_before == 0 and len(decoder.drafts) == 0)
                 n_yielded, standing = n_yielded + 1, 1
                 yield chosen[n], logprobs[n], False
                 if n_yielded % 256 == 0:
