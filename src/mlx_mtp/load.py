@@ -179,7 +179,10 @@ def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> Non
     _, head = split_head(dict.fromkeys(tensors))
     if head:
         return
-    mend = "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or generate without --mtp."
+    mend = (
+        "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or add the original's head "
+        f"with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name}`, or generate without --mtp."
+    )
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {mend}")
     raise ValueError(f"{name} has no MTP head: {mend}")
