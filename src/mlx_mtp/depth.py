@@ -133,8 +133,8 @@ class Depth:
     """Chooses the depth of every step of a generation.
 
     It begins plain, drafts one token twice, and from then on takes the best depth by its estimates. Where that is 0, one
-    token is drafted now and then to see whether the text has changed, for at most ``PROBING`` of the time; never where even
-    drafts that all stand would not pay.
+    token is drafted now and then to see whether the text has changed, at a loss of at most ``PROBING`` of the time and
+    ``ADVANCE``; never where even drafts that all stand would not pay.
 
     Args:
         most (int): The greatest depth.
@@ -143,6 +143,7 @@ class Depth:
     FIRST = (0, 0, 0, 1, 1)
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
     PROBING = 0.01
+    ADVANCE = 2.0  # plain steps more: what the first drafts say is not yet the text
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
@@ -168,7 +169,7 @@ class Depth:
             if self.times.is_stale(0) and plain * expected_tokens(acceptance)[best] < self.CLEAR * seconds[best]:
                 return list(self.PLAIN)
             return [min(best, max(self.times.tried) + self.DEEPER)]
-        if self.lost < self.PROBING * self.elapsed and best_depth([1.0] * self.most, seconds) > 0:
+        if self.lost < self.PROBING * self.elapsed + self.ADVANCE * plain and best_depth([1.0] * self.most, seconds) > 0:
             return [1]
         return [0]
 
