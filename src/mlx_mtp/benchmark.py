@@ -1,36 +1,40 @@
 """``mlx_mtp.benchmark``: MTP against mlx-lm's own generation, side by side in one run.
 
-For each depth the arms alternate: plain ``mlx_lm`` generation, then MTP, the same prompts, greedy. Beside the ratio of their
-speeds it prints what the parts of a step allow. With V(n) the time of a verify pass over n tokens and D that of a pass of
-the head, each timed alone, and E the mean number of tokens that a step yields,
+The arms take turns: plain ``mlx_lm`` generation and MTP at each depth, on the same prompts, greedy, so many tokens each,
+whatever they are. A ratio is of two runs of one round. Beside it stands what the parts of a step allow: with V(n) the time of
+a verify pass over n tokens and D that of a pass of the head, each timed alone, n steps that drafted k_1, ..., k_n tokens and
+yielded N allow
 
-    allowed = E / ((V(k+1) + k D) / V(1))        achieved / allowed is the efficiency of the loop
+    N V(1) / sum(V(k_i + 1) + k_i D)        achieved / allowed is the efficiency of the loop
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from tqdm import tqdm
 
 from . import cache as caches
+from . import draft_head, plot, prompts
 from .errors import one_line_errors
 from .load import DEMO, load
+from .prompts import PYTHON as PROMPTS
 from .speculative import MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
+from .synthetic import SHAPES, synthetic_model
 
-PROMPTS = (
-    'import os\nimport sys\n\n\nclass Queue:\n    """A first in, first out queue."""\n\n    def __init__(self, maxsize=0):\n',
-    "def read_config(path):\n    with open(path) as f:\n        data = f.read()\n    for line in data.splitlines():\n",
-    'def main(argv=None):\n    parser = argparse.ArgumentParser(description="Copy files")\n    parser.add_argument(',
-    "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_",
-)
+__all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
+
+PLAIN, AUTO = "plain", "auto"
+OVERALL = "overall"
+Arm = int | str  # a fixed depth, AUTO or PLAIN
 
 
 @dataclass
@@ -38,25 +42,67 @@ class Parts:
     """Seconds, the median of a number of calls, each evaluated before the next begins."""
 
     verify: list[float]  # V(1), V(2), ...: a backbone pass over n tokens in an open window
-    head: float  # D: a pass of the head over one token, its lm_head and argmax included
+    head: float  # D: a pass of the head over one token, its output layer and argmax included
     rollback: list[float]  # going back to 1, 2, ... of the longest window's tokens
+
+    def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
+        """Of the passes that yielded so many tokens."""
+        n_plain = n_tokens - sum(counts.accepted) - (counts.drafted[0] if counts.drafted else 0)
+        steps = [n_plain] + [n - m for n, m in zip(counts.drafted, [*counts.drafted[1:], 0])]  # that drafted 0, 1, ...
+        return sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(steps))
 
 
 @dataclass
-class Depth:
-    num_draft_tokens: int
-    plain_tps: float
+class Generation:
+    tokens: list[int]
+    first_token: float  # seconds, from the start
+    seconds: float  # from the first token to the last
+    peak_memory: float  # GB
+    counts: DraftCounts
+
+
+@dataclass
+class Result:
+    """An arm beside plain generation, on one prompt or on all."""
+
+    prompt: str
+    num_draft_tokens: Arm
+    prompt_tokens: int
+    plain_tps: float  # tokens per second after the first token, the median of the rounds
     mtp_tps: float
-    ratio: float  # median of the paired ratios
+    ratio: float  # the median of the rounds
     ratio_low: float
     ratio_high: float
-    acceptance: list[float]  # by position
+    plain_first_token: float  # seconds, the median of the rounds
+    mtp_first_token: float
+    plain_peak_memory: float  # GB
+    mtp_peak_memory: float
+    drafted: list[int]  # by position
+    accepted: list[int]
     tokens_per_step: float
-    step_over_parts: float  # time of a step / (V(k+1) + k D)
-    rejection: float  # mean time of going back after a rejected draft / V(k+1)
     allowed: float
     efficiency: float
     identical: bool
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The part of the drafts that stood, by position."""
+        return [a / d for a, d in zip(self.accepted, self.drafted)]
+
+
+@dataclass
+class Report:
+    model: str
+    device: str
+    versions: dict[str, str]
+    max_tokens: int
+    repeat: int
+    acceptance_was_set: float | None  # of a synthetic model
+    parts: Parts
+    results: list[Result] = field(default_factory=list)
+
+    def of(self, prompt: str) -> list[Result]:
+        return [r for r in self.results if r.prompt == prompt]
 
 
 def median_time(call: Callable[[], Any], n: int = 30, after: Callable[[], Any] = lambda: None) -> float:
@@ -75,13 +121,15 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     prompt_cache = caches.make_prompt_cache(model)
     backbone, head_cache = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers)]
     _, hidden = model(prompt[None], cache=prompt_cache, return_hidden=True)
-    model.mtp_forward(hidden, prompt[None], head_cache)
-    mx.eval([c.state for c in prompt_cache])
+    hidden = mx.contiguous(hidden[:, -1:])  # [1, 1, H]
+    mx.eval(hidden, [c.state for c in backbone])
+    model.mtp(model.model.embed_tokens(prompt[None]), mx.repeat(hidden, prompt.size, axis=1), head_cache)
+    mx.eval(head_cache.state)
     offset = prompt.size
 
     verify, rollback = [], []
     for n in range(1, max_draft_tokens + 2):
-        window = prompt[None, :n]
+        window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
 
         def forward(window=window):
             return model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1)
@@ -91,6 +139,8 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
             caches.rollback(backbone, offset, 1)
             offset += 1
 
+        mx.eval(forward())  # what is compiled for this shape is compiled now
+        back()
         verify.append(median_time(forward, after=back))
     for n in range(1, max_draft_tokens + 1):
         times = []
@@ -104,124 +154,288 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         rollback.append(statistics.median(times))
 
     def head():
-        logits, _ = model.mtp_forward(hidden[:, -1:], prompt[None, -1:], head_cache)
-        return mx.argmax(logits, axis=-1)
+        out = model.mtp(model.model.embed_tokens(prompt[None, -1:]), hidden, head_cache)
+        return mx.argmax(model.draft_logits(out), axis=-1)
 
+    mx.eval(head())
+    head_cache.trim(1)
     return Parts(verify, median_time(head, after=lambda: head_cache.trim(1)), rollback)
 
 
-def run_plain(model, prompt: mx.array, max_tokens: int) -> tuple[list[int], float]:
-    """mlx-lm's tokens, and the seconds from the first of them to the last."""
+def generate(model, prompt: mx.array, max_tokens: int, arm: Arm) -> Generation:
+    """One run of one arm."""
+    counts = DraftCounts()
+    steps: Any
+    if arm == PLAIN:
+        steps = generate_step(prompt, model, max_tokens=max_tokens)
+    else:
+        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, num_draft_tokens=arm, counts=counts)  # type: ignore[arg-type]
+    mx.clear_cache()
+    mx.reset_peak_memory()
     tokens: list[int] = []
-    for token, _ in generate_step(prompt, model, max_tokens=max_tokens):
+    start = first = time.perf_counter()
+    for token, *_ in steps:
         if not tokens:
-            tic = time.perf_counter()
+            first = time.perf_counter()
         tokens.append(token)
-    return tokens, time.perf_counter() - tic
+    end = time.perf_counter()
+    return Generation(tokens, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
-def run_mtp(model, prompt: mx.array, max_tokens: int, k: int, counts: DraftCounts) -> tuple[list[int], float]:
-    tokens: list[int] = []
-    for token, _, _ in mtp_generate_step(prompt, model, max_tokens=max_tokens, num_draft_tokens=k, counts=counts):
-        if not tokens:
-            tic = time.perf_counter()
-        tokens.append(token)
-    return tokens, time.perf_counter() - tic
+def measure(
+    model,
+    prompts: Mapping[str, mx.array],
+    depths: Sequence[Arm] = (AUTO,),
+    *,
+    max_tokens: int = 128,
+    repeat: int = 5,
+    name: str = "",
+    acceptance_was_set: float | None = None,
+) -> Report:
+    """
+    Time plain and MTP generation on each prompt, in turns.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
+        depths (Sequence[Union[int, str]]): Numbers of tokens to draft in a step, and ``"auto"``.
+        max_tokens (int): Tokens to generate for each, whatever they are: no token ends a run. Default: ``128``.
+        repeat (int): The number of rounds. Default: ``5``.
+        name (str): The model's, for the report.
+        acceptance_was_set (float, optional): That of a synthetic model, for the report.
+
+    Returns:
+        Report: For each depth a result on each prompt, and one on all, named ``"overall"``.
+    """
+    if max_tokens < 2:
+        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: time is taken from the first token on.")
+    if repeat < 1:
+        raise ValueError(f"repeat must be 1 or more, not {repeat}.")
+    deepest = max(MAX_DRAFT_TOKENS if k == AUTO else int(k) for k in depths)
+    arms: list[Arm] = [PLAIN, *depths]
+    rounds: list[dict[tuple[str, Arm], Generation]] = []
+    n_runs = repeat * len(prompts) * len(arms)
+    with wired_limit(model, [generation_stream]), tqdm(total=n_runs, desc="warming up", disable=None) as bar:  # type: ignore[list-item]
+        by_length = sorted(prompts.values(), key=len)
+        for arm in arms:
+            generate(model, by_length[0], min(max_tokens, 32), arm)
+        bar.set_description("timing the parts")
+        parts = time_parts(model, by_length[len(by_length) // 2], deepest)
+        for i in range(repeat):
+            runs = {}
+            for j, (prompt, tokens) in enumerate(prompts.items()):
+                turn = (i + j) % len(arms)  # another arm goes first each time
+                for arm in arms[turn:] + arms[:turn]:
+                    bar.set_description(f"{prompt}, {arm}")
+                    runs[prompt, arm] = generate(model, tokens, max_tokens, arm)
+                    bar.update()
+            rounds.append(runs)
+
+    report = Report(
+        name,
+        str(mx.default_device()),
+        {package: version(package) for package in ("mlx", "mlx-lm")},
+        max_tokens,
+        repeat,
+        acceptance_was_set,
+        parts,
+    )
+    n_prompt = {prompt: tokens.size for prompt, tokens in prompts.items()}
+    for k in depths:
+        every = [summarize(prompt, k, n, [prompt], rounds, parts) for prompt, n in n_prompt.items()]
+        report.results += [*every, summarize(OVERALL, k, sum(n_prompt.values()), list(prompts), rounds, parts)]
+    return report
 
 
-def compare(model, prompts: list[mx.array], k: int, parts: Parts, max_tokens: int, repeat: int) -> Depth:
-    """Alternate plain and MTP generation over the prompts, ``repeat`` times."""
-    counts, identical = DraftCounts(), True
-    plain_times, mtp_times, n_tokens = [], [], 0
-    for i in tqdm(range(repeat), desc=f"depth {k}", leave=False, disable=None):
-        plain_time = mtp_time = 0.0
-        for prompt in prompts:
-            want, seconds = run_plain(model, prompt, max_tokens)
-            plain_time += seconds
-            got, seconds = run_mtp(model, prompt, max_tokens, k, counts if i == 0 else DraftCounts())
-            mtp_time += seconds
-            identical = identical and got == want
-            n_tokens += (len(got) - 1) * (i == 0)
-        plain_times.append(plain_time)
-        mtp_times.append(mtp_time)
-
-    ratios = sorted(p / m for p, m in zip(plain_times, mtp_times))
+def summarize(
+    name: str,
+    arm: Arm,
+    prompt_tokens: int,
+    prompts: list[str],
+    rounds: list[dict[tuple[str, Arm], Generation]],
+    parts: Parts,
+) -> Result:
+    """What the rounds say of an arm on these prompts together."""
+    plain, mtp = ([[runs[p, a] for p in prompts] for runs in rounds] for a in (PLAIN, arm))  # [round][prompt]
+    plain_seconds, mtp_seconds = ([sum(g.seconds for g in r) for r in arm] for arm in (plain, mtp))
+    plain_first, mtp_first = (statistics.median(g.first_token for r in arm for g in r) for arm in (plain, mtp))
+    ratios = sorted(a / b for a, b in zip(plain_seconds, mtp_seconds))
     ratio = statistics.median(ratios)
-    # The first token of each prompt comes before the clock starts.
-    steps = n_tokens - sum(counts.accepted)
-    tokens_per_step = n_tokens / steps
-    parts_time = parts.verify[k] + k * parts.head
-    allowed = tokens_per_step / (parts_time / parts.verify[0])
-    # Windows that kept exactly n of their k + 1 tokens, for n = 1 to k.
-    kept = [counts.drafted[0], *counts.accepted]
-    rejected = [kept[n] - kept[n + 1] for n in range(k)]
-    back = sum(n * t for n, t in zip(rejected, parts.rollback)) / max(sum(rejected), 1)
-    return Depth(
-        num_draft_tokens=k,
-        plain_tps=n_tokens / statistics.median(plain_times),
-        mtp_tps=n_tokens / statistics.median(mtp_times),
+    counts = [sum_counts([g.counts for g in r]) for r in mtp]
+    # The first token of each comes before the clock starts.
+    n_tokens = sum(len(g.tokens) - 1 for g in mtp[0])
+    total = sum_counts(counts)
+    allowed = n_tokens * len(rounds) * parts.verify[0] / parts.seconds(n_tokens * len(rounds), total)
+    return Result(
+        prompt=name,
+        num_draft_tokens=arm,
+        prompt_tokens=prompt_tokens,
+        plain_tps=n_tokens / statistics.median(plain_seconds),
+        mtp_tps=n_tokens / statistics.median(mtp_seconds),
         ratio=ratio,
         ratio_low=ratios[0],
         ratio_high=ratios[-1],
-        acceptance=[a / d for a, d in zip(counts.accepted, counts.drafted)],
-        tokens_per_step=tokens_per_step,
-        step_over_parts=statistics.median(mtp_times) / steps / parts_time,
-        rejection=back / parts.verify[k],
+        plain_first_token=plain_first,
+        mtp_first_token=mtp_first,
+        plain_peak_memory=max(g.peak_memory for r in plain for g in r),
+        mtp_peak_memory=max(g.peak_memory for r in mtp for g in r),
+        drafted=total.drafted,
+        accepted=total.accepted,
+        tokens_per_step=n_tokens * len(rounds) / (n_tokens * len(rounds) - sum(total.accepted)),
         allowed=allowed,
         efficiency=ratio / allowed,
-        identical=identical,
+        identical=all(a.tokens == b.tokens for r, s in zip(plain, mtp) for a, b in zip(r, s)),
     )
 
 
-def report(parts: Parts, depths: list[Depth]) -> None:
-    one = parts.verify[0]
-    print(f"Verify pass over 1 token: {one * 1e3:.2f} ms; the head: {parts.head / one:.3f} of it")
-    print("Verify pass over n tokens: " + ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1)))
-    longest = parts.verify[-1]
-    back = ", ".join(f"{n}: {r / longest:.3f}" for n, r in enumerate(parts.rollback, 1))
-    print(f"Going back to n of {len(parts.verify)} tokens, of a pass over all: {back}")
-    print()
-    columns: list[tuple[str, Callable[[Depth], str]]] = [
-        ("depth", lambda d: str(d.num_draft_tokens)),
-        ("plain t/s", lambda d: f"{d.plain_tps:.1f}"),
-        ("MTP t/s", lambda d: f"{d.mtp_tps:.1f}"),
-        ("ratio", lambda d: f"{d.ratio:.2f}"),
-        (" low to high", lambda d: f"{d.ratio_low:.2f} to {d.ratio_high:.2f}"),
-        ("tokens/step", lambda d: f"{d.tokens_per_step:.2f}"),
-        ("step/parts", lambda d: f"{d.step_over_parts:.2f}"),
-        ("rejection", lambda d: f"{d.rejection:.3f}"),
-        ("allowed", lambda d: f"{d.allowed:.2f}"),
-        ("efficiency", lambda d: f"{d.efficiency:.2f}"),
-        ("identical", lambda d: "yes" if d.identical else "no"),
-        ("accepted", lambda d: " ".join(f"{a:.2f}" for a in d.acceptance)),
+def sum_counts(every: Sequence[DraftCounts]) -> DraftCounts:
+    n = max(len(c.drafted) for c in every)
+    drafted, accepted = (
+        [sum(values) for values in zip(*([*v, *[0] * (n - len(v))] for v in of))]
+        for of in ([c.drafted for c in every], [c.accepted for c in every])
+    )
+    return DraftCounts(drafted, accepted)
+
+
+COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
+    ("prompt          ", lambda r: f"{r.prompt:16}"),
+    ("tokens", lambda r: str(r.prompt_tokens)),
+    ("drafts", lambda r: str(r.num_draft_tokens)),
+    ("plain t/s", lambda r: f"{r.plain_tps:.1f}"),
+    ("MTP t/s", lambda r: f"{r.mtp_tps:.1f}"),
+    ("ratio", lambda r: f"{r.ratio:.2f}"),
+    (" low to high", lambda r: f"{r.ratio_low:.2f} to {r.ratio_high:.2f}"),
+    ("allowed", lambda r: f"{r.allowed:.2f}"),
+    ("efficiency", lambda r: f"{r.efficiency:.2f}"),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
+    ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
+    ("  peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
+    ("same", lambda r: "yes" if r.identical else "no"),
+    ("accepted/drafted", lambda r: f"{sum(r.accepted)}/{sum(r.drafted)}"),
+    ("by position", lambda r: " ".join(f"{a:.2f}" for a in r.acceptance).ljust(11)),
+]
+
+
+def show(report: Report) -> str:
+    """The report as lines for people."""
+    parts, one = report.parts, report.parts.verify[0]
+    passes = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
+    back = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
+    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
+    lines = [f"{report.model} on {report.device}; {versions}"]
+    if report.acceptance_was_set is not None:
+        lines.append(
+            f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
+            "the ratios hold for a head that is right so often."
+        )
+    lines += [
+        f"{report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's",
+        "",
+        f"Verify pass over 1 token: {one * 1e3:.2f} ms; the head: {parts.head / one:.3f} of it",
+        f"Verify pass over n tokens, of that over 1: {passes}",
+        f"Going back to n of {len(parts.verify)} tokens, of the pass over all: {back}",
+        "",
+        "  ".join(name for name, _ in COLUMNS),
     ]
-    print("  ".join(name for name, _ in columns))
-    for d in depths:
-        print("  ".join(f"{show(d):>{len(name)}}" for name, show in columns))
+    for name in dict.fromkeys(r.prompt for r in report.results):
+        for r in report.of(name):
+            lines.append("  ".join(f"{column(r):>{len(title)}}" for title, column in COLUMNS).rstrip())
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mlx_mtp.benchmark", description="MTP against mlx-lm's plain generation.")
+    parser.add_argument("--model", help="Local directory or Hugging Face repo (default: the bundled demo).")
+    parser.add_argument("--synthetic", choices=SHAPES, help="Random weights of these shapes in place of a model.")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        help="With --synthetic: the probability of a draft to stand, given that those before it stood (default: 0.8).",
+    )
+    parser.add_argument(
+        "--compare-depths",
+        nargs="?",
+        type=int,
+        const=4,
+        metavar="K",
+        help="Beside auto, measure each fixed depth from 1 to K (default: 4).",
+    )
+    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
+    parser.add_argument("--repeat", type=int, default=5, help="Times that each arm runs (default: 5).")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="A text file of prompts, parted by lines of three dashes (default: nine kinds of request; "
+        "for the demo, beginnings of Python files).",
+    )
+    parser.add_argument("--context", type=int, default=0, metavar="N", help="Lengthen each prompt to about N tokens.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
+    draft_head.add_arguments(parser)
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="mlx_mtp.benchmark", description="MTP against mlx-lm's plain generation.")
-    parser.add_argument("--model", default=str(DEMO), help="Local directory or Hugging Face repo (default: the demo).")
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 2, 3, 4], help="Depths to measure.")
-    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
-    parser.add_argument("--repeat", type=int, default=5, help="Times that each arm runs (default: 5).")
-    parser.add_argument("--prompts", type=Path, help="A text file of prompts, parted by lines of three dashes.")
-    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
-    args = parser.parse_args()
+    args = make_parser().parse_args()
     with one_line_errors("mlx_mtp.benchmark"):
-        if not all(1 <= k <= MAX_DRAFT_TOKENS for k in args.num_draft_tokens):
-            raise ValueError(f"--num-draft-tokens takes numbers from 1 to {MAX_DRAFT_TOKENS}.")
-        model, tokenizer = load(args.model)
-        texts = args.prompts.read_text().split("\n---\n") if args.prompts else PROMPTS
-    prompts = [mx.array(tokenizer.encode(t)) for t in texts]
-    parts = time_parts(model, prompts[0], max(args.num_draft_tokens))
-    depths = [compare(model, prompts, k, parts, args.max_tokens, args.repeat) for k in args.num_draft_tokens]
-    report(parts, depths)
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    check(args)
+    name, acceptance = args.model or "demo", None
+    if args.synthetic:
+        name, acceptance = f"synthetic {args.synthetic}", 0.8 if args.acceptance is None else args.acceptance
+        model, script = synthetic_model(SHAPES[args.synthetic], acceptance, **draft_head.options(args))
+        tokens = {"synthetic": mx.array([script.token(i) for i in range(args.context or 128)])}
+    else:
+        model, tokenizer = load(args.model or str(DEMO), **draft_head.options(args))
+        if args.prompts:
+            texts = prompts.read_prompts(args.prompts)
+        else:
+            texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
+        tokens = {name: prompts.encode(tokenizer, text, args.context) for name, text in texts.items()}
+    report = measure(
+        model,
+        tokens,
+        (AUTO, *range(1, (args.compare_depths or 0) + 1)),
+        max_tokens=args.max_tokens,
+        repeat=args.repeat,
+        name=name,
+        acceptance_was_set=acceptance,
+    )
+    print(show(report))
     if args.json:
-        args.json.write_text(
-            json.dumps({"parts": asdict(parts), "depths": [asdict(d) for d in depths]}, indent=2) + "\n"
-        )
+        args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        plot.draw(report).savefig(args.plot, dpi=150)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise a ValueError for what would fail only after all was measured, or has no meaning."""
+    if args.synthetic:
+        if args.model or args.prompts:
+            raise ValueError(
+                "--synthetic takes the place of a model and of its prompts: leave out --model and --prompts."
+            )
+        if args.draft_vocab is not None and not isinstance(args.draft_vocab, int):
+            raise ValueError("--synthetic has no tokenizer: give --draft-vocab a number.")
+    elif args.acceptance is not None:
+        raise ValueError("--acceptance is of --synthetic: give both, or neither.")
+    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
+        raise ValueError(f"--acceptance must be a probability, from 0 to 1, not {args.acceptance}.")
+    if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
+    if args.context < 0:
+        raise ValueError(f"--context must be a number of tokens, not {args.context}.")
+    for file in (args.json, args.plot):
+        if file and not file.parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")
+    if args.plot:
+        if args.compare_depths is None:
+            raise ValueError("--plot draws speed by depth: give --compare-depths, too.")
+        plot.check(args.plot)
 
 
 if __name__ == "__main__":
