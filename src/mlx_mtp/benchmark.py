@@ -34,6 +34,7 @@ __all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
 
 PLAIN, AUTO = "plain", "auto"
 OVERALL = "overall"
+N_CALLS = 20  # of a part that is timed
 Arm = int | str  # a fixed depth, AUTO or PLAIN
 
 
@@ -105,17 +106,6 @@ class Report:
         return [r for r in self.results if r.prompt == prompt]
 
 
-def median_time(call: Callable[[], Any], n: int = 30, after: Callable[[], Any] = lambda: None) -> float:
-    """Median seconds of a call that returns arrays, evaluated; ``after`` is not timed."""
-    times = []
-    for _ in range(n):
-        tic = time.perf_counter()
-        mx.eval(call())
-        times.append(time.perf_counter() - tic)
-        after()
-    return statistics.median(times)
-
-
 def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
     prompt_cache = caches.make_prompt_cache(model)
@@ -127,39 +117,44 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     mx.eval(head_cache.state)
     offset = prompt.size
 
-    verify, rollback = [], []
-    for n in range(1, max_draft_tokens + 2):
-        window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
+    windows = [mx.repeat(prompt[None, -1:], n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
+    verify: list[list[float]] = [[] for _ in windows]
+    rollback: list[list[float]] = [[] for _ in windows[1:]]
 
-        def forward(window=window):
-            return model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1)
+    def timed(call):
+        tic = time.perf_counter()
+        call()
+        return time.perf_counter() - tic
 
-        def back():
-            nonlocal offset
-            caches.rollback(backbone, offset, 1)
-            offset += 1
+    def forward(window):
+        mx.eval(model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1))
 
-        mx.eval(forward())  # what is compiled for this shape is compiled now
-        back()
-        verify.append(median_time(forward, after=back))
-    for n in range(1, max_draft_tokens + 1):
-        times = []
-        for _ in range(10):
-            mx.eval(forward(), [c.state for c in backbone])
-            tic = time.perf_counter()
-            caches.rollback(backbone, offset, n)
-            mx.eval([c.state for c in backbone if isinstance(c, caches.ArraysCache)])
-            times.append(time.perf_counter() - tic)
-            offset += n
-        rollback.append(statistics.median(times))
+    def back(n):
+        nonlocal offset
+        caches.rollback(backbone, offset, n)
+        mx.eval([c.state for c in backbone if isinstance(c, caches.ArraysCache)])
+        offset += n
+
+    # Lengths take turns, so that a pause of the machine falls on all alike. The first turn compiles what is to be compiled.
+    for i in range(N_CALLS + 1):
+        for window, seconds in zip(windows, verify):
+            seconds += [timed(lambda window=window: forward(window))][: i > 0]
+            back(1)
+    for n, seconds in enumerate(rollback, 1):
+        for _ in range(5):
+            forward(windows[-1])
+            seconds.append(timed(lambda n=n: back(n)))
 
     def head():
         out = model.mtp(model.model.embed_tokens(prompt[None, -1:]), hidden, head_cache)
-        return mx.argmax(model.draft_logits(out), axis=-1)
+        mx.eval(mx.argmax(model.draft_logits(out), axis=-1))
 
-    mx.eval(head())
-    head_cache.trim(1)
-    return Parts(verify, median_time(head, after=lambda: head_cache.trim(1)), rollback)
+    head_seconds = []
+    for _ in range(N_CALLS + 1):
+        head_seconds.append(timed(head))
+        head_cache.trim(1)
+    median = statistics.median
+    return Parts([median(s) for s in verify], median(head_seconds[1:]), [median(s) for s in rollback])
 
 
 def generate(model, prompt: mx.array, max_tokens: int, arm: Arm) -> Generation:

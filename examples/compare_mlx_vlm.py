@@ -1,0 +1,97 @@
+"""mlx_mtp beside mlx-vlm's MTP drafter: the same checkpoint, prompts and machine, in turns in one process.
+
+    python3 -m venv .vlm && .vlm/bin/pip install . mlx-vlm==0.7.10        on Linux also 'mlx[cpu]'
+    .vlm/bin/python examples/compare_mlx_vlm.py --model PATH_OR_REPO
+
+mlx-vlm drafts with the head alone, in a folder that its own `split_mtp` makes of the checkpoint. Its block is the confirmed
+token and the drafts. Times are from the first token to the last.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_vlm.generate.ar import generate_step as vlm_generate_step
+from mlx_vlm.speculative.drafters import load_drafter
+from mlx_vlm.split_mtp import split_mtp
+from mlx_vlm.utils import load_model
+from tqdm import tqdm
+
+import mlx_mtp
+from mlx_mtp import prompts
+from mlx_mtp.hub import fetch
+from mlx_mtp.load import DEMO
+
+PLAIN, AUTO, VLM_PLAIN = "mlx-lm, plain", "mlx_mtp, auto", "mlx-vlm, plain"
+
+
+def timed(steps: Iterator) -> tuple[list[int], float]:
+    """Tokens, and the seconds from the first of them to the last."""
+    tokens, start = [], 0.0
+    for token, *_ in steps:
+        if not tokens:
+            start = time.perf_counter()
+        tokens.append(int(token))
+    return tokens, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="mlx_mtp beside mlx-vlm's MTP drafter.")
+    parser.add_argument("--model", help="Local directory or Hugging Face repo (default: the bundled demo).")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="Drafts in a step of mlx-vlm.")
+    parser.add_argument("--max-tokens", "-m", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+
+    path = fetch(args.model or str(DEMO), None)
+    model, tokenizer = mlx_mtp.load(str(path))
+    vlm = load_model(path)
+    with TemporaryDirectory() as folder:
+        drafter, kind = load_drafter(str(split_mtp(str(path), f"{folder}/drafter")))
+        mx.eval(drafter.parameters())
+    texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
+    tokens = [prompts.encode(tokenizer, text) for text in texts.values()]
+
+    n = args.max_tokens
+    arms = {
+        PLAIN: lambda p: generate_step(p, model, max_tokens=n),
+        AUTO: lambda p: mlx_mtp.mtp_generate_step(p, model, max_tokens=n),
+        VLM_PLAIN: lambda p: vlm_generate_step(p[None], vlm, None, None, max_tokens=n, temperature=0.0),
+    }
+    for k in args.depths:
+        options = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": k + 1}
+        arms[f"mlx-vlm, {k} drafts"] = lambda p, options=options: vlm_generate_step(
+            p[None], vlm, None, None, max_tokens=n, temperature=0.0, **options
+        )
+
+    for steps in arms.values():
+        timed(steps(tokens[0]))
+    names = list(arms)
+    rounds: list[dict[str, float]] = []
+    same = dict.fromkeys(names, True)
+    for i in tqdm(range(args.repeat), disable=None):
+        seconds = dict.fromkeys(names, 0.0)
+        for j, prompt in enumerate(tokens):
+            turn = (i + j) % len(names)
+            got = {}
+            for name in names[turn:] + names[:turn]:
+                got[name], s = timed(arms[name](prompt))
+                seconds[name] += s
+            for name in names:
+                same[name] &= got[name] == got[PLAIN]
+        rounds.append(seconds)
+
+    print(f"{'':20} tokens/s  to plain mlx-lm  mlx_mtp auto to it  same tokens")
+    for name in names:
+        tps = len(tokens) * (n - 1) / statistics.median(r[name] for r in rounds)
+        to_plain = statistics.median(r[PLAIN] / r[name] for r in rounds)
+        auto = statistics.median(r[name] / r[AUTO] for r in rounds)
+        print(f"{name:20} {tps:8.1f} {to_plain:16.2f} {auto:19.2f}  {'yes' if same[name] else 'no':>11}")
+
+
+if __name__ == "__main__":
+    main()

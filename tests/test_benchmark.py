@@ -1,0 +1,263 @@
+"""The benchmark: its prompts, its arithmetic, what it prints of which run, and its models of random weights."""
+
+import json
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+from mlx_mtp import benchmark, plot, prompts
+from mlx_mtp.benchmark import AUTO, OVERALL, Parts, measure, show
+from mlx_mtp.speculative import DraftCounts
+from mlx_mtp.synthetic import SHAPES, synthetic_model
+
+DEPTHS = (1, 3, AUTO)
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+SMALL_DENSE = SMALL | {"intermediate_size": 128}
+SMALL_EXPERTS = SMALL | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+TWO = {"a": mx.array([5, 6, 7]), "b": mx.array([9, 8, 7, 6, 5])}
+
+
+def small(name: str) -> dict:
+    return SHAPES[name] | (SMALL_EXPERTS if "num_experts" in SHAPES[name] else SMALL_DENSE)
+
+
+def run(monkeypatch, *argv) -> None:
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.benchmark", *map(str, argv)])
+    benchmark.main()
+
+
+# Prompts
+
+
+def test_there_are_nine_kinds_and_the_code_review_is_long(demo):
+    texts = prompts.nine_kinds()
+    assert len(texts) == 9
+    assert len(set(texts.values())) == 9
+    assert {f"{name}.txt" for name in texts} == {file.name for file in prompts.FOLDER.iterdir()}
+    sizes = {name: prompts.encode(demo[1], text).size for name, text in texts.items()}
+    assert max(sizes, key=sizes.__getitem__) == "code_review"
+    assert sizes["code_review"] > 2000
+
+
+def test_prompts_of_a_file_keep_their_places(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n---\n\n---\nthree --- still\n")
+    assert prompts.read_prompts(tmp_path / "p.txt") == {"prompt_1": "one", "prompt_3": "three --- still\n"}
+
+
+@pytest.mark.parametrize("n", [300, 1000, 50000])
+def test_context_lengthens_a_prompt_that_keeps_its_end(demo, n):
+    _, tokenizer = demo
+    text = "def the_end(of, the, prompt):"
+    tokens = prompts.encode(tokenizer, text, n)
+    assert abs(tokens.size - n) <= 0.02 * n
+    assert tokenizer.decode(tokens.tolist()).endswith(text)
+    assert prompts.encode(tokenizer, text, 3).tolist() == tokenizer.encode(text)
+
+
+def test_a_chat_model_is_asked_through_its_template():
+    asked = []
+
+    def template(messages, add_generation_prompt):
+        asked.append((messages, add_generation_prompt))
+        return [1, 2, 3]
+
+    tokenizer = SimpleNamespace(has_chat_template=True, apply_chat_template=template)
+    assert prompts.encode(tokenizer, "Why?").tolist() == [1, 2, 3]
+    assert asked[-1] == ([{"role": "user", "content": "Why?"}], True)
+
+
+# Arithmetic
+
+
+@given(st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1))
+def test_the_parts_of_a_run_are_those_of_its_steps(steps):
+    parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
+    for k, n in steps:
+        counts.add(k, n)
+    n_tokens = sum(n + 1 for _, n in steps)
+    assert parts.seconds(n_tokens, counts) == pytest.approx(sum(parts.verify[k] + k * 0.17 for k, _ in steps))
+
+
+def test_figures_agree_with_each_other_and_overall_is_the_sum():
+    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    report = measure(model, TWO, DEPTHS, max_tokens=24, repeat=2)
+    assert [(r.prompt, r.num_draft_tokens) for r in report.results] == [
+        (p, k) for k in DEPTHS for p in ("a", "b", OVERALL)
+    ]
+    for r in report.results:
+        assert r.identical
+        assert r.ratio_low <= r.ratio <= r.ratio_high
+        assert r.efficiency == pytest.approx(r.ratio / r.allowed)
+        n_tokens = 2 * (23 if r.prompt != OVERALL else 46)
+        assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
+        assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
+        assert r.plain_first_token > 0
+        assert r.mtp_peak_memory > 0
+    assert len(report.parts.verify) == 9
+    for k in DEPTHS:
+        a, b, overall = (r for r in report.results if r.num_draft_tokens == k)
+        width = len(overall.drafted)
+        padded = [[*x, *[0] * (width - len(x))] for x in (a.drafted, b.drafted)]
+        assert overall.drafted == [x + y for x, y in zip(*padded)]
+        assert overall.prompt_tokens == 8
+        assert k == AUTO or width == k
+
+
+def test_a_token_that_differs_is_reported(monkeypatch):
+    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    original = benchmark.mtp_generate_step
+
+    def wrong_once(prompt, *args, **kwargs):
+        for i, (token, *others) in enumerate(original(prompt, *args, **kwargs)):
+            yield (token + (i == 5 and prompt.size == 5), *others)
+
+    monkeypatch.setattr(benchmark, "mtp_generate_step", wrong_once)
+    results = measure(model, TWO, (1,), max_tokens=10, repeat=1).results
+    assert {r.prompt: r.identical for r in results} == {"a": True, "b": False, OVERALL: False}
+
+
+# Synthetic models
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_size_of_their_name(name):
+    shape = SHAPES[name]
+    module = import_module(f"mlx_mtp.models.{shape['model_type']}")
+    config = {"model_type": shape["model_type"], "text_config": shape}
+    model = module.Model(module.ModelArgs.from_dict(config))  # lazy: nothing is made
+    size = sum(p.size for path, p in tree_flatten(model.parameters()) if "mtp." not in path) / 1e9
+    billions = float(name.partition("b-")[0])
+    assert 0.95 * billions < size < 1.06 * billions
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_backbone_is_quantized_and_the_head_is_not(name):
+    model, _ = synthetic_model(small(name), 0.5)
+    layers = {
+        path: m for path, m in model.named_modules() if "norm" not in path and "weight" in m and "conv" not in path
+    }
+    assert all(hasattr(m, "bits") == ("mtp." not in path) for path, m in layers.items())
+    logits = type(model).__mro__[1].__call__(model, mx.array([[1, 2, 3]]))  # before the script replaces them
+    assert mx.isfinite(logits).all()
+    assert mx.std(logits.astype(mx.float32)).item() > 0.1
+
+
+@pytest.mark.parametrize("name", ["4b-4bit", "35b-a3b-4bit"])
+@pytest.mark.parametrize("cheaper", [{}, {"draft_vocab": 128, "draft_head_bits": 2, "mtp_bits": 4}])
+@pytest.mark.parametrize(("acceptance", "k"), [(0.0, 2), (1.0, 3), (0.7, 2)])
+def test_acceptance_is_what_was_set(name, cheaper, acceptance, k):
+    model, script = synthetic_model(small(name), acceptance, **cheaper)
+    prompt = mx.array([script.token(i) for i in range(9)])
+    n = 120
+    got = benchmark.generate(model, prompt, n, k)
+    assert got.tokens == [script.token(i) for i in range(9, 9 + n)]
+    assert got.tokens == benchmark.generate(model, prompt, n, benchmark.PLAIN).tokens
+    before = [got.counts.drafted[0], *got.counts.accepted]  # a draft counts where those before it stood
+    for a, b, drafted in zip(got.counts.accepted, before, got.counts.drafted):
+        j = min(b, drafted)  # the last step drafts less
+        assert abs(a - acceptance * j) <= 4 * (acceptance * (1 - acceptance) * j) ** 0.5
+
+
+# The command
+
+
+def test_the_command_prints_and_writes_what_it_measured(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
+    file, picture = tmp_path / "b.json", tmp_path / "b.png"
+    common = ("--synthetic", "4b-4bit", "--repeat", 1, "-m", 12)
+    run(
+        monkeypatch,
+        *common,
+        "--compare-depths",
+        2,
+        "--acceptance",
+        0.9,
+        "--json",
+        file,
+        "--plot",
+        picture,
+        "--context",
+        40,
+    )
+    out = capsys.readouterr().out
+    assert "Acceptance was SET to 0.9, not measured" in out
+    report = json.loads(file.read_text())
+    assert report["acceptance_was_set"] == 0.9
+    assert [(r["num_draft_tokens"], r["prompt_tokens"]) for r in report["results"]] == [
+        (k, 40) for k in (AUTO, AUTO, 1, 1, 2, 2)
+    ]
+    for r in report["results"]:
+        assert f"{r['mtp_tps']:.1f}" in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_prompts_of_ones_own(monkeypatch, capsys, tmp_path):
+    (tmp_path / "p.txt").write_text("import os\n---\nclass A:\n")
+    run(monkeypatch, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["prompt_1", "prompt_2", OVERALL]
+    assert "SET" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--acceptance", "0.5"], "--acceptance is of --synthetic"),
+        (["--synthetic", "4b-4bit", "--acceptance", "1.5"], "from 0 to 1, not 1.5"),
+        (["--synthetic", "4b-4bit", "--model", "x"], "leave out --model"),
+        (["--synthetic", "4b-4bit", "--draft-vocab", "list.json"], "give --draft-vocab a number"),
+        (["--compare-depths", "9"], "from 1 to 8, not 9"),
+        (["--plot", "x.png"], "give --compare-depths, too"),
+        (["--plot", "x.pgn", "--compare-depths"], "x.pgn is no image"),
+        (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
+        (["--prompts", "/no/such/file"], "/no/such/file"),
+        (["--context", "-5"], "not -5"),
+        (["-m", "1"], "2 or more, not 1"),
+        (["--repeat", "0"], "1 or more, not 0"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, argv, message):
+    with pytest.raises(SystemExit) as e:
+        run(monkeypatch, *argv)
+    assert e.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--plot", "x.png", "--compare-depths")
+    assert "mlx-mtp[plot]" in capsys.readouterr().err
+
+
+def test_a_plot_needs_a_fixed_depth():
+    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    report = measure(model, TWO, (AUTO,), max_tokens=4, repeat=1)
+    with pytest.raises(ValueError, match="needs fixed depths"):
+        plot.draw(report)
+    assert "not measured" not in show(report)
