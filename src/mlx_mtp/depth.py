@@ -169,7 +169,10 @@ class Depth:
             if self.times.is_stale(0) and plain * expected_tokens(acceptance)[best] < self.CLEAR * seconds[best]:
                 return list(self.PLAIN)
             return [min(best, max(self.times.tried) + self.DEEPER)]
-        if self.lost < self.PROBING * self.elapsed + self.ADVANCE * plain and best_depth([1.0] * self.most, seconds) > 0:
+        if (
+            self.lost < self.PROBING * self.elapsed + self.ADVANCE * plain
+            and best_depth([1.0] * self.most, seconds) > 0
+        ):
             return [1]
         return [0]
 
