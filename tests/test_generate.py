@@ -129,6 +129,12 @@ def test_every_flag_is_mlx_lms():
             assert (a.default, a.type) == (ours[name].default, ours[name].type)
 
 
+def test_the_closing_lines_where_nothing_was_drafted(monkeypatch, capsys):
+    args = ["--prompt", PROMPT, "-m", 5, "--num-draft-tokens", 0]
+    assert run(monkeypatch, capsys, "--mtp", *args)[1].endswith("\nDrafts: none, 1.000 tokens-per-step\n")
+    assert "Drafts" not in run(monkeypatch, capsys, "--prompt", PROMPT, "-m", 5)[1]
+
+
 def test_the_closing_lines(monkeypatch, capsys):
     args = ["--mtp", "--prompt", PROMPT, "-m", 30, "--num-draft-tokens", 3]
     status, out, _ = run(monkeypatch, capsys, *args)

@@ -182,9 +182,10 @@ def generate(
         print(f"Prompt: {r.prompt_tokens} tokens, {r.prompt_tps:.3f} tokens-per-sec")
         print(f"Generation: {r.generation_tokens} tokens, {r.generation_tps:.3f} tokens-per-sec")
         print(f"Peak memory: {r.peak_memory:.3f} GB")
-        if r.drafted:
+        if kwargs.get("mtp", True):
             rates = ", ".join(f"{a / d:.3f}" for a, d in zip(r.accepted, r.drafted))
-            print(f"Drafts: {rates} accepted by position, {r.tokens_per_step:.3f} tokens-per-step")
+            drafts = f"{rates} accepted by position" if rates else "none"
+            print(f"Drafts: {drafts}, {r.tokens_per_step:.3f} tokens-per-step")
     return text
 
 
