@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step, speculative
 from mlx_mtp.cache import ArraysCache
+from mlx_mtp.depth import Depth
 from mlx_mtp.speculative import DraftCounts
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
@@ -439,3 +440,14 @@ def test_memory_does_not_grow_with_what_is_generated():
             break
     steps.close()
     assert active[1] - active[0] < 200_000  # one window of this model is about that
+
+
+def test_a_depth_goes_on_with_what_it_saw_in_an_earlier_generation():
+    model = model_of("qwen3_5")
+    truth = plain(PROMPT, model, max_tokens=60)
+    scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)
+    depth = Depth(8)
+    for seen in (False, True):
+        counts = DraftCounts()
+        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=depth, counts=counts) == truth[:40]
+        assert (depth.times.n_drafting > sum(counts.drafted[:1])) == seen

@@ -126,7 +126,7 @@ def check(
     if same and not exact:
         for _ in generate_step(prompt, model, prompt_cache=cache, **{**options, "max_tokens": 0}):
             pass
-        size = 1 + (MAX_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens)
+        size = 1 + (num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS)
         windowed = _in_windows(model, cache, same, size, **options)
         rounding = float(mx.abs(row - windowed).max())
     top = mx.sort(row)[-2:]

@@ -38,17 +38,19 @@ from .depth import Depth
 from .processors import keeps_state
 
 MAX_DRAFT_TOKENS = 8
-NumDraftTokens = int | Literal["auto"]
+NumDraftTokens = int | Literal["auto"] | Depth
 
 
 @dataclass
 class DraftCounts:
-    """Drafts made and accepted, by position in the window."""
+    """Drafts made and accepted, by position in the window; the latest step's number of drafts."""
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    depth: int = 0
 
     def add(self, n_drafted: int, n_accepted: int) -> None:
+        self.depth = n_drafted
         new = n_drafted - len(self.drafted)
         self.drafted += [0] * new
         self.accepted += [0] * new
@@ -87,8 +89,9 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
-          every step for speed, see ``mlx_mtp.depth``.
+        num_draft_tokens (Union[int, str, Depth]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``,
+          chosen at every step for speed, see ``mlx_mtp.depth``. A ``Depth`` chooses by what it saw in earlier generations,
+          too, and goes on learning.
         draft_p_min (float): Stop drafting where the head gives no token this probability, at the price of one more
           synchronization a step. Default: ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
@@ -122,7 +125,7 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-    if num_draft_tokens != "auto" and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+    if isinstance(num_draft_tokens, int) and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if not 0 <= draft_p_min <= 1:
         raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
@@ -141,7 +144,7 @@ def mtp_generate_step(
     counts = counts or DraftCounts()
     progress = prompt_progress_callback or (lambda *_: None)
 
-    depth = Depth(MAX_DRAFT_TOKENS)
+    depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else Depth(MAX_DRAFT_TOKENS)
     last_time: float | None = None
 
     def observe(k, n, clear):
@@ -195,7 +198,7 @@ def mtp_generate_step(
                 if n_drafted > 0:
                     observe(n_drafted, n, n_before > 0)
 
-                k = depth.next() if num_draft_tokens == "auto" else num_draft_tokens
+                k = num_draft_tokens if isinstance(num_draft_tokens, int) else depth.next()
                 if max_tokens > 0:
                     k = min(k, max(n_left - n - 2, 0))
                 if kv_bits is not None and decoder.n_cached + n + 1 < quantized_kv_start:
