@@ -51,10 +51,9 @@ class Sequence:
 
     def __post_init__(self):
         self.n_prompt = len(self.tokens) + sum(len(s) for s in self.segments)
-        # The last token of the prompt begins the generation.
-        *before, last = self.segments
-        self.segments = [s for s in (*before, last[:-1]) if s]
-        self.last = last[-1]
+        *before, end = self.segments
+        self.segments = [s for s in (*before, end[:-1]) if s]
+        self.last = end[-1]  # not in the cache when generation begins
 
     def matcher(self) -> StopSequences.Matcher:
         """For mlx-lm's batch generator, which takes this for a ``StopSequences``: go on with the same matcher."""
@@ -102,7 +101,7 @@ class Alone:
         if self.steps is None and s.segments:
             return self._prefill()
         if self.steps is None:
-            self.steps = self.generate(s.last)
+            self.steps = self._generate()
         token, logprobs, from_draft = next(self.steps)
         s.tokens.append(token)
         reason = s.finish_reason(token)
@@ -121,13 +120,12 @@ class Alone:
         s.segments.pop(0)
         return Progress(s, len(s.tokens), copy.deepcopy(s.prompt_cache), s.tokens[:])
 
-    def generate(self, token: int) -> Generator[tuple[int, mx.array, bool], None, None]:
-        """Go on with a token that is not in the cache."""
+    def _generate(self) -> Generator[tuple[int, mx.array, bool], None, None]:
         s = self.sequence
         before = mx.array(s.tokens, mx.uint32)
-        s.tokens.append(token)
+        s.tokens.append(s.last)
         return mtp_generate_step(
-            mx.array([token]),
+            mx.array([s.last]),
             self.model,
             max_tokens=s.max_tokens,
             num_draft_tokens=s.num_draft_tokens,
@@ -205,7 +203,7 @@ class Scheduler:
             return
         if self.alone is not None:
             self._go_together(self.alone)
-        self._insert(sequence, [*sequence.segments, [sequence.last]])
+        self._insert(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out at once; its cache and tokens are its own again."""
@@ -257,9 +255,9 @@ class Scheduler:
             self._go_alone()
         return events
 
-    def _insert(self, s: Sequence, segments: list[list[int]]) -> None:
+    def _insert(self, s: Sequence) -> None:
         (uid,) = self.batch.insert_segments(
-            segments=[segments],
+            segments=[[*s.segments, [s.last]]],
             max_tokens=[s.max_tokens],
             caches=[s.prompt_cache[: len(self.model.layers)]],
             all_tokens=[s.tokens],
@@ -275,14 +273,9 @@ class Scheduler:
         alone.close()
         s = alone.sequence
         self.on_switch("batch")
-        if alone.steps is None:
-            self._insert(s, [*s.segments, [s.last]])
+        if alone.steps is not None and not self._give(s, *alone.choose()):
             return
-        token, logprobs = alone.choose()
-        reason = s.finish_reason(token)
-        self.ready.append(Token(s, token, logprobs, reason))
-        if reason is None:
-            self._insert(s, [[token]])
+        self._insert(s)
 
     def _go_alone(self) -> None:
         """The sequence that is left in the batch goes on alone."""
@@ -291,8 +284,12 @@ class Scheduler:
         token, logprobs = batch._next_tokens.item(), batch._next_logprobs[0]
         self.remove(s)
         self.on_switch("mtp")
+        if self._give(s, token, logprobs):
+            self.alone = Alone(self.model, s, self.options)
+
+    def _give(self, s: Sequence, token: int, logprobs: mx.array) -> bool:
+        """Give a token out with which generation then goes on, if it does."""
+        s.segments, s.last = [], token
         reason = s.finish_reason(token)
         self.ready.append(Token(s, token, logprobs, reason))
-        if reason is None:
-            self.alone = Alone(self.model, s, self.options)
-            self.alone.steps = self.alone.generate(token)
+        return reason is None
