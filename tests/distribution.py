@@ -163,7 +163,7 @@ def main() -> None:
         p = case.p_value(args.runs)
         failed |= p < LEVEL
         print(f"{case.name}: p = {p:.4f}", flush=True)
-    sys.exit(failed)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import signal
 import socket
 from functools import partial
@@ -139,6 +140,8 @@ def check(args) -> None:
         raise ValueError("--num-draft-tokens auto is of --mtp: give both, or a number.")
     if n != "auto" and (n < 0 or (args.mtp and n > MAX_DRAFT_TOKENS)):
         raise ValueError(f"--num-draft-tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port must be from 0 to 65535, not {args.port}.")
     if args.pipeline:
         raise ValueError("--pipeline is not supported: use mlx_lm.server to serve from several machines.")
     if args.api_key is not None and args.api_key_file is not None:
@@ -177,8 +180,11 @@ def main() -> None:
     args = make_parser().parse_args()
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with one_line_errors("mlx_mtp.server"):
-        run(args)
+    try:
+        with one_line_errors("mlx_mtp.server"):
+            run(args)
+    except KeyboardInterrupt:  # once more: do not wait for the generation thread
+        os._exit(130)
 
 
 if __name__ == "__main__":

@@ -273,6 +273,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _close_scheduler(self) -> None:
         if self.scheduled_model is not None:
             self.scheduler.close()
+            del self.scheduler
             self.scheduled_model = None
 
     def _prepare(self, queue: Queue, request: Request, args: stock.GenerationArguments) -> tuple[Sequence, Job]:
@@ -425,11 +426,12 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception:
             logging.exception("Generation failed.")
             self._fail(stopping)
-        # In this thread, whose streams the arrays are of.
+        # In this thread, whose streams the arrays are of; and the streams' own threads must not outlast it.
         self._close_scheduler()
         self.model_provider.reset()
         del self.prompt_cache
         gc.collect()
+        mx.clear_streams()
 
 
 def _make_sampler(args: stock.GenerationArguments, tokenizer):
