@@ -5,12 +5,14 @@ import io
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -135,6 +137,7 @@ def parse(raw: bytes) -> dict[str, Any]:
 class APIHandler(stock.APIHandler):
     """mlx-lm's handler. A request of any kind ends in an answer, unless its client has hung up."""
 
+    default_request_version = "HTTP/1.0"  # so that an error has a status line, whatever the request was
     timeout = 300  # seconds for a client to send or to take some bytes
     response_generator: ResponseGenerator
     server: "Server"
@@ -254,7 +257,7 @@ class APIHandler(stock.APIHandler):
             {"id": name, "object": "model", "created": self.created, "owned_by": "mlx_mtp"}
             for name in self.response_generator.model_provider.served
         ]
-        name = self.path.removeprefix("/v1/models").removeprefix("/")
+        name = unquote(self.path.removeprefix("/v1/models").removeprefix("/"))
         if not name:
             self._send(200, json.dumps({"object": "list", "data": models}).encode())
             return
@@ -321,6 +324,13 @@ class Server(ThreadingHTTPServer):
             yield
         finally:
             self.threads.discard(thread)
+
+    def handle_error(self, request, client_address) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, (ConnectionError, TimeoutError)):
+            logging.info(f"A connection broke off: {error}")
+        else:
+            logging.exception("A connection failed.")
 
     def wait(self, seconds: float) -> None:
         """Until all answers have left, at most so long."""

@@ -111,6 +111,7 @@ class Job:
     ctx: stock.GenerationContext
     detokenizer: Any
     segment_types: list[str]  # of the segments whose end is still to come, the last first
+    tail: str = ""  # of the text, where a stop word may have begun
     first_token: float | None = None  # when it came
 
 
@@ -318,7 +319,8 @@ class ResponseGenerator(stock.ResponseGenerator):
             sampler = stock._make_sampler(args, tokenizer)  # whose tokens do not hang on what was drafted
         else:
             sampler = _make_sampler(args, tokenizer)
-        stop_sequences, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
+        end_of_text, _ = self._make_state_machine(provider.model_key, tokenizer, [])
+        _, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
         ctx = stock.GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
@@ -333,7 +335,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             args.max_tokens,
             sampler,
             stock._make_logits_processors(args),
-            stop_sequences.matcher(),
+            end_of_text.matcher(),
             self.scheduler.make_cache() if cache is None else cache,
             prompt[:n_cached],
             self.depth if args.num_draft_tokens == "auto" else args.num_draft_tokens,
@@ -364,11 +366,12 @@ class ResponseGenerator(stock.ResponseGenerator):
             if event.prompt_cache is not None and event.key is not None and job.segment_types:
                 self._keep(event.key, event.prompt_cache, job.segment_types.pop())
             return
-        self._respond(job, event, event.finish_reason)
-        if event.finish_reason is not None:
+        if self._respond(job, event, event.finish_reason):
+            self.scheduler.remove(event.sequence)
             self._finish(event.sequence)
 
-    def _respond(self, job: Job, event: Token, finish_reason: str | None) -> None:
+    def _respond(self, job: Job, event: Token, finish_reason: str | None) -> bool:
+        """Hand a token to the client -> whether it is the last."""
         request, args, detokenizer = job.request, job.args, job.detokenizer
         if job.first_token is None:
             job.first_token = time.perf_counter()
@@ -377,19 +380,25 @@ class ResponseGenerator(stock.ResponseGenerator):
         request.n_accepted += event.from_draft
         self.metrics.generated_tokens.inc()
         self.metrics.depth.set(request.counts.depth if len(self.jobs) == 1 else 0)
-        if finish_reason != "stop":  # the last token of a stop sequence is no text
+        if finish_reason != "stop":  # the end of the text is no text
             detokenizer.add_token(event.token)
         if finish_reason is not None:
             detokenizer.finalize()
+        text = detokenizer.last_segment
+        if (cut := _to_stop_word(job.tail, text, args.stop_words)) is not None:
+            text, finish_reason = cut, "stop"
+        job.tail = (job.tail + text)[-max([1, *map(len, args.stop_words)]) :]
         job.queue.put(
             stock.Response(
-                detokenizer.last_segment,
+                text,
                 event.token,
                 event.logprobs[event.token].item() if args.logprobs else 0.0,
-                finish_reason,
+                # Where a response ends without a reason, the handler says "stop"; with "stop" it drops this last text.
+                None if finish_reason == "stop" else finish_reason,
                 stock._format_top_logprobs(event.logprobs, args.top_logprobs, self.model_provider.tokenizer),
             )
         )
+        return finish_reason is not None
 
     def _finish(self, sequence: Sequence) -> None:
         """The end of a request whose sequence is no longer scheduled: its cache is kept for the next turn."""
@@ -432,6 +441,16 @@ class ResponseGenerator(stock.ResponseGenerator):
         del self.prompt_cache
         gc.collect()
         mx.clear_streams()
+
+
+def _to_stop_word(tail: str, text: str, words: list[str]) -> str | None:
+    """What comes after ``tail``, up to the end of the first stop word; ``None`` where there is none.
+
+    By the text: mlx-lm's own way, by the tokens of the word alone, misses one that is tokenized otherwise in the text.
+    """
+    both = tail + text
+    ends = [both.index(word) + len(word) for word in words if word and word in both]
+    return text[: min(ends) - len(tail)] if ends else None
 
 
 def _make_sampler(args: stock.GenerationArguments, tokenizer):

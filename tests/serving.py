@@ -1,0 +1,83 @@
+"""A server process on a free port of loopback."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def request(self, path: str, body=None, headers=None, method=None) -> tuple[int, dict | str]:
+        """(status, what came back); a body of a dictionary is sent as JSON."""
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method or ("GET" if raw is None else "POST"), path, raw, headers or {})
+            response = connection.getresponse()
+            text = response.read().decode()
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text
+
+    def metrics(self) -> dict[str, float]:
+        _, text = self.request("/metrics")
+        return {name: float(value) for name, value in (line.split(" ") for line in text.splitlines() if line[0] != "#")}
+
+    def until_idle(self, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.metrics()["mlx_mtp_requests_in_flight"] > 0:
+            assert time.monotonic() < deadline, "requests are still being generated"
+            time.sleep(0.02)
+
+    def stop(self, how: int = signal.SIGINT) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(30)
+
+
+@contextmanager
+def serve(log: Path, *flags: str, module: str = "mlx_mtp.server") -> Iterator[Server]:
+    port = 0
+    if module != "mlx_mtp.server":  # others name the port that they were given
+        with socket.create_server(("127.0.0.1", 0)) as s:
+            port = s.getsockname()[1]
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--port", str(port), *flags],
+            env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"},
+            stderr=file,
+            stdout=file,
+        )
+    try:
+        for _ in range(600):
+            if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
+                break
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield Server(process, int(match[1]), log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
