@@ -153,6 +153,16 @@ def test_a_seed_gives_the_same_text_whatever_runs_beside_it(server, client, tmp_
         assert stock.request("/v1/completions", body)[1]["choices"][0]["text"] == first
 
 
+def test_the_readmes_examples(server):
+    readme = (SRC.parent / "README.md").read_text()
+    (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", readme, re.DOTALL)
+    shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
+    r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    assert json.loads(r.stdout)["choices"][0]["text"] == alone("def read_lines(path):", 40)
+    r = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, check=True)
+    assert r.stdout == alone("Write a binary search in Python.", 40, chat=True)
+
+
 # Several at once, and turns
 
 
