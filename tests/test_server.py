@@ -276,6 +276,42 @@ def test_another_model_is_served_where_the_operator_says_so(tmp_path):
         assert s.request("/v1/completions", body)[0] == 404
 
 
+def test_any_model_can_be_named_where_the_operator_says_so(tmp_path, monkeypatch):
+    other = str(Path(__file__).parent / "data" / "dense")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    with serve(tmp_path / "log", "--mtp", "--allow-any-model") as s:
+        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [str(DEMO)]
+        assert s.request("/v1/completions", {"model": other, "prompt": PROMPT, "max_tokens": 5})[0] == 200
+        status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})
+        assert (status, content["error"]["code"]) == (404, "model_not_found")
+        response = s.request("/v1/completions", {"prompt": PROMPT, "max_tokens": 30})[1]
+        assert response["choices"][0]["text"] == alone(PROMPT, 30)
+
+
+def test_quantized_keys_are_served_one_at_a_time(tmp_path):
+    model, tokenizer = demo()
+    options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with serve(tmp_path / "log", "--mtp", *flags) as s, ThreadPoolExecutor(3) as pool:
+        bodies = [{"prompt": p, "max_tokens": 30} for p in PROMPTS[:3]]
+        answers = list(pool.map(lambda body: s.request("/v1/completions", body)[1], bodies))
+        assert not any("mode_switches_total{" in name for name in s.metrics())
+    for prompt, answer in zip(PROMPTS, answers):
+        want = plain(tokenizer.encode(prompt), model, max_tokens=30, **options)
+        assert answer["choices"][0]["text"] == text_of(want)
+
+
+def test_without_mtp_it_is_mlx_lms_server(tmp_path):
+    with serve(tmp_path / "log") as s, ThreadPoolExecutor(3) as pool:
+        bodies = [{"prompt": p, "max_tokens": 20} for p in PROMPTS[:3]]
+        answers = list(pool.map(lambda body: s.request("/v1/completions", body)[1], bodies))
+        assert [a["choices"][0]["text"] for a in answers] == [alone(p, 20) for p in PROMPTS[:3]]
+        assert "completion_tokens_details" not in answers[0]["usage"]
+        seeded = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1, "seed": 3}
+        texts = {s.request("/v1/completions", seeded)[1]["choices"][0]["text"] for _ in range(2)}
+        assert len(texts) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

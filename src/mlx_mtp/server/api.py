@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from huggingface_hub import CacheNotFound, scan_cache_dir
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema.validators import extend
@@ -249,14 +250,12 @@ class APIHandler(stock.APIHandler):
         return response
 
     def handle_models_request(self) -> None:
-        """The models that a request may name; mlx-lm's list where that is any."""
+        """The models that a request may name; where that is any, those that have been downloaded, too."""
+        names = self.response_generator.model_provider.served[:]
         if self.response_generator.cli_args.allow_any_model:
-            super().handle_models_request()
-            return
-        models = [
-            {"id": name, "object": "model", "created": self.created, "owned_by": "mlx_mtp"}
-            for name in self.response_generator.model_provider.served
-        ]
+            with suppress(CacheNotFound):
+                names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+        models = [{"id": name, "object": "model", "created": self.created, "owned_by": "mlx_mtp"} for name in names]
         name = unquote(self.path.removeprefix("/v1/models").removeprefix("/"))
         if not name:
             self._send(200, json.dumps({"object": "list", "data": models}).encode())
