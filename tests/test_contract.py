@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import tiny_config, tiny_model
-from mlx_lm import processors, sample_utils, utils
+from mlx_lm import processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -57,6 +57,28 @@ SIGNATURES = [
     (gated_delta.gated_delta_update, "q k v a b A_log dt_bias state mask use_kernel lower_bound allow_neg_eigval"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
     (processors.load_processor, "model config"),
+    (utils._parse_size, "x"),
+    (utils.maybe_set_recommended_wired_limit, ""),
+    (server.get_system_fingerprint, ""),
+    (server._make_sampler, "args tokenizer"),
+    (server._make_logits_processors, "args"),
+    (server._format_top_logprobs, "logprobs top_n tokenizer"),
+    (server.ModelProvider._load, "self model_path adapter_path draft_model_path"),
+    (server.ModelProvider.load, "self model_path adapter_path draft_model_path"),
+    (server.ResponseGenerator.generate, "self request generation_args progress_callback"),
+    (server.ResponseGenerator._tokenize, "self tokenizer request args"),
+    (server.ResponseGenerator._make_state_machine, "self model_key tokenizer stop_words"),
+    (server.ResponseGenerator._await_response, "self response_queue"),
+    (server.ResponseGenerator._serve_single, "self request stream"),
+    (server.ResponseGenerator._generate, "self"),
+    (server.APIHandler.__init__, "self response_generator args system_fingerprint kwargs"),
+    (generate.BatchGenerator.insert_segments, "self segments max_tokens caches all_tokens samplers logits_processors "
+                                              "stop_sequences"),
+    (generate.BatchGenerator.remove, "self uids return_prompt_caches"),
+    (generate.BatchGenerator.extract_cache, "self uids"),
+    (generate.BatchGenerator.next, "self"),
+    (cache.LRUPromptCache.fetch_nearest_cache, "self model tokens"),
+    (cache.LRUPromptCache.insert_cache, "self model tokens prompt_cache cache_type"),
     (base.create_attention_mask, "h cache window_size return_array"),
     (base.create_ssm_mask, "h cache"),
     (base.gather_last_axis, "x group"),
@@ -131,6 +153,39 @@ def test_responses():
     want = "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens generation_tps peak_memory finish_reason"
     now = " ".join(f.name for f in fields(generate.GenerationResponse))
     assert now == want, f"mlx-lm's GenerationResponse now has {now}"
+
+
+@pytest.mark.parametrize(
+    ("cls", "want"),
+    [
+        (server.Response, "text token logprob finish_reason top_tokens"),
+        (server.CompletionRequest, "request_type prompt messages tools role_mapping"),
+        (server.GenerationContext, "has_tool_calling has_thinking tool_parser text_sm initial_state prompt "
+                                   "prompt_cache_count _should_stop"),
+        (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
+                                     "seed chat_template_kwargs"),
+        (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),
+        (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
+    ],
+)  # fmt: skip
+def test_what_the_server_is_built_of(cls, want):
+    now = " ".join(f.name for f in fields(cls))
+    assert now == want, f"mlx-lm's {cls.__qualname__} now has {now}"
+
+
+def test_a_batch_has_sampled_the_next_token():
+    model = tiny_model("qwen3_5")
+    batch = generate.BatchGenerator(model)
+    batch.insert([[3, 1]])
+    tokens = []
+    while len(tokens) < 3:
+        tokens += [r.token for r in batch.next()[1]]
+        generation = batch._generation_batch
+        upcoming = generation._next_tokens, generation._next_logprobs
+    want = [token for token, _ in generate.generate_step(mx.array([3, 1]), model, max_tokens=4)]
+    moved = "mlx-lm's BatchGenerator keeps the token that it has sampled elsewhere: server/batch.py must follow"
+    assert [*tokens, upcoming[0].item()] == want, moved
+    assert upcoming[1][0].argmax().item() == want[-1], moved
 
 
 def test_constants():
