@@ -4,14 +4,16 @@ from tempfile import TemporaryDirectory
 import pytest
 from hub import Hub
 
-HUB, HF_HOME = Hub(), TemporaryDirectory(prefix="huggingface-")
+HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
 
 def pytest_configure(config):
     """Nothing of the user's is read, and nothing outside is reached: huggingface_hub looks here when it is imported."""
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         os.environ.pop(name, None)
-    os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, HF_HUB_DISABLE_PROGRESS_BARS="1")
+    os.environ.update(
+        HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
+    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlx_mtp import benchmark, plot, prompts
+from mlx_mtp import arms, benchmark, plot, prompts
 from mlx_mtp.benchmark import AUTO, OVERALL, Parts, measure, show
 from mlx_mtp.speculative import DraftCounts
 from mlx_mtp.synthetic import SHAPES, synthetic_model
@@ -127,13 +127,13 @@ def test_figures_agree_with_each_other_and_overall_is_the_sum():
 
 def test_a_token_that_differs_is_reported(monkeypatch):
     model, _ = synthetic_model(small("4b-4bit"), 0.8)
-    original = benchmark.mtp_generate_step
+    original = arms.mtp_generate_step
 
     def wrong_once(prompt, *args, **kwargs):
         for i, (token, *others) in enumerate(original(prompt, *args, **kwargs)):
             yield (token + (i == 5 and prompt.size == 5), *others)
 
-    monkeypatch.setattr(benchmark, "mtp_generate_step", wrong_once)
+    monkeypatch.setattr(arms, "mtp_generate_step", wrong_once)
     results = measure(model, TWO, (1,), max_tokens=10, repeat=1).results
     assert {r.prompt: r.identical for r in results} == {"a": True, "b": False, OVERALL: False}
 

@@ -123,11 +123,11 @@ def halves(a, b, n_tokens):
 COSTS = [(0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05)]
 
 
-def ratio(cost, rates, n_tokens, growth=0.0) -> tuple[float, float]:
+def ratio(cost, rates, n_tokens, growth=0.0, make=lambda: Depth(MOST)) -> tuple[float, float]:
     """Auto's speed to plain decoding's and to the best fixed depth's, over some seeds."""
     totals = {
-        name: sum(time_of(Machine(*cost, rates, seed, growth=growth), n_tokens, make()) for seed in range(12))
-        for name, make in [("auto", lambda: Depth(MOST)), *((k, lambda k=k: Fixed(k)) for k in range(MOST + 1))]
+        name: sum(time_of(Machine(*cost, rates, seed, growth=growth), n_tokens, chooser()) for seed in range(12))
+        for name, chooser in [("auto", make), *((k, lambda k=k: Fixed(k)) for k in range(MOST + 1))]
     }
     auto = totals.pop("auto")
     return totals[0] / auto, min(totals.values()) / auto
@@ -158,3 +158,32 @@ def test_a_context_that_grows_until_a_step_takes_two_and_a_half_times_as_long(co
     to_plain, to_best = ratio(cost, constant(0.8), 1500, growth=0.001)
     assert to_plain >= 0.98
     assert to_best >= 0.95
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize("speed", [0.6, 1.8])  # of the machine now to that of then
+@pytest.mark.parametrize("a", [0.0, 0.8])
+def test_times_that_are_known_do_no_harm_whatever_the_speed_is_now(cost, speed, a):
+    known = {k: speed * (1 + (cost[0] + cost[1] * (k - 1) if k else 0)) for k in range(5)}
+    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: Depth(MOST, known))
+    assert to_plain >= 0.98
+    assert to_best >= 0.95
+
+
+@pytest.mark.parametrize("of", [COSTS[0], COSTS[-1]], ids=str)
+@pytest.mark.parametrize("cost", [COSTS[0], COSTS[3], COSTS[-1]], ids=str)
+@pytest.mark.parametrize("a", [0.5, 0.95])
+def test_times_of_quite_another_machine_are_unlearned(of, cost, a):
+    known = {0: 1.0, 1: 1 + of[0], 4: 1 + of[0] + 3 * of[1]}
+    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: Depth(MOST, known))
+    assert to_plain >= 0.96
+    assert to_best >= 0.85
+
+
+def test_times_that_are_known_are_those_of_the_first_steps():
+    depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
+    assert [depth.next(), depth.next()] == [1, 1]
+    assert depth.times.estimate()[:3] == [0.5, 0.6, 0.7]
+    for _ in range(2):
+        depth.observe(1, 1, 1.2)  # twice as slow, and so would be a plain step
+    assert depth.times.estimate()[:3] == pytest.approx([1.0, 1.2, 1.4])

@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from . import cache as caches
-from . import draft_head, plot, prompts
+from . import draft_head, plot, prompts, settings, tune
+from .arms import AUTO, PLAIN, Arm, Generation, check_sizes, generate, in_turn, sum_counts
 from .errors import one_line_errors
+from .hub import fetch
 from .load import DEMO, load
 from .prompts import PYTHON as PROMPTS
-from .speculative import MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
+from .speculative import MAX_DRAFT_TOKENS, DraftCounts
 from .synthetic import SHAPES, synthetic_model
 
 __all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
 
-PLAIN, AUTO = "plain", "auto"
 OVERALL = "overall"
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three of them do
-Arm = int | str  # a fixed depth, AUTO or PLAIN
 
 
 @dataclass
@@ -52,15 +52,6 @@ class Parts:
         n_plain = n_tokens - sum(counts.accepted) - (counts.drafted[0] if counts.drafted else 0)
         steps = [n_plain] + [n - m for n, m in zip(counts.drafted, [*counts.drafted[1:], 0])]  # that drafted 0, 1, ...
         return sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(steps))
-
-
-@dataclass
-class Generation:
-    tokens: list[int]
-    first_token: float  # seconds, from the start
-    seconds: float  # from the first token to the last
-    peak_memory: float  # GB
-    counts: DraftCounts
 
 
 @dataclass
@@ -161,26 +152,6 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     return Parts([median(s) for s in verify], median(head_seconds[1:]), [median(s) for s in rollback])
 
 
-def generate(model, prompt: mx.array, max_tokens: int, arm: Arm) -> Generation:
-    """One run of one arm."""
-    counts = DraftCounts()
-    steps: Any
-    if arm == PLAIN:
-        steps = generate_step(prompt, model, max_tokens=max_tokens)
-    else:
-        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, num_draft_tokens=arm, counts=counts)  # type: ignore[arg-type]
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    tokens: list[int] = []
-    start = first = time.perf_counter()
-    for token, *_ in steps:
-        if not tokens:
-            first = time.perf_counter()
-        tokens.append(token)
-    end = time.perf_counter()
-    return Generation(tokens, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
-
-
 def measure(
     model,
     prompts: Mapping[str, mx.array],
@@ -206,10 +177,7 @@ def measure(
     Returns:
         Report: For each depth a result on each prompt, and one on all, named ``"overall"``.
     """
-    if max_tokens < 2:
-        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: time is taken from the first token on.")
-    if repeat < 1:
-        raise ValueError(f"repeat must be 1 or more, not {repeat}.")
+    check_sizes(max_tokens, repeat)
     deepest = max(MAX_DRAFT_TOKENS if k == AUTO else int(k) for k in depths)
     arms: list[Arm] = [PLAIN, *depths]
     rounds: list[dict[tuple[str, Arm], Generation]] = []
@@ -223,8 +191,7 @@ def measure(
         for i in range(repeat):
             runs = {}
             for j, (prompt, tokens) in enumerate(prompts.items()):
-                turn = (i + j) % len(arms)  # another arm goes first each time
-                for arm in arms[turn:] + arms[:turn]:
+                for arm in in_turn(arms, i + j):
                     bar.set_description(f"{prompt}, {arm}")
                     runs[prompt, arm] = generate(model, tokens, max_tokens, arm)
                     bar.update()
@@ -285,15 +252,6 @@ def summarize(
         efficiency=ratio / allowed,
         identical=all(a.tokens == b.tokens for r, s in zip(plain, mtp) for a, b in zip(r, s)),
     )
-
-
-def sum_counts(every: Sequence[DraftCounts]) -> DraftCounts:
-    n = max(len(c.drafted) for c in every)
-    drafted, accepted = (
-        [sum(values) for values in zip(*([*v, *[0] * (n - len(v))] for v in of))]
-        for of in ([c.drafted for c in every], [c.accepted for c in every])
-    )
-    return DraftCounts(drafted, accepted)
 
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
@@ -369,6 +327,12 @@ def make_parser() -> argparse.ArgumentParser:
         "for the demo, beginnings of Python files).",
     )
     parser.add_argument("--context", type=int, default=0, metavar="N", help="Lengthen each prompt to about N tokens.")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="Measure plain decoding against auto, fixed depths and cheaper drafts, and write what is best to --settings, "
+        "where --mtp finds it.",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
     draft_head.add_arguments(parser)
@@ -383,18 +347,23 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     check(args)
+    if args.tune:
+        run_tune(args)
+        return
     name, acceptance = args.model or "demo", None
     if args.synthetic:
         name, acceptance = f"synthetic {args.synthetic}", 0.8 if args.acceptance is None else args.acceptance
-        model, script = synthetic_model(SHAPES[args.synthetic], acceptance, **draft_head.options(args))
+        model, script = synthetic_model(
+            SHAPES[args.synthetic],
+            acceptance,
+            draft_vocab=args.draft_vocab,
+            mtp_bits=args.mtp_bits,
+            draft_head_bits=args.draft_head_bits,
+        )
         tokens = {"synthetic": mx.array([script.token(i) for i in range(args.context or 128)])}
     else:
         model, tokenizer = load(args.model or str(DEMO), **draft_head.options(args))
-        if args.prompts:
-            texts = prompts.read_prompts(args.prompts)
-        else:
-            texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
-        tokens = {name: prompts.encode(tokenizer, text, args.context) for name, text in texts.items()}
+        tokens = encoded_prompts(args, tokenizer)
     report = measure(
         model,
         tokens,
@@ -406,13 +375,49 @@ def run(args: argparse.Namespace) -> None:
     )
     print(show(report))
     if args.json:
-        args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, asdict(report))
     if args.plot:
         plot.draw(report).savefig(args.plot, dpi=150)
 
 
+def encoded_prompts(args: argparse.Namespace, tokenizer) -> dict[str, mx.array]:
+    if args.prompts:
+        texts = prompts.read_prompts(args.prompts)
+    else:
+        texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
+    return {name: prompts.encode(tokenizer, text, args.context) for name, text in texts.items()}
+
+
+def run_tune(args: argparse.Namespace) -> None:
+    name = args.model or str(DEMO)
+    path = fetch(name, None)
+    key = settings.key_of(path)
+    file = settings.default_file(key) if args.settings is True else Path(args.settings)
+    settings.check_writable(file)
+    model, tokenizer = load(name, draft_vocab=0, settings=False)
+    tokens = encoded_prompts(args, tokenizer)
+    measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
+    print(tune.show(measured))
+    settings.write(file, key, name, tune.recommend(measured).settings)
+    print(f"Written to {file}: `--mtp` and `mlx_mtp.load` use it from now on.")
+    if args.json:
+        write_json(args.json, [asdict(m) for m in measured])
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise a ValueError for what would fail only after all was measured, or has no meaning."""
+    if args.tune:
+        fixed = ("synthetic", "compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
+        for flag in (flag for flag in fixed if getattr(args, flag) is not None):
+            raise ValueError(f"--tune chooses by itself what to measure: leave out --{flag.replace('_', '-')}.")
+        if args.repeat < 2:
+            raise ValueError("--tune needs --repeat 2 or more: the spread of the rounds tells what is a gain.")
+        if args.settings is False:
+            raise ValueError("--tune writes settings: leave out --settings off, or name a file.")
     if args.synthetic:
         if args.model or args.prompts:
             raise ValueError(

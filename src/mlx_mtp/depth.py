@@ -5,7 +5,7 @@ those before it stood, and takes t(k) seconds; k = 0 is plain decoding. ``best_d
 ``StepTimes`` estimate a and t as they go; ``Depth`` puts them together. Nothing here reads a clock or draws a number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
@@ -71,19 +71,23 @@ class StepTimes:
 
     Args:
         n (int): The greatest depth.
+        seconds (Mapping[int, float], optional): What was measured before, by depth. The machine may be faster or slower now,
+          alike at all depths: as much as the first steps say.
     """
 
     FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
     GUESSED_SLOPE = 0.25  # of a plain step, for each draft, before two depths were tried
     STALE = 100  # steps with drafts
+    KNOWN = 4  # steps, for which a time that was measured before counts
 
-    def __init__(self, n: int):
+    def __init__(self, n: int, seconds: Mapping[int, float] | None = None):
         self.n = n
         self.n_drafting = 0
-        self.tried: dict[int, int] = {}
-        self.n_counted: dict[int, int] = {}
-        self.last_used: dict[int, int] = {}
-        self.seconds: dict[int, float] = {}
+        self.seconds = dict(seconds or {})
+        self.n_to_scale = self.KNOWN if seconds else 0
+        self.tried = dict.fromkeys(self.seconds, 0)
+        self.n_counted = dict.fromkeys(self.seconds, 0)
+        self.last_used = dict.fromkeys(self.seconds, 0)
 
     def observe(self, k: int, seconds: float | None) -> None:
         self.n_drafting += k > 0
@@ -92,9 +96,14 @@ class StepTimes:
         if self.tried[k] == 1 or seconds is None:
             return
         self.n_counted[k], self.last_used[k] = n, self.n_drafting
+        if self.n_to_scale > 0:
+            scale = seconds / self.estimate()[k]
+            if self.n_to_scale == self.KNOWN or scale < 1 / 1.5:  # the first, or that was a pause
+                self.seconds = {other: scale * t for other, t in self.seconds.items()}
+            self.n_to_scale -= 1
         if self.seconds:
             seconds = min(seconds, 1.5 * self.estimate()[k])
-        if k not in self.seconds or (n == 2 and seconds < self.seconds[k] / 1.5):
+        if n == 1 or (n == 2 and seconds < self.seconds[k] / 1.5):
             self.seconds[k] = seconds
             return
         surprise = seconds - self.seconds[k]
@@ -105,7 +114,8 @@ class StepTimes:
 
     def is_stale(self, k: int) -> bool:
         # Plain decoding the sooner, the fewer steps of it were seen: all others are weighed against it.
-        limit = self.STALE if k > 0 else min(self.STALE, 8 * self.n_counted.get(k, 0))
+        n = self.n_counted.get(k, 0) or self.KNOWN * (k in self.seconds)
+        limit = self.STALE if k > 0 else min(self.STALE, 8 * n)
         return self.n_drafting - self.last_used.get(k, 0) > limit
 
     def estimate(self) -> list[float]:
@@ -132,12 +142,13 @@ def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
 class Depth:
     """Chooses the depth of every step of a generation.
 
-    It begins plain, drafts one token twice, and from then on takes the best depth by its estimates. Where that is 0, one
-    token is drafted now and then to see whether the text has changed, at a loss of at most ``PROBING`` of the time and
-    ``ADVANCE``; never where even drafts that all stand would not pay.
+    It begins plain, unless times are known from before, drafts one token twice, and from then on takes the best depth by its
+    estimates. Where that is 0, one token is drafted now and then to see whether the text has changed, at a loss of at most
+    ``PROBING`` of the time and ``ADVANCE``; never where even drafts that all stand would not pay.
 
     Args:
         most (int): The greatest depth.
+        seconds (Mapping[int, float], optional): Of a step, by depth, as measured before on this machine.
     """
 
     FIRST = (0, 0, 0, 1, 1)
@@ -148,10 +159,10 @@ class Depth:
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
 
-    def __init__(self, most: int):
-        self.acceptance, self.times = Acceptance(most), StepTimes(most)
+    def __init__(self, most: int, seconds: Mapping[int, float] | None = None):
+        self.acceptance, self.times = Acceptance(most), StepTimes(most, seconds)
         self.most = most
-        self.planned = list(self.FIRST)
+        self.planned = [k for k in self.FIRST if k > 0 or not seconds]
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
 
     def next(self) -> int:
@@ -165,8 +176,9 @@ class Depth:
         acceptance = self.acceptance.estimate()
         best = best_depth(acceptance, seconds)
         if best > 0:
-            # Whether drafting pays should not hang on how long a plain step took long ago.
-            if self.times.is_stale(0) and plain * expected_tokens(acceptance)[best] < self.CLEAR * seconds[best]:
+            # Whether drafting pays should not hang on how long a plain step took long ago, or before this generation.
+            clear = plain * expected_tokens(acceptance)[best] >= self.CLEAR * seconds[best]
+            if self.times.is_stale(0) and not (clear and self.times.tried[0] > 0):
                 return list(self.PLAIN)
             return [min(best, max(self.times.tried) + self.DEEPER)]
         if (

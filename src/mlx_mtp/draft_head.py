@@ -224,8 +224,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-head-bits", type=int, help="Quantize a copy of lm_head for the drafts alone. Defaults to no copy."
     )
+    parser.add_argument(
+        "--settings",
+        default=True,
+        metavar="FILE|off",
+        type=lambda x: x != "off" and x,
+        help="What `python -m mlx_mtp.benchmark --tune` has written, if anything; off is to do without. Defaults to a file in "
+        "the user's cache folder. One of the three flags before is enough for it to be left aside.",
+    )
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` that these flags stand for."""
-    return {name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits")}
+    return {name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits", "settings")}

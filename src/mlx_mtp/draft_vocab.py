@@ -7,8 +7,6 @@ checkpoint, where ``mlx_mtp.load`` finds it.
 
 import argparse
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from tqdm import tqdm
 
 from .draft_head import LIST_FILE, always_in, check_size, select
 from .errors import one_line_errors
+from .files import write_whole
 from .load import fetch
 
 CHUNK = 1 << 20  # characters that are tokenized at once
@@ -88,19 +87,6 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
         f"Wrote {file}: {len(ids)} of {vocab_size} token ids, {covered:.2%} of the {counts.total()} tokens of the corpus."
     )
     return file
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file, or replace it, whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def make_parser() -> argparse.ArgumentParser:

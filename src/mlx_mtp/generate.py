@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -269,10 +269,15 @@ def run(args) -> None:
             return_config=True,
             trust_remote_code=args.trust_remote_code,
             mtp=args.mtp,
-            **draft_head.options(args),
+            **draft_head.options(args) | ({"settings": False} if args.check else {}),  # it checks what is drafted
         )
     except RuntimeError as e:  # MLX's, of a file that it cannot read
         raise ValueError(f"{model_path} could not be loaded: {e}") from e
+    if args.mtp and model.tuned is not None:
+        used = model.tuned
+        if args.num_draft_tokens != "auto":
+            used = replace(used, num_draft_tokens=args.num_draft_tokens)
+        print(f"Settings that --tune has found best here: {used} (--settings off does without)", file=sys.stderr)
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)
 

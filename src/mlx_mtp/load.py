@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from .draft_head import DraftVocab, cheapen_drafts
 from .hub import INDEX_FILE, WEIGHTS, fetch, parse_json
 from .models.mtp import is_raw, split_head
+from .settings import find
 
 DEMO = Path(__file__).parent / "demo"
 DRAFTER = "qwen3_5_mtp"  # model type of a folder with a head alone, as mlx-vlm writes it
@@ -45,6 +46,7 @@ def load(
     draft_vocab: DraftVocab | None = None,
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
+    settings: bool | str | Path = True,
 ) -> Any:
     """
     Load the model, its MTP head and the tokenizer from a given path or a huggingface repository.
@@ -65,6 +67,9 @@ def load(
           never are). Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` to this many bits, for the drafts alone.
           Default: ``None``.
+        settings (Union[bool, str, Path]): ``True`` for what ``python -m mlx_mtp.benchmark --tune`` has found best for this
+          checkpoint on this machine, if it has run: the three arguments above, unless one of them is given, and what
+          ``num_draft_tokens="auto"`` is. A path for what it has written elsewhere, ``False`` for neither. Default: ``True``.
 
     The other arguments are those of ``mlx_lm.load``.
 
@@ -77,9 +82,9 @@ def load(
     """
     path = fetch(path_or_hf_repo, revision)
     if not mtp:
-        if not (draft_vocab is mtp_bits is draft_head_bits is None):
+        if not (draft_vocab is mtp_bits is draft_head_bits is None and isinstance(settings, bool)):
             raise ValueError(
-                "draft_vocab, mtp_bits and draft_head_bits are of the MTP head: leave them out, or load it."
+                "draft_vocab, mtp_bits, draft_head_bits and settings are of the MTP head: leave them out, or load it."
             )
         return mlx_lm.load(
             str(path),
@@ -131,6 +136,10 @@ def load(
         model = load_adapters(model, adapter_path)
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
+    folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
+    if draft_vocab is mtp_bits is draft_head_bits is None and (tuned := find(settings, folders)) is not None:
+        model.tuned = tuned
+        draft_vocab, mtp_bits, draft_head_bits = tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits
     cheapen_drafts(model, tokenizer, path, draft_vocab, mtp_bits, draft_head_bits)
     if not lazy:
         mx.eval(model.parameters(), [] if model.draft_head is None else model.draft_head.layers[0].parameters())

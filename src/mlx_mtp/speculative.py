@@ -36,6 +36,7 @@ from .cache import adopt_prompt_cache, make_prompt_cache
 from .decoder import Decoder
 from .depth import Depth
 from .processors import keeps_state
+from .settings import Settings
 
 MAX_DRAFT_TOKENS = 8
 NumDraftTokens = int | Literal["auto"] | Depth
@@ -90,8 +91,8 @@ def mtp_generate_step(
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens (Union[int, str, Depth]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``,
-          chosen at every step for speed, see ``mlx_mtp.depth``. A ``Depth`` chooses by what it saw in earlier generations,
-          too, and goes on learning.
+          chosen at every step for speed, see ``mlx_mtp.depth``, or what the settings that ``load`` has found say. A ``Depth``
+          chooses by what it saw in earlier generations, too, and goes on learning.
         draft_p_min (float): Stop drafting where the head gives no token this probability, at the price of one more
           synchronization a step. Default: ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
@@ -125,6 +126,8 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+    if num_draft_tokens == "auto":
+        num_draft_tokens = auto_depth(model)
     if isinstance(num_draft_tokens, int) and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if not 0 <= draft_p_min <= 1:
@@ -230,6 +233,12 @@ def mtp_generate_step(
                     mx.clear_cache()
         finally:
             decoder.rest(standing)
+
+
+def auto_depth(model: nn.Module) -> int | Depth:
+    """What ``num_draft_tokens="auto"`` is: where the model has settings theirs, or else chosen at every step."""
+    tuned = model.tuned or Settings()
+    return Depth(MAX_DRAFT_TOKENS, tuned.seconds) if tuned.num_draft_tokens == "auto" else tuned.num_draft_tokens
 
 
 def _check_prompt(prompt: mx.array, model: nn.Module, input_embeddings: mx.array | None) -> int:

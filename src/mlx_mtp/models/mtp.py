@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
 from ..draft_model import DraftModel
+from ..settings import Settings
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class MTPMixin:
     layers: Any
     logits: Any
     draft_head: Any = None  # a DraftHead: the output layer of the drafts, where mlx_mtp.load has made one
+    tuned: Settings | None = None  # where mlx_mtp.load has found them
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
 
     def make_cache(self) -> list[Any]:

@@ -1,0 +1,189 @@
+"""Settings that --tune has written: found for what they are of and nothing else, never stronger than an argument."""
+
+import json
+import logging
+import shutil
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from helpers import DATA, plain
+
+import mlx_mtp
+from mlx_mtp import benchmark, generate, settings
+from mlx_mtp.depth import Depth
+from mlx_mtp.load import DEMO
+from mlx_mtp.settings import Settings
+from mlx_mtp.speculative import auto_depth
+
+PROMPT = "def read(path):"
+TUNED = Settings("auto", 8, 4, 1024, {0: 0.01, 1: 0.012, 3: 0.02})
+
+
+@pytest.fixture
+def tuned_demo():
+    """The demo has settings in the user's cache folder."""
+    files = []
+
+    def tune(tuned, **changes):
+        key = settings.key_of(DEMO)
+        files.append(settings.default_file(key))
+        settings.check_writable(files[-1])
+        settings.write(files[-1], {**key, **changes}, "demo", tuned)
+        return files[-1]
+
+    yield tune
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def run(monkeypatch, module, *argv) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
+    module.main()
+
+
+@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), TUNED])
+def test_what_is_written_is_read(tmp_path, tuned):
+    file = tmp_path / "s.json"
+    settings.write(file, {"mlx": "1"}, "demo", tuned)
+    assert settings.read(file) == ({"mlx": "1"}, tuned)
+    assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_they_are_found_and_change_no_token(tuned_demo):
+    untuned, tokenizer = mlx_mtp.load(str(DEMO))
+    assert untuned.tuned is None
+    tuned_demo(TUNED)
+    model, _ = mlx_mtp.load(str(DEMO))
+    assert model.tuned == TUNED
+    assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
+    assert model.draft_ids.size == 1024
+    assert model.draft_head.layers[0].bits == 4
+    prompt = tokenizer.encode(PROMPT)
+    tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=50)]
+    assert tokens == plain(prompt, untuned, max_tokens=50)
+
+
+def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
+    tuned_demo(TUNED)
+    depth = auto_depth(mlx_mtp.load(str(DEMO))[0])
+    assert isinstance(depth, Depth)
+    assert depth.times.seconds == TUNED.seconds
+    for k in (0, 3):
+        tuned_demo(Settings(k))
+        model, tokenizer = mlx_mtp.load(str(DEMO))
+        for asked, drafted in (("auto", k), (2, 2)):
+            *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens=asked)
+            assert len(last.drafted) == drafted
+
+
+@pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
+def test_an_argument_wins(tuned_demo, argument):
+    tuned_demo(TUNED)
+    model, _ = mlx_mtp.load(str(DEMO), **argument)
+    assert model.tuned is None
+    assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
+
+
+@pytest.mark.parametrize("part", ["checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"])
+def test_those_of_something_else_are_not_used_and_a_warning_says_why(tuned_demo, caplog, part):
+    file = tuned_demo(TUNED, **{part: "another"})
+    with caplog.at_level(logging.WARNING):
+        model, _ = mlx_mtp.load(str(DEMO))
+    assert model.tuned is None
+    assert f"{part} is " in caplog.text
+    assert "not another" in caplog.text
+    assert str(file) in caplog.text
+
+
+def test_another_checkpoint_has_another_key(tmp_path):
+    folder = shutil.copytree(DATA / "dense", tmp_path / "model")
+    keys = [settings.key_of(folder), settings.key_of(DATA / "dense"), settings.key_of(folder, tmp_path)]
+    with (folder / "model.safetensors").open("ab") as f:
+        f.write(b"\0")
+    keys.append(settings.key_of(folder))
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    keys.append(settings.key_of(folder))
+    assert len({key["checkpoint"] for key in keys}) == 5
+    assert len({settings.default_file(key) for key in keys}) == 5
+
+
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "{}",
+    '{"key": {}, "settings": {"unknown": 1}}',
+    '{"key": {}, "settings": {"mtp_bits": "4"}}',
+    '{"key": {}, "settings": {"num_draft_tokens": null}}',
+    '{"key": {}, "settings": {"seconds": {"0": 0}}}',
+    '{"key": {}, "settings": {"seconds": [1]}}',
+    '{"key": 5, "settings": {}}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_an_error_that_names_it_and_what_to_do(tmp_path, text):
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(ValueError, match=r"s\.json is damaged: delete it, or write it anew with `python -m"):
+        mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
+
+
+def test_a_file_that_is_not_there_is_an_error_where_it_was_asked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There are no settings"):
+        mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
+
+
+def test_settings_without_the_head_have_no_meaning(tmp_path):
+    with pytest.raises(ValueError, match="settings are of the MTP head"):
+        mlx_mtp.load(str(DEMO), mtp=False, settings=tmp_path / "s.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "off"),
+        (["--num-draft-tokens", 2], "--num-draft-tokens 2"),
+        (["--num-draft-tokens", "auto"], "off"),
+        (["--settings", "off"], None),
+        (["--mtp-bits", 8], None),
+        (["--check"], None),
+    ],
+)
+def test_the_command_says_what_it_uses(monkeypatch, capsys, tuned_demo, flags, said):
+    tuned_demo(Settings(0))
+    command = ("--mtp", "--prompt", PROMPT, "-m", 8, *flags)
+    if flags == ["--check"]:
+        with pytest.raises(SystemExit, match="0"):
+            run(monkeypatch, generate, *command)
+    else:
+        run(monkeypatch, generate, *command)
+    out, err = capsys.readouterr()
+    assert err == (
+        "" if said is None else f"Settings that --tune has found best here: {said} (--settings off does without)\n"
+    )
+    if said == "off":
+        assert "Drafts: none" in out
+    elif flags != ["--check"]:
+        assert "accepted by position" in out
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_measured(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(benchmark.tune, "tune", None)
+    with pytest.raises(SystemExit) as e:
+        run(monkeypatch, benchmark, "--tune", "--settings", tmp_path / "file" / "s.json")
+    assert e.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "s.json"
+    settings.write(file, {}, "demo", TUNED)
+    before = file.read_text()
+    monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: "\ud800")  # which is no UTF-8
+    with pytest.raises(UnicodeEncodeError):
+        settings.write(file, {}, "demo", replace(TUNED, mtp_bits=2))
+    assert file.read_text() == before
+    assert [f.name for f in tmp_path.iterdir()] == ["s.json"]

@@ -1,0 +1,123 @@
+"""--tune: what it recommends of given measurements, what it tries on which model, and that it leaves the model as it was."""
+
+import json
+import statistics
+import sys
+
+import mlx.core as mx
+import pytest
+from helpers import arrays_equal, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx import nn
+
+import mlx_mtp
+from mlx_mtp import benchmark, settings, tune
+from mlx_mtp.draft_head import LIST_FILE
+from mlx_mtp.load import DEMO
+from mlx_mtp.settings import Settings
+from mlx_mtp.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, recommend, together
+
+CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
+
+
+@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), min_size=1, max_size=8))
+def test_recommended_is_what_nothing_beats_and_beats_plain_decoding_or_is_it(rounds):
+    every = [OFF, AUTO, *FIXED, *CHEAPER]
+    measured = [Measured(s, r) for s, r in zip(every, [[1.0] * 3, *rounds])]
+
+    best = recommend(measured)
+    assert best.settings == OFF or min(best.ratios) > 1
+    for other in measured:
+        fixed = other.settings in (OFF, *FIXED) and best.settings in (AUTO, *CHEAPER)
+        assert min(other.ratios) <= max(best.ratios) * (1 + FIXED_GAIN * fixed)
+
+
+@pytest.mark.parametrize(
+    ("measured", "best"),
+    [
+        ([(OFF, 1, 1), (AUTO, 0.99, 1.2)], OFF),  # within the spread
+        ([(OFF, 1, 1), (AUTO, 1.01, 1.2)], AUTO),
+        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.65)], AUTO),  # which follows a text of another kind
+        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], FIXED[1]),
+        ([(OFF, 1, 1), (AUTO, 0.9, 0.95), (FIXED[0], 0.8, 0.9)], OFF),
+        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (CHEAPER[0], 1.58, 1.9), (CHEAPER[2], 1.61, 1.7)], CHEAPER[2]),
+    ],
+)
+def test_what_is_recommended(measured, best):
+    assert recommend([Measured(s, list(ratios)) for s, *ratios in measured]).settings is best
+
+
+def test_forms_that_gained_alone_are_tried_together():
+    base = Measured(FIXED[1], [1.0, 1.1])
+
+    def of(gain, **form):
+        return Measured(Settings(2, **form), [gain, gain])
+
+    one = [of(1.2, mtp_bits=8), of(1.3, mtp_bits=4), of(1.05, draft_vocab=9)]
+    assert together(base, one) == []
+    assert together(base, [*one, of(1.15, draft_head_bits=8)]) == [Settings(2, mtp_bits=4, draft_head_bits=8)]
+
+
+def test_only_forms_that_are_cheaper_than_the_models_own(tmp_path):
+    model = tiny_model("qwen3_5", vocab_size=64)
+    vocab = Settings(draft_vocab=16)
+    bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
+    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab]
+    nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
+    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=4), vocab]
+    nn.quantize(model.mtp, 64, 4)
+    (tmp_path / LIST_FILE).write_text("{}")
+    assert cheaper(model, tmp_path) == [Settings(draft_head_bits=4)]
+
+
+def test_the_model_is_as_it_was_and_all_was_measured():
+    model, tokenizer = mlx_mtp.load(str(DEMO), draft_vocab=0, settings=False)
+    before = dict(model.parameters())
+    measured = tune.tune(model, tokenizer, DEMO, {"a": mx.array([5, 6, 7])}, max_tokens=6, repeat=2)
+    assert arrays_equal(model.parameters(), before)
+    assert model.draft_head is None
+    assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
+    assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]
+    assert len(measured) >= 11
+    assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
+    assert measured[0].ratios == [1.0, 1.0]
+    assert all(m.low <= statistics.median(m.ratios) <= m.high for m in measured)
+    assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
+    lines = tune.show(measured).splitlines()
+    assert all(line.startswith(str(m.settings)) for line, m in zip(lines[1:], measured))
+    assert lines[-1] == f"Recommended: {recommend(measured).settings}"
+
+
+def run(monkeypatch, *argv) -> None:
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.benchmark", *map(str, argv)])
+    benchmark.main()
+
+
+@pytest.mark.parametrize("best", [OFF, Settings("auto", draft_vocab=512, seconds={0: 0.1, 1: 0.2})], ids=str)
+def test_the_command_writes_what_it_recommends(monkeypatch, capsys, tmp_path, best):
+    monkeypatch.setattr(tune, "tune", lambda *args, **kwargs: [Measured(OFF, [1.0, 1.0]), Measured(best, [1.1, 1.2])])
+    file = tmp_path / "new" / "s.json"
+    run(monkeypatch, "--tune", "--settings", file, "--json", tmp_path / "m.json")
+    out = capsys.readouterr().out
+    assert str(file) in out
+    assert settings.read(file) == (settings.key_of(DEMO), best)
+    assert mlx_mtp.load(str(DEMO), settings=file)[0].tuned == best
+    assert [m["ratios"] for m in json.loads((tmp_path / "m.json").read_text())] == [[1.0, 1.0], [1.1, 1.2]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--synthetic", "4b-4bit"], "leave out --synthetic"),
+        (["--compare-depths"], "leave out --compare-depths"),
+        (["--draft-vocab", "0"], "leave out --draft-vocab"),
+        (["--settings", "off"], "leave out --settings off"),
+        (["--repeat", "1"], "--repeat 2 or more"),
+    ],
+)
+def test_flags_that_do_not_go_with_it(monkeypatch, capsys, argv, message):
+    with pytest.raises(SystemExit) as e:
+        run(monkeypatch, "--tune", *argv)
+    assert e.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
