@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from test_recipes import ARCHITECTURES
 
 from mlx_mtp import arms, benchmark, plot, prompts
 from mlx_mtp.benchmark import AUTO, OVERALL, Parts, measure, show
@@ -116,6 +117,8 @@ def test_figures_agree_with_each_other_and_overall_is_the_sum():
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
     assert len(report.parts.verify) == 9
+    assert report.parts.exact.keys() == {2, 9}
+    assert min(report.parts.exact.values()) > 0
     for k in DEPTHS:
         a, b, overall = (r for r in report.results if r.num_draft_tokens == k)
         width = len(overall.drafted)
@@ -139,6 +142,14 @@ def test_a_token_that_differs_is_reported(monkeypatch):
 
 
 # Synthetic models
+
+
+@pytest.mark.parametrize(("name", "model"), [("4b-4bit", "4B"), ("27b-4bit", "27B"), ("35b-a3b-4bit", "35B-A3B")])
+def test_shapes_are_those_of_the_published_models(name, model):
+    family, text = ARCHITECTURES[model]
+    shape = SHAPES[name]
+    assert shape["model_type"] == family
+    assert {key: shape[key] for key in text} == text
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -204,6 +215,8 @@ def test_the_command_prints_and_writes_what_it_measured(monkeypatch, capsys, tmp
     out = capsys.readouterr().out
     assert "Acceptance was SET to 0.9, not measured" in out
     report = json.loads(file.read_text())
+    exact, one = report["parts"]["exact"], report["parts"]["verify"][0]
+    assert f"With --exact, of the plain pass over 1: 2: {exact['2'] / one:.2f}, 9: {exact['9'] / one:.2f}\n" in out
     assert report["acceptance_was_set"] == 0.9
     assert [(r["num_draft_tokens"], r["prompt_tokens"]) for r in report["results"]] == [
         (k, 40) for k in (AUTO, AUTO, 1, 1, 2, 2)
@@ -211,6 +224,28 @@ def test_the_command_prints_and_writes_what_it_measured(monkeypatch, capsys, tmp
     for r in report["results"]:
         assert f"{r['mtp_tps']:.1f}" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_several_lengths_are_measured_and_a_table_says_what_grows(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
+    run(
+        monkeypatch,
+        *("--synthetic", "4b-4bit", "--repeat", 1, "-m", 8, "--compare-depths", 1, "--json", tmp_path / "b.json"),
+        *("--context", 20, 50),
+    )
+    reports = json.loads((tmp_path / "b.json").read_text())
+    assert [{r["prompt_tokens"] for r in report["results"]} for report in reports] == [{20}, {50}]
+    lines = capsys.readouterr().out.splitlines()
+    assert "no more than 1.250 of plain" in lines[-7]  # four layers
+    firsts, rows = {}, [line.split() for line in lines[-4:]]
+    assert [row[:2] for row in rows] == [["20", "auto"], ["50", "auto"], ["20", "1"], ["50", "1"]]
+    for i, row in enumerate(rows):
+        r = next(r for r in reports[i % 2]["results"] if (r["prompt"], str(r["num_draft_tokens"])) == (OVERALL, row[1]))
+        first = firsts.setdefault(row[1], r)
+        plain, mtp = (first[speed] / r[speed] for speed in ("plain_tps", "mtp_tps"))
+        assert row[2:4] == [f"{1e3 / r['plain_tps']:.2f}", f"{1e3 / r['mtp_tps']:.2f}"]
+        assert row[4:6] == [f"{plain:.2f}", f"{mtp:.2f}"]
+        assert row[9] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
 
 
 def test_prompts_of_ones_own(monkeypatch, capsys, tmp_path):
@@ -233,7 +268,9 @@ def test_prompts_of_ones_own(monkeypatch, capsys, tmp_path):
         (["--plot", "x.pgn", "--compare-depths"], "x.pgn is no image"),
         (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
-        (["--context", "-5"], "not -5"),
+        (["--context", "9", "-5"], "not -5"),
+        (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot is of one length"),
+        (["--context", "9", "10", "--tune"], "--tune is of one length"),
         (["-m", "1"], "2 or more, not 1"),
         (["--repeat", "0"], "1 or more, not 0"),
         (["--model", "/no/such/model"], "/no/such/model"),

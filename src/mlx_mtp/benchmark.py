@@ -46,6 +46,7 @@ class Parts:
     verify: list[float]  # V(1), V(2), ...: a backbone pass over n tokens in an open window
     head: float  # D: a pass of the head over one token, its output layer and argmax included
     rollback: list[float]  # going back to 1, 2, ... of the longest window's tokens
+    exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and over the most
 
     def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
         """Of the passes that yielded so many tokens."""
@@ -111,6 +112,7 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
 
     windows = [mx.repeat(prompt[None, -1:], n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
     verify: list[list[float]] = [[] for _ in windows]
+    exact: dict[int, list[float]] = {2: [], len(windows): []}
     rollback: list[list[float]] = [[] for _ in windows[1:]]
 
     def timed(call):
@@ -118,8 +120,8 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         call()
         return time.perf_counter() - tic
 
-    def forward(window):
-        mx.eval(model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1))
+    def forward(window, exact=False):
+        mx.eval(model(window, cache=prompt_cache, return_hidden=True, n_confirmed=1, exact=exact))
 
     def back(n):
         nonlocal offset
@@ -135,6 +137,9 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         for window, seconds in zip(windows, verify):
             seconds += [timed(lambda window=window: forward(window))][: i > 0]
             back(1)
+        for n, seconds in exact.items():
+            seconds += [timed(lambda n=n: forward(windows[n - 1], exact=True))][: i > 0]
+            back(1)
     for n, seconds in enumerate(rollback, 1):
         for _ in range(min(5, len(verify[0]))):
             forward(windows[-1])
@@ -149,7 +154,12 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         head_seconds.append(timed(head))
         head_cache.trim(1)
     median = statistics.median
-    return Parts([median(s) for s in verify], median(head_seconds[1:]), [median(s) for s in rollback])
+    return Parts(
+        [median(s) for s in verify],
+        median(head_seconds[1:]),
+        [median(s) for s in rollback],
+        {n: median(s) for n, s in exact.items()},
+    )
 
 
 def measure(
@@ -277,6 +287,7 @@ def show(report: Report) -> str:
     """The report as lines for people."""
     parts, one = report.parts, report.parts.verify[0]
     passes = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
+    exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
     back = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     lines = [f"{report.model} on {report.device}; {versions}"]
@@ -290,6 +301,7 @@ def show(report: Report) -> str:
         "",
         f"Verify pass over 1 token: {one * 1e3:.2f} ms; the head: {parts.head / one:.3f} of it",
         f"Verify pass over n tokens, of that over 1: {passes}",
+        f"With --exact, of the plain pass over 1: {exact}",
         f"Going back to n of {len(parts.verify)} tokens, of the pass over all: {back}",
         "",
         "  ".join(name for name, _ in COLUMNS),
@@ -298,6 +310,36 @@ def show(report: Report) -> str:
         for r in report.of(name):
             lines.append("  ".join(f"{column(r):>{len(title)}}" for title, column in COLUMNS).rstrip())
     return "\n".join(lines)
+
+
+def show_growth(reports: Sequence[Report], n_layers: int) -> str:
+    """How time grows with the context, as lines for people: that of a token, and that to the first."""
+    titles = ["tokens", "drafts", "ms a token", "of the first", "ratio", "first token, s", "ratio"]
+    n_prompts = len({r.prompt for r in reports[0].results}) - 1
+    rows = []
+    for first, *others in zip(*(r.of(OVERALL) for r in reports)):
+        for r in (first, *others):
+            rows.append(
+                [
+                    str(r.prompt_tokens // n_prompts),
+                    str(r.num_draft_tokens),
+                    f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}",
+                    f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}",
+                    f"{r.ratio:.2f}",
+                    f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}",
+                    f"{r.mtp_first_token / r.plain_first_token:.3f}",
+                ]
+            )
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in [titles, *rows]]
+    return "\n".join(
+        [
+            "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
+            f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
+            "",
+            *lines,
+        ]
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -326,7 +368,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="A text file of prompts, parted by lines of three dashes (default: nine kinds of request; "
         "for the demo, beginnings of Python files).",
     )
-    parser.add_argument("--context", type=int, default=0, metavar="N", help="Lengthen each prompt to about N tokens.")
+    parser.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="Lengthen each prompt to about N tokens. With several lengths each is measured, and a table says what grows.",
+    )
     parser.add_argument(
         "--tune",
         action="store_true",
@@ -351,6 +400,7 @@ def run(args: argparse.Namespace) -> None:
         run_tune(args)
         return
     name, acceptance = args.model or "demo", None
+    every: list[dict[str, mx.array]]  # the prompts, for each length
     if args.synthetic:
         name, acceptance = f"synthetic {args.synthetic}", 0.8 if args.acceptance is None else args.acceptance
         model, script = synthetic_model(
@@ -360,32 +410,37 @@ def run(args: argparse.Namespace) -> None:
             mtp_bits=args.mtp_bits,
             draft_head_bits=args.draft_head_bits,
         )
-        tokens = {"synthetic": mx.array([script.token(i) for i in range(args.context or 128)])}
+        every = [{"synthetic": mx.array([script.token(i) for i in range(n or 128)])} for n in args.context]
     else:
         model, tokenizer = load(args.model or str(DEMO), **draft_head.options(args))
-        tokens = encoded_prompts(args, tokenizer)
-    report = measure(
-        model,
-        tokens,
-        (AUTO, *range(1, (args.compare_depths or 0) + 1)),
-        max_tokens=args.max_tokens,
-        repeat=args.repeat,
-        name=name,
-        acceptance_was_set=acceptance,
-    )
-    print(show(report))
+        every = [encoded_prompts(args, tokenizer, n) for n in args.context]
+    reports = []
+    for tokens in every:
+        report = measure(
+            model,
+            tokens,
+            (AUTO, *range(1, (args.compare_depths or 0) + 1)),
+            max_tokens=args.max_tokens,
+            repeat=args.repeat,
+            name=name,
+            acceptance_was_set=acceptance,
+        )
+        print(show(report), end="\n\n" if len(every) > 1 else "\n")
+        reports.append(report)
+    if len(reports) > 1:
+        print(show_growth(reports, len(model.layers)))
     if args.json:
-        write_json(args.json, asdict(report))
+        write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
-        plot.draw(report).savefig(args.plot, dpi=150)
+        plot.draw(reports[0]).savefig(args.plot, dpi=150)
 
 
-def encoded_prompts(args: argparse.Namespace, tokenizer) -> dict[str, mx.array]:
+def encoded_prompts(args: argparse.Namespace, tokenizer, context: int) -> dict[str, mx.array]:
     if args.prompts:
         texts = prompts.read_prompts(args.prompts)
     else:
         texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
-    return {name: prompts.encode(tokenizer, text, args.context) for name, text in texts.items()}
+    return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}
 
 
 def run_tune(args: argparse.Namespace) -> None:
@@ -395,7 +450,7 @@ def run_tune(args: argparse.Namespace) -> None:
     file = settings.default_file(key) if args.settings is True else Path(args.settings)
     settings.check_writable(file)
     model, tokenizer = load(name, draft_vocab=0, settings=False)
-    tokens = encoded_prompts(args, tokenizer)
+    tokens = encoded_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(tune.show(measured))
     settings.write(file, key, name, tune.recommend(measured).settings)
@@ -431,8 +486,10 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--acceptance must be a probability, from 0 to 1, not {args.acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
-    if args.context < 0:
-        raise ValueError(f"--context must be a number of tokens, not {args.context}.")
+    if min(args.context) < 0:
+        raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
+    if len(args.context) > 1 and (args.tune or args.plot):
+        raise ValueError(f"{'--tune' if args.tune else '--plot'} is of one length: give --context one number.")
     for file in (args.json, args.plot):
         if file and not file.parent.is_dir():
             raise FileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")

@@ -61,7 +61,7 @@ def encode(tokenizer, text: str, context: int = 0) -> mx.array:
         context (int): Put so much of this package's source before the text that there are about so many tokens.
     """
     if (n := context - len(_encode(tokenizer, text))) > 0:
-        source = tokenizer.encode(_source(), add_special_tokens=False)
+        source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # it is cut below
         text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
     return mx.array(_encode(tokenizer, text))
 
