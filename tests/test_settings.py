@@ -18,7 +18,7 @@ from mlx_mtp.settings import Settings
 from mlx_mtp.speculative import auto_depth
 
 PROMPT = "def read(path):"
-TUNED = Settings("auto", 8, 4, 1024, {0: 0.01, 1: 0.012, 3: 0.02})
+TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
 
 
 @pytest.fixture
@@ -78,6 +78,14 @@ def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
             assert len(last.drafted) == drafted
 
 
+def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
+    tuned_demo(Settings(2, draft_p_min=1.0))
+    model, tokenizer = mlx_mtp.load(str(DEMO))
+    for given, drafts in ((None, False), (0.0, True)):
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, draft_p_min=given)
+        assert (last.drafted != ()) == drafts
+
+
 @pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
 def test_an_argument_wins(tuned_demo, argument):
     tuned_demo(TUNED)
@@ -119,6 +127,7 @@ DAMAGED = [
     '{"key": {}, "settings": {"num_draft_tokens": null}}',
     '{"key": {}, "settings": {"seconds": {"0": 0}}}',
     '{"key": {}, "settings": {"seconds": [1]}}',
+    '{"key": {}, "settings": {"draft_p_min": "high"}}',
     '{"key": 5, "settings": {}}',
 ]
 
@@ -146,6 +155,7 @@ def test_settings_without_the_head_have_no_meaning(tmp_path):
         ([], "off"),
         (["--num-draft-tokens", 2], "--num-draft-tokens 2"),
         (["--num-draft-tokens", "auto"], "off"),
+        (["--num-draft-tokens", 2, "--draft-p-min", 0.1], "--num-draft-tokens 2 --draft-p-min 0.1"),
         (["--settings", "off"], None),
         (["--mtp-bits", 8], None),
         (["--check"], None),

@@ -451,3 +451,21 @@ def test_a_depth_goes_on_with_what_it_saw_in_an_earlier_generation():
         counts = DraftCounts()
         assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=depth, counts=counts) == truth[:40]
         assert (depth.times.n_drafting > sum(counts.drafted[:1])) == seen
+
+
+def test_what_the_head_was_unsure_of_counts_as_asked_for_and_fallen():
+    model = model_of("qwen3_5")
+    seen = []
+
+    class Watched(Depth):
+        def next(self):
+            return 3
+
+        def observe(self, k, n_accepted, seconds):
+            seen.append((k, n_accepted, seconds))
+
+    counts = DraftCounts()
+    mtp(PROMPT, model, max_tokens=40, num_draft_tokens=Watched(3), draft_p_min=1.0, counts=counts)
+    assert counts.drafted == []
+    assert len(seen) > 30
+    assert all(k == 3 and n == 0 and seconds is None for k, n, seconds in seen[:-3])

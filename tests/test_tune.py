@@ -56,19 +56,20 @@ def test_forms_that_gained_alone_are_tried_together():
 
     one = [of(1.2, mtp_bits=8), of(1.3, mtp_bits=4), of(1.05, draft_vocab=9)]
     assert together(base, one) == []
-    assert together(base, [*one, of(1.15, draft_head_bits=8)]) == [Settings(2, mtp_bits=4, draft_head_bits=8)]
+    assert together(base, [*one, of(1.15, draft_p_min=0.3)]) == [Settings(2, mtp_bits=4, draft_p_min=0.3)]
 
 
 def test_only_forms_that_are_cheaper_than_the_models_own(tmp_path):
     model = tiny_model("qwen3_5", vocab_size=64)
     vocab = Settings(draft_vocab=16)
     bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
-    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab]
+    surer = [Settings(draft_p_min=0.3), Settings(draft_p_min=0.6)]
+    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab, *surer]
     nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
-    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=4), vocab]
+    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=4), vocab, *surer]
     nn.quantize(model.mtp, 64, 4)
     (tmp_path / LIST_FILE).write_text("{}")
-    assert cheaper(model, tmp_path) == [Settings(draft_head_bits=4)]
+    assert cheaper(model, tmp_path) == [Settings(draft_head_bits=4), *surer]
 
 
 def test_the_model_is_as_it_was_and_all_was_measured():

@@ -24,14 +24,17 @@ class Generation:
     counts: DraftCounts
 
 
-def generate(model, prompt: mx.array, max_tokens: int, arm: Arm | Depth) -> Generation:
+def generate(
+    model, prompt: mx.array, max_tokens: int, arm: Arm | Depth, draft_p_min: float | None = None
+) -> Generation:
     """One run of one arm."""
     counts = DraftCounts()
     steps: Any
     if arm == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)
     else:
-        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, num_draft_tokens=arm, counts=counts)  # type: ignore[arg-type]
+        options: Any = {"num_draft_tokens": arm, "draft_p_min": draft_p_min}
+        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, counts=counts, **options)
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens: list[int] = []

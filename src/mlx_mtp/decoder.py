@@ -55,6 +55,7 @@ class Decoder:
         self.window: Any = None
         self.hidden: Any = None
         self.drafts = self.seen
+        self.n_asked = 0  # drafts that were asked for; the head may have been unsure of the last ones
         self.records: list[Any] = []
         # Positions that the head has not seen: hidden states [1, t, H], and the tokens [t] after them.
         self.unseen: list[tuple[mx.array, mx.array]] = []
@@ -137,7 +138,7 @@ class Decoder:
         """
         n = len(choices)
         self.unseen.append((self.hidden[:, :n], choices))
-        self.drafts, self.records = self.seen[:0], []
+        self.drafts, self.records, self.n_asked = self.seen[:0], [], k
         if k == 0:
             if len(self.unseen) == MAX_UNSEEN:
                 mx.async_eval(self._catch_up())

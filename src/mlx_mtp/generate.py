@@ -56,7 +56,7 @@ def stream_generate(
     *,
     mtp: bool = True,
     num_draft_tokens: NumDraftTokens = "auto",
-    draft_p_min: float = 0.0,
+    draft_p_min: float | None = None,
     exact: bool = False,
     **kwargs,
 ) -> Generator[GenerationResponse, None, None]:
@@ -72,7 +72,8 @@ def stream_generate(
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
         num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
           every step for speed.
-        draft_p_min (float): Stop drafting where the head gives no token this probability. Default: ``0.0``.
+        draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
+          is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
           Default: ``False``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
@@ -81,7 +82,7 @@ def stream_generate(
         GenerationResponse: mlx-lm's, with the drafts made and accepted.
     """
     if not mtp:
-        if exact or draft_p_min > 0:
+        if exact or draft_p_min:
             raise ValueError("exact and draft_p_min are of MTP: leave them out, or draft with the MTP head.")
         if draft_model is not None and num_draft_tokens != "auto":
             kwargs["num_draft_tokens"] = num_draft_tokens
@@ -208,8 +209,7 @@ def make_parser():
     parser.add_argument(
         "--draft-p-min",
         type=float,
-        default=0.0,
-        help="Stop drafting where the head gives no token this probability (default: 0.0).",
+        help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
     )
     parser.add_argument(
         "--exact",
@@ -277,6 +277,8 @@ def run(args) -> None:
         used = model.tuned
         if args.num_draft_tokens != "auto":
             used = replace(used, num_draft_tokens=args.num_draft_tokens)
+        if args.draft_p_min is not None:
+            used = replace(used, draft_p_min=args.draft_p_min)
         print(f"Settings that --tune has found best here: {used} (--settings off does without)", file=sys.stderr)
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)

@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of ``mlx_mtp.load``, and what ``num_draft_tokens="auto"`` then is."""
+    """Arguments of ``mlx_mtp.load``, and what ``num_draft_tokens="auto"`` and ``draft_p_min=None`` then are."""
 
     num_draft_tokens: int | Literal["auto"] = "auto"  # 0 is plain decoding
     mtp_bits: int | None = None
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
+    draft_p_min: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)  # of a step, by depth: with what auto begins
 
     def __str__(self) -> str:
@@ -40,6 +41,8 @@ class Settings:
         for name in ("mtp_bits", "draft_head_bits", "draft_vocab"):
             if (value := getattr(self, name)) is not None:
                 words.append(f"--{name.replace('_', '-')} {value}")
+        if self.draft_p_min > 0:
+            words.append(f"--draft-p-min {self.draft_p_min}")
         return " ".join(words)
 
 
@@ -111,6 +114,8 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         seconds = {int(k): float(t) for k, t in settings.seconds.items()}
         numbers = [settings.mtp_bits, settings.draft_head_bits, settings.draft_vocab]
         if not all(n is None or type(n) is int for n in numbers) or not all(t > 0 for t in seconds.values()):
+            raise ValueError
+        if not 0 <= settings.draft_p_min <= 1:
             raise ValueError
         if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
             raise ValueError

@@ -67,7 +67,7 @@ def mtp_generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: NumDraftTokens = "auto",
-    draft_p_min: float = 0.0,
+    draft_p_min: float | None = None,
     exact: bool = False,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -93,8 +93,8 @@ def mtp_generate_step(
         num_draft_tokens (Union[int, str, Depth]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``,
           chosen at every step for speed, see ``mlx_mtp.depth``, or what the settings that ``load`` has found say. A ``Depth``
           chooses by what it saw in earlier generations, too, and goes on learning.
-        draft_p_min (float): Stop drafting where the head gives no token this probability, at the price of one more
-          synchronization a step. Default: ``0.0``.
+        draft_p_min (float, optional): Stop drafting where the head gives no token this probability, at the price of one more
+          synchronization a step. Default: ``None``, which is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
           logits are nearly equal; ``models/exact.py`` says how, and at what price. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
@@ -130,6 +130,8 @@ def mtp_generate_step(
         num_draft_tokens = auto_depth(model)
     if isinstance(num_draft_tokens, int) and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if draft_p_min is None:
+        draft_p_min = 0.0 if model.tuned is None else model.tuned.draft_p_min
     if not 0 <= draft_p_min <= 1:
         raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
     if max_kv_size is not None:
@@ -150,20 +152,21 @@ def mtp_generate_step(
     depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else Depth(MAX_DRAFT_TOKENS)
     last_time: float | None = None
 
-    def observe(k, n, clear):
+    def observe(asked, k, n, clear):
         """Of k drafts n stand, as is known now; ``clear``: and since the last time, the device did this step alone."""
         nonlocal last_time
         counts.add(k, n)
         now = perf_counter()
         if last_time is not None:
-            depth.observe(k, n, now - last_time if clear else None)
+            # What the head was too unsure of has fallen, at the price of drafting it.
+            depth.observe(asked, n, now - last_time if clear else None)
         last_time = now
 
     def embeddings(i, j=None):
         return None if input_embeddings is None else input_embeddings[i:j]
 
     with mx.stream(stream):
-        n_yielded = n_drafted = 0
+        n_yielded = n_drafted = n_asked = 0
         standing = 1  # tokens of the open window that stand if generation stops now
         try:
             prompt = prompt.astype(mx.uint32)
@@ -198,8 +201,9 @@ def mtp_generate_step(
                     else:
                         mx.async_eval(tokens)  # apart from the next pass, which they would else be waited for with
                 n_before, n_drafted = n_drafted, k
+                asked_before, n_asked = n_asked, decoder.n_asked
                 if n_drafted > 0:
-                    observe(n_drafted, n, n_before > 0)
+                    observe(n_asked, n_drafted, n, n_before > 0)
 
                 k = num_draft_tokens if isinstance(num_draft_tokens, int) else depth.next()
                 if max_tokens > 0:
@@ -226,7 +230,7 @@ def mtp_generate_step(
                 decoder.see(chosen[: n + 1])
                 if n_drafted == 0:  # known only now, while the device is at the next token
                     # But where steps change from plain to drafting or back, more or less than this pass may be behind it.
-                    observe(0, 0, n_before == 0 and len(decoder.drafts) == 0)
+                    observe(n_asked, 0, 0, asked_before == n_asked == decoder.n_asked == 0)
                 n_yielded, standing = n_yielded + 1, 1
                 yield chosen[n], logprobs[n], False
                 if n_yielded % 256 == 0:

@@ -24,6 +24,7 @@ OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 BITS = (8, 4)
 ROWS = 32768  # of a draft vocabulary
+P_MIN = (0.3, 0.6)
 FIXED_GAIN = 0.05  # that a fixed depth must have over auto, which alone follows a text of another kind
 
 
@@ -68,7 +69,7 @@ def recommend(measured: Sequence[Measured]) -> Measured:
 
 
 def cheaper(model, path: Path) -> list[Settings]:
-    """Each form of the drafts that is cheaper than the model's own; ``path`` is the checkpoint's folder."""
+    """Each form of the drafts that is cheaper than the model's own, and fewer; ``path`` is the checkpoint's folder."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in BITS]
@@ -76,16 +77,16 @@ def cheaper(model, path: Path) -> list[Settings]:
     forms += [Settings(draft_head_bits=bits) for bits in BITS if bits < getattr(layer, "bits", 16)]
     if not (path / LIST_FILE).exists():  # which is the user's own choice
         forms.append(Settings(draft_vocab=min(ROWS, layer.weight.shape[0] // 4)))
-    return forms
+    return forms + [Settings(draft_p_min=p) for p in P_MIN]
 
 
 def together(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
     """The fastest form of each kind, together, where two or more kinds have one that beats ``base``."""
     best: dict[str, Measured] = {}
     for m in measured:
-        for name in ("mtp_bits", "draft_head_bits", "draft_vocab"):
+        for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min"):
             faster = beats(m, base) and (name not in best or m.ratio > best[name].ratio)
-            if getattr(m.settings, name) is not None and faster:
+            if getattr(m.settings, name) and faster:
                 best[name] = m
     values = {name: getattr(m.settings, name) for name, m in best.items()}
     return [replace(base.settings, seconds={}, **values)] if len(values) > 1 else []
@@ -131,9 +132,9 @@ def tune(
         def run(arm: int, tokens: mx.array, n: int) -> Generation:
             k = arms[arm].num_draft_tokens
             if k != "auto":
-                return generate(model, tokens, n, k or PLAIN)
+                return generate(model, tokens, n, k or PLAIN, arms[arm].draft_p_min)
             depth = Depth(MAX_DRAFT_TOKENS, times[arm])
-            generation = generate(model, tokens, n, depth)
+            generation = generate(model, tokens, n, depth, arms[arm].draft_p_min)
             times[arm] = depth.times.seconds
             return generation
 
