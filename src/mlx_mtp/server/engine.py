@@ -19,7 +19,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from .. import draft_head, sampling
 from ..depth import Depth
 from ..load import load
-from ..speculative import MAX_DRAFT_TOKENS, DraftCounts
+from ..speculative import DraftCounts, auto_depth
 from .batch import Event, Progress, Scheduler, Sequence, Token
 from .metrics import Metrics
 
@@ -129,7 +129,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.jobs: dict[Sequence, Job] = {}
         self.scheduler: Scheduler
         self.scheduled_model: stock.ModelDescription | None = None  # that of the scheduler
-        self.depth = Depth(MAX_DRAFT_TOKENS)
+        self.depth: int | Depth = 0  # what "auto" is, for all requests to the model
         self.is_exclusive = False  # the one job is to remain alone
         self.loaded: Future[None] = Future()  # the default model; or why not
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
@@ -251,7 +251,9 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception as e:
             logging.exception("A model could not be loaded.")
             raise ApiError(404, f"The model could not be loaded: {e}", param="model", code="model_not_found") from e
-        self.scheduled_model, self.depth = model, Depth(MAX_DRAFT_TOKENS)
+        self.scheduled_model = model
+        if self.cli_args.mtp:
+            self.depth = auto_depth(self.model_provider.model)
         self._open_scheduler()
 
     def _open_scheduler(self) -> None:
