@@ -33,10 +33,10 @@ AT_ONCE = 8
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 
 
-def random_request(rng: random.Random, source: dict[str, str]) -> dict:
+def random_request(rng: random.Random, source: dict[str, str], longest: int = 2000) -> dict:
     text = source[rng.choice(MODULES)]
     start = rng.randrange(len(text) - 3000)
-    body = {"prompt": text[start : start + rng.randint(1, 2000)], "max_tokens": rng.choice([1, 2, 5, 20, 60, 120])}
+    body = {"prompt": text[start : start + rng.randint(1, longest)], "max_tokens": rng.choice([1, 2, 5, 20, 60, 120])}
     if rng.random() < 0.4:
         body |= {"temperature": rng.choice([0.3, 0.7, 1.5]), "top_p": rng.choice([0.8, 1.0])}
         if rng.random() < 0.2:
@@ -148,7 +148,7 @@ def main() -> None:
         if args.soak:
             seen = [resources(server)]
             for part in range(10):
-                soak = [random_request(rng, source) for _ in range(args.soak // 10)]
+                soak = [random_request(rng, source, 200) for _ in range(args.soak // 10)]
                 wrong += run(server, soak, rng, {}, f"soak {part + 1} of 10")
                 server.until_idle()
                 seen.append(resources(server))
