@@ -12,6 +12,7 @@ import http.client
 import inspect
 import json
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -161,7 +162,7 @@ def main() -> None:
         wrong += "Traceback" in log.read_text()
         if wrong:
             print(f"the server's log: {log}")
-        print(f"exit status of the server: {server.stop()}")
+        print(f"exit status of the server: {server.stop(signal.SIGTERM)}")
     sys.exit(bool(wrong or leaks))
 
 
