@@ -107,7 +107,7 @@ class Decoder:
 
     def verify(self, token: mx.array) -> mx.array:
         """Open a window: the confirmed token [1] and the k drafts -> logits [1, k + 1, V]"""
-        return self._verify(mx.concatenate([token, self.drafts]))
+        return self._verify(mx.concatenate([token, self.drafts]) if len(self.drafts) > 0 else token)
 
     def _verify(self, tokens, embeddings=None):
         self._quantize()

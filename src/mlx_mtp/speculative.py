@@ -212,7 +212,8 @@ def mtp_generate_step(
                     # mlx-lm quantizes between two tokens: no window may cross the start.
                     k = min(k, quantized_kv_start - decoder.n_cached - n - 2)
                 decoder.draft(tokens[: n + 1], k)
-                mx.async_eval(decoder.drafts)
+                if k > 0:
+                    mx.async_eval(decoder.drafts)
                 chosen: Any
                 if n > 0 and not in_order:
                     chosen = tokens.tolist()
