@@ -153,7 +153,7 @@ class Depth:
 
     FIRST = (0, 0, 0, 1, 1)
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
-    PROBING = 0.004
+    PROBING = 0.005
     ADVANCE = 2.0  # plain steps more: what the first drafts say is not yet the text
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
