@@ -15,7 +15,7 @@ from .cache import first_row, n_tokens, rollback, undone_on_failure
 from .draft_head import draft_logits
 from .processors import for_drafts
 
-MAX_UNSEEN = 256  # positions that steps without drafts leave to the head for later
+MAX_UNSEEN = 512  # positions that steps without drafts leave to the head for later
 
 
 class Decoder:

@@ -143,8 +143,9 @@ class Depth:
     """Chooses the depth of every step of a generation.
 
     It begins plain, unless times are known from before, drafts one token twice, and from then on takes the best depth by its
-    estimates. Where that is 0, one token is drafted now and then to see whether the text has changed, at a loss of at most
-    ``PROBING`` of the time and ``ADVANCE``; never where even drafts that all stand would not pay.
+    estimates. Where that is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
+    drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``; never where
+    even drafts that all stand would not pay.
 
     Args:
         most (int): The greatest depth.
@@ -153,8 +154,8 @@ class Depth:
 
     FIRST = (0, 0, 0, 1, 1)
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
-    PROBING = 0.005
-    ADVANCE = 2.0  # plain steps more: what the first drafts say is not yet the text
+    PROBING = 0.02
+    ADVANCE = 1.2  # plain steps more: what the first drafts say is not yet the text
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
@@ -182,7 +183,7 @@ class Depth:
                 return list(self.PLAIN)
             return [min(best, max(self.times.tried) + self.DEEPER)]
         if (
-            self.lost < self.PROBING * self.elapsed + self.ADVANCE * plain
+            self.lost < self.PROBING * acceptance[0] * self.elapsed + self.ADVANCE * plain
             and best_depth([1.0] * self.most, seconds) > 0
         ):
             return [1]
