@@ -23,28 +23,30 @@ from mlx_lm.generate import generate_step, generation_stream
 from tqdm import tqdm
 
 import mlx_mtp
+from mlx_mtp.arms import AUTO, PLAIN, Arm, in_turn
 from mlx_mtp.benchmark import PROMPTS
 from mlx_mtp.load import DEMO
 
-PLAIN, AGAIN, AUTO = "plain", "plain again", "auto"
-ARMS = (PLAIN, AGAIN, AUTO, 1, 2, 3, 4)
+AGAIN = "plain again"
+FIXED = (PLAIN, 1, 2, 3, 4)
+ARMS = (*FIXED, AGAIN, AUTO)
 TURN = 64  # tokens
 
 
-def start(arm: str | int, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
+def start(arm: Arm, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
     if arm in (PLAIN, AGAIN):
         return generate_step(mx.array(prompt), model, **options)
     return mlx_mtp.mtp_generate_step(mx.array(prompt), model, num_draft_tokens=arm, **options)
 
 
-def seconds(arms: tuple, model: nn.Module, prompt: list[int], options: dict) -> dict:
+def seconds(model: nn.Module, prompt: list[int], options: dict) -> dict[Arm, float]:
     """Of all tokens but the first, by arm."""
-    running = {arm: start(arm, model, prompt, options) for arm in arms}
+    running = {arm: start(arm, model, prompt, options) for arm in ARMS}
     for steps in running.values():
         next(steps)
-    total = dict.fromkeys(arms, 0.0)
+    total = dict.fromkeys(ARMS, 0.0)
     for i in range(-(-options["max_tokens"] // TURN)):
-        for arm in arms[i % len(arms) :] + arms[: i % len(arms)]:
+        for arm in in_turn(ARMS, i):
             mx.synchronize(generation_stream)
             began = time.perf_counter()
             for _ in islice(running[arm], TURN):
@@ -92,12 +94,12 @@ def main() -> None:
         if args.only and args.only not in name:
             continue
         options = dict(max_tokens=args.max_tokens, sampler=sampler)
-        seconds(ARMS, model, prompt, options | {"max_tokens": TURN})
+        seconds(model, prompt, options | {"max_tokens": TURN})
         rounds = []
         for i in tqdm(range(args.repeat), desc=name, disable=None, leave=False):
             mx.random.seed(i)
-            rounds.append(seconds(ARMS, model, prompt, options))
-        best = min((PLAIN, 1, 2, 3, 4), key=lambda arm: statistics.median(r[arm] for r in rounds))
+            rounds.append(seconds(model, prompt, options))
+        best = min(FIXED, key=lambda arm: statistics.median(r[arm] for r in rounds))
         to_plain, to_best = ([r[arm] / r[AUTO] for r in rounds] for arm in (PLAIN, best))
         again = statistics.median(r[PLAIN] / r[AGAIN] for r in rounds)
         print(
