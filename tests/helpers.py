@@ -148,8 +148,8 @@ class Scripted:
     def __call__(self, *args, **kwargs):
         return self._model(*args, **kwargs)
 
-    def mtp(self, embeddings, hidden, cache):
-        out = self._model.mtp(embeddings, hidden, cache)
+    def mtp(self, embeddings, hidden, cache, last_only=False):
+        out = self._model.mtp(embeddings, hidden, cache, last_only)
         self._rows = cache.offset
         return out
 

@@ -47,6 +47,32 @@ def test_head_logits_and_draft_chain(case):
             logits, out = model.mtp_forward(out, mx.array([[draft]]), head_cache)
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["kv", "quantized kv"])
+@pytest.mark.parametrize("chunk", [2, 5])
+def test_the_last_row_alone(case, chunk, quantized):
+    """It is what it would be if the rows before it had been computed to the end."""
+    model, values, prompts = case
+    for j in prompts:
+        prompt = mx.array(values[f"prompt_{j}"])[None]
+        _, hidden = model(prompt, return_hidden=True)
+        next_tokens = mx.concatenate([prompt[:, 1:], mx.array(values[f"greedy_{j}"][:1])[None]], axis=1)
+        caches = [make_prompt_cache(model)[len(model.layers)] for _ in range(2)]
+        if quantized:
+            caches = [c.to_quantized(group_size=32, bits=8) for c in caches]
+        for i in range(0, prompt.shape[1], chunk):
+            rows = slice(i, i + chunk)
+            embeddings = model.model.embed_tokens(next_tokens[:, rows])
+            out = model.mtp(embeddings, hidden[:, rows], caches[0], last_only=True)
+            assert out.shape == (1, 1, hidden.shape[2])
+            if quantized:
+                want = model.mtp(embeddings, hidden[:, rows], caches[1])[:, -1:]
+                assert float(mx.abs(out - want).max()) <= TOLERANCE
+            else:
+                last = min(i + chunk, prompt.shape[1]) - 1
+                assert difference(model.logits(out)[0, 0], values[f"mtp_logits_{j}"][last]) <= TOLERANCE
+        assert caches[0].offset == prompt.shape[1]
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_greedy_tokens(case, depth):
     model, values, prompts = case

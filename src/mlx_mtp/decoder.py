@@ -67,9 +67,9 @@ class Decoder:
         return self.model(tokens[None], cache=self.prompt_cache, **kwargs)
 
     def _head(self, hidden, tokens, embeddings=None):
-        """hidden [1, T, H] and the tokens [T] after each -> the head's hidden [1, T, H]"""
+        """hidden [1, T, H] and the tokens [T] after each -> the head's hidden for the last, [1, 1, H]"""
         embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
-        return self.model.mtp(embeddings, hidden, self.head_cache)
+        return self.model.mtp(embeddings, hidden, self.head_cache, last_only=True)
 
     def see(self, tokens: list[int]) -> None:
         """Let drafts be chosen from these tokens of the text, too."""
@@ -141,13 +141,14 @@ class Decoder:
         self.drafts, self.records, self.n_asked = self.seen[:0], [], k
         if k == 0:
             if len(self.unseen) == MAX_UNSEEN:
-                mx.async_eval(self._catch_up())
+                self._catch_up()
+                mx.async_eval(self.head_cache.state)
             return
         asked, rolled_back = for_drafts(self.logits_processors)
         tokens = [self.seen, self.window[:1], choices] if asked else []
         drafts: list[mx.array] = []
         sure: list[mx.array] = []
-        out = self._catch_up()[:, -1:]  # [1, 1, H]
+        out = self._catch_up()  # [1, 1, H]
         for i in range(k):
             if i > 0:
                 out = self._head(out, drafts[-1])
@@ -169,7 +170,7 @@ class Decoder:
             self.drafts = mx.concatenate(drafts[:n_sure])
 
     def _catch_up(self, n: int | None = None):
-        """Show the head the first n positions that it has not seen, and forget the others -> its hidden [1, n, H]"""
+        """Show the head the first n positions that it has not seen, and forget the others -> its last hidden, [1, 1, H]"""
         hidden = mx.concatenate([h for h, _ in self.unseen], axis=1)
         tokens = mx.concatenate([t for _, t in self.unseen])
         out = self._head(hidden[:, :n], tokens[:n])

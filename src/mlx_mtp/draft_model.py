@@ -112,15 +112,14 @@ class DraftCache(stock._BaseCache):
         if n > 0:
             assert self.hidden is not None
             self.rows.trim(self.rows.offset - self.n_rows)
-            out = self.append(model, self.tokens[:n], self.hidden[:, :n])
-            self.last = out[:, -1:]
+            self.last = self.append(model, self.tokens[:n], self.hidden[:, :n])
             # A copy, since a slice pins the array that it is cut from.
             self.tokens, self.hidden = self.tokens[n:], mx.contiguous(self.hidden[:, n:])
             self.n_rows += n
 
     def append(self, model: Any, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """tokens [N], hidden [1, N, H], each of the token before -> the head's hidden [1, N, H]"""
-        return model.mtp(model.model.embed_tokens(tokens[None]), hidden, self.rows)
+        """tokens [N], hidden [1, N, H], each of the token before -> the head's hidden for the last, [1, 1, H]"""
+        return model.mtp(model.model.embed_tokens(tokens[None]), hidden, self.rows, last_only=True)
 
 
 class DraftModel:

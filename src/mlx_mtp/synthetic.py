@@ -140,8 +140,8 @@ def synthetic_model(
         def mtp(self):
             head = self.language_model.mtp
 
-            def run(embeddings, hidden, cache):
-                out = head(embeddings, hidden, cache)
+            def run(embeddings, hidden, cache, last_only=False):
+                out = head(embeddings, hidden, cache, last_only)
                 script.rows = cache.offset
                 return out
 

@@ -43,21 +43,37 @@ class MTPModule(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, embeddings: mx.array, hidden: mx.array, cache=None) -> mx.array:
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache=None, last_only: bool = False) -> mx.array:
         """
         Args:
             embeddings (mx.array): Of the token after each position, [B, T, H].
             hidden (mx.array): The backbone's at each position, or for a further draft the head's own, [B, T, H].
             cache (KVCache, optional): The head's keys and values.
+            last_only (bool): Return the last row, which is all that a draft takes: of the rows before it the cache gets keys
+              and values, and nothing else is computed. It needs a cache. Default: ``False``.
 
         Returns:
-            mx.array: [B, T, H], after the head's norm.
+            mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
         """
         x = mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
         x = self.fc(x)  # [B, T, H]
-        for layer in self.layers:
-            x = layer(x, mask=create_attention_mask(x, cache), cache=cache)
-        return self.norm(x)
+        (layer,) = self.layers
+        if last_only and x.shape[1] > 1:
+            append_rows(layer, x[:, :-1], cache)
+            x = x[:, -1:]  # [B, 1, H]
+        return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
+
+
+def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
+    """Give the cache the keys and values of x [B, T, H], as mlx-lm's ``Qwen3NextAttention.__call__`` (0.32.2) does."""
+    B, T, _ = x.shape
+    attention = layer.self_attn
+    x = layer.input_layernorm(x)
+    keys, values = (  # [B, T, Hkv, D]
+        p(x).reshape(B, T, attention.num_key_value_heads, -1) for p in (attention.k_proj, attention.v_proj)
+    )
+    keys = attention.rope(attention.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # [B, Hkv, T, D]
+    cache.update_and_fetch(keys, values.transpose(0, 2, 1, 3))
 
 
 class MTPMixin:
