@@ -37,6 +37,8 @@ __all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
 OVERALL = "overall"
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three of them do
+PREFILL_STEP_SIZE = 2048  # mlx-lm's
+WARM_UP = 64  # tokens of a prompt: reading a long one would take minutes, and timing the parts does so
 
 
 @dataclass
@@ -83,6 +85,11 @@ class Result:
         """The part of the drafts that stood, by position."""
         return [a / d for a, d in zip(self.accepted, self.drafted)]
 
+    @property
+    def step_to_plain(self) -> float:
+        """The mean time of a step, whatever it yielded, to that of a token of plain decoding."""
+        return self.tokens_per_step / self.ratio
+
 
 @dataclass
 class Report:
@@ -103,11 +110,12 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
     prompt_cache = caches.make_prompt_cache(model)
     backbone, head_cache = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers)]
-    _, hidden = model(prompt[None], cache=prompt_cache, return_hidden=True)
+    for i in range(0, prompt.size, PREFILL_STEP_SIZE):
+        tokens = prompt[None, i : i + PREFILL_STEP_SIZE]  # [1, T]
+        _, hidden = model(tokens, cache=prompt_cache, return_hidden=True)
+        model.mtp(model.model.embed_tokens(tokens), hidden, head_cache, last_only=True)
+        mx.eval(hidden, [c.state for c in (*backbone, head_cache)])
     hidden = mx.contiguous(hidden[:, -1:])  # [1, 1, H]
-    mx.eval(hidden, [c.state for c in backbone])
-    model.mtp(model.model.embed_tokens(prompt[None]), mx.repeat(hidden, prompt.size, axis=1), head_cache)
-    mx.eval(head_cache.state)
     offset = prompt.size
 
     windows = [mx.repeat(prompt[None, -1:], n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
@@ -195,7 +203,7 @@ def measure(
     with wired_limit(model, [generation_stream]), tqdm(total=n_runs, desc="warming up", disable=None) as bar:  # type: ignore[list-item]
         by_length = sorted(prompts.values(), key=len)
         for arm in arms:
-            generate(model, by_length[0], min(max_tokens, 32), arm)
+            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), arm)
         bar.set_description("timing the parts")
         parts = time_parts(model, by_length[len(by_length) // 2], deepest)
         for i in range(repeat):
@@ -313,8 +321,9 @@ def show(report: Report) -> str:
 
 
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:
-    """How time grows with the context, as lines for people: that of a token, and that to the first."""
-    titles = ["tokens", "drafts", "ms a token", "of the first", "ratio", "first token, s", "ratio"]
+    """How time grows with the context, as lines for people: that of a token, of a step, and that to the first token."""
+    titles = ["tokens", "drafts", "ms a token", "of the first", "ratio", "tokens/step"]
+    titles += ["step/plain", "of the first", "efficiency", "first token, s", "ratio"]
     n_prompts = len({r.prompt for r in reports[0].results}) - 1
     rows = []
     for first, *others in zip(*(r.of(OVERALL) for r in reports)):
@@ -326,6 +335,10 @@ def show_growth(reports: Sequence[Report], n_layers: int) -> str:
                     f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}",
                     f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}",
                     f"{r.ratio:.2f}",
+                    f"{r.tokens_per_step:.2f}",
+                    f"{r.step_to_plain:.2f}",
+                    f"{r.step_to_plain / first.step_to_plain:.2f}",
+                    f"{r.efficiency:.2f}",
                     f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}",
                     f"{r.mtp_first_token / r.plain_first_token:.3f}",
                 ]
@@ -335,6 +348,7 @@ def show_growth(reports: Sequence[Report], n_layers: int) -> str:
     return "\n".join(
         [
             "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
+            "A token's time also goes by how many drafts stand, and so by the text; a step's (step/plain) does not.",
             f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
             "",
             *lines,

@@ -65,9 +65,11 @@ class Acceptance:
 class StepTimes:
     """A running estimate of t(k), in seconds.
 
-    The first step at a depth is not counted: it may have compiled something. Of a later one at most half as much again as
-    expected is believed: it may have been a pause elsewhere. Depths that were not used for a while are taken to lie on the
-    line through the two next to them that were; a deeper step never takes less time. A longer context adds to all.
+    The first step at a depth is not counted: it may have compiled something. Of a later one at most ``PAUSE`` times what
+    was expected is believed: it may have been a pause elsewhere. Where steps take so much less than expected, it was the
+    earlier ones that were slow: all depths are taken to be as much faster, until they are measured anew. Depths that were not
+    used for a while are taken to lie on the line through the two next to them that were; a deeper step never takes less time.
+    A longer context adds to all.
 
     Args:
         n (int): The greatest depth.
@@ -77,6 +79,7 @@ class StepTimes:
 
     FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
     GUESSED_SLOPE = 0.25  # of a plain step, for each draft, before two depths were tried
+    PAUSE = 1.5  # times as long as expected is no step but a pause
     STALE = 100  # steps with drafts
     KNOWN = 4  # steps, for which a time that was measured before counts
 
@@ -88,6 +91,7 @@ class StepTimes:
         self.tried = dict.fromkeys(self.seconds, 0)
         self.n_counted = dict.fromkeys(self.seconds, 0)
         self.last_used = dict.fromkeys(self.seconds, 0)
+        self.n_fast = 0  # steps in a row that took far less than one at the same or a lower depth did
 
     def observe(self, k: int, seconds: float | None) -> None:
         self.n_drafting += k > 0
@@ -98,12 +102,19 @@ class StepTimes:
         self.n_counted[k], self.last_used[k] = n, self.n_drafting
         if self.n_to_scale > 0:
             scale = seconds / self.estimate()[k]
-            if self.n_to_scale == self.KNOWN or scale < 1 / 1.5:  # the first, or that was a pause
-                self.seconds = {other: scale * t for other, t in self.seconds.items()}
+            if self.n_to_scale == self.KNOWN or scale < 1 / self.PAUSE:  # the first, or that was a pause
+                self._scale(scale)
             self.n_to_scale -= 1
+        slowest = max((t for other, t in self.seconds.items() if other <= k), default=seconds)
+        self.n_fast = self.n_fast + 1 if seconds < slowest / self.PAUSE else 0
+        if self.n_fast == 2 or (self.n_fast == 1 and n == 2):
+            # Not after one step alone, which may have begun while the host was late; but the first of two may be what was slow.
+            self._scale(seconds / slowest)
+            self.n_counted = {k: 1}
+            n = 1
         if self.seconds:
-            seconds = min(seconds, 1.5 * self.estimate()[k])
-        if n == 1 or (n == 2 and seconds < self.seconds[k] / 1.5):
+            seconds = min(seconds, self.PAUSE * self.estimate()[k])
+        if n == 1:
             self.seconds[k] = seconds
             return
         surprise = seconds - self.seconds[k]
@@ -111,6 +122,9 @@ class StepTimes:
         if n > 4:
             for other in self.seconds.keys() - {k}:
                 self.seconds[other] += self.FOLLOWS / 2 * surprise
+
+    def _scale(self, scale: float) -> None:
+        self.seconds = {k: scale * t for k, t in self.seconds.items()}
 
     def is_stale(self, k: int) -> bool:
         # Plain decoding the sooner, the fewer steps of it were seen: all others are weighed against it.
@@ -144,18 +158,19 @@ class Depth:
 
     It begins plain, unless times are known from before, drafts one token twice, and from then on takes the best depth by its
     estimates. Where that is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
-    drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``; never where
-    even drafts that all stand would not pay.
+    drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``, ``DOUBT``
+    taken from what the drafts gained; never where even drafts that all stand would not pay.
 
     Args:
         most (int): The greatest depth.
         seconds (Mapping[int, float], optional): Of a step, by depth, as measured before on this machine.
     """
 
-    FIRST = (0, 0, 0, 1, 1)
+    FIRST = (0, 0, 0, 0, 1, 1)
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
     PROBING = 0.02
     ADVANCE = 1.2  # plain steps more: what the first drafts say is not yet the text
+    DOUBT = 0.1  # of what a probe's drafts gained: plain decoding is left when it seemed slow, and so seems slower than it is
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
@@ -179,7 +194,7 @@ class Depth:
         if best > 0:
             # Whether drafting pays should not hang on how long a plain step took long ago, or before this generation.
             clear = plain * expected_tokens(acceptance)[best] >= self.CLEAR * seconds[best]
-            if self.times.is_stale(0) and not (clear and self.times.tried[0] > 0):
+            if self.times.is_stale(0) and not (clear and self.times.n_counted.get(0, 0) > 1):
                 return list(self.PLAIN)
             return [min(best, max(self.times.tried) + self.DEEPER)]
         if (
@@ -199,8 +214,10 @@ class Depth:
         """
         self.times.observe(k, seconds)
         estimate = self.times.estimate()
-        seconds = estimate[k] if seconds is None else seconds
+        # A pause, such as one of whoever reads the tokens, is no time of which a part may go to probing, nor lost by a probe.
+        seconds = estimate[k] if seconds is None else min(seconds, self.times.PAUSE * estimate[k])
         self.elapsed += seconds
         if k > 0:
             self.acceptance.observe(k, n_accepted)
-            self.lost = max(self.lost + seconds - (1 + n_accepted) * estimate[0], 0.0)
+            yielded = 1 + (1 - self.DOUBT) * n_accepted
+            self.lost = max(self.lost + seconds - yielded * estimate[0], 0.0)

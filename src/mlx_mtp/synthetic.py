@@ -32,6 +32,17 @@ COMMON = {
 }
 # The text_config of published Qwen3.5 checkpoints, as far as it has to do with time.
 SHAPES: dict[str, dict[str, Any]] = {
+    "0.8b-4bit": {
+        **COMMON,
+        "model_type": "qwen3_5",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "4b-4bit": {
         **COMMON,
         "model_type": "qwen3_5",
