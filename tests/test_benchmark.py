@@ -161,8 +161,8 @@ def test_shapes_have_the_size_of_their_name(name):
     config = {"model_type": shape["model_type"], "text_config": shape}
     model = module.Model(module.ModelArgs.from_dict(config))  # lazy: nothing is made
     size = sum(p.size for path, p in tree_flatten(model.parameters()) if "mtp." not in path) / 1e9
-    billions = float(name.partition("b-")[0])
-    assert size == pytest.approx(billions, rel=0.07)
+    billions = 0.75 if name == "0.8b-4bit" else float(name.partition("b-")[0])  # which its name rounds up
+    assert 0.95 * billions < size < 1.06 * billions
 
 
 @pytest.mark.parametrize("name", SHAPES)

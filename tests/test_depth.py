@@ -190,40 +190,34 @@ def test_times_that_are_known_are_those_of_the_first_steps():
     assert depth.times.estimate()[:3] == pytest.approx([1.0, 1.2, 1.4])
 
 
-@pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("cost", COSTS[2:], ids=str)
-def test_a_pause_at_the_beginning_is_not_taken_for_the_speed_of_plain_decoding(cost, step):
-    class Paused(Machine):
+def to_plain_where(disturbed, cost, a) -> float:
+    """Auto's speed to plain decoding's where step i, which would take t, takes ``disturbed(i, t)``."""
+
+    class Disturbed(Machine):
         n_steps = 0
 
         def seconds(self, k, n):
             self.n_steps += 1
-            return super().seconds(k, n) + (9 if self.n_steps == step + 1 else 0)
+            return disturbed(self.n_steps - 1, super().seconds(k, n))
 
-    rates = constant(0.5)
     auto, plain = (
-        sum(time_of(Paused(*cost, rates, seed), 1500, choose()) for seed in range(12))
+        sum(time_of(Disturbed(*cost, constant(a), seed), 1500, choose()) for seed in range(12))
         for choose in (lambda: Depth(MOST), lambda: Fixed(0))
     )
-    assert plain / auto >= 0.98
+    return plain / auto
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("cost", COSTS[2:], ids=str)
+def test_a_pause_at_the_beginning_is_not_taken_for_the_speed_of_plain_decoding(cost, step):
+    assert to_plain_where(lambda i, t: t + 9 if i == step else t, cost, 0.5) >= 0.98
 
 
 @pytest.mark.parametrize(("n_slow", "factor"), [(2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)])
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 @pytest.mark.parametrize("a", [0.0, 0.5, 0.95])
 def test_a_machine_that_is_slow_at_first(cost, a, n_slow, factor):
-    class Slow(Machine):
-        n_steps = 0
-
-        def seconds(self, k, n):
-            self.n_steps += 1
-            return super().seconds(k, n) * (factor if self.n_steps <= n_slow else 1)
-
-    auto, plain = (
-        sum(time_of(Slow(*cost, constant(a), seed), 1500, choose()) for seed in range(12))
-        for choose in (lambda: Depth(MOST), lambda: Fixed(0))
-    )
-    assert plain / auto >= 0.94
+    assert to_plain_where(lambda i, t: factor * t if i < n_slow else t, cost, a) >= 0.94
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])

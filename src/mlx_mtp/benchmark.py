@@ -29,7 +29,7 @@ from .errors import one_line_errors
 from .hub import fetch
 from .load import DEMO, load
 from .prompts import PYTHON as PROMPTS
-from .speculative import MAX_DRAFT_TOKENS, DraftCounts
+from .speculative import MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
 from .synthetic import SHAPES, synthetic_model
 
 __all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
@@ -37,7 +37,6 @@ __all__ = ["PROMPTS", "Parts", "Report", "Result", "measure", "time_parts"]
 OVERALL = "overall"
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three of them do
-PREFILL_STEP_SIZE = 2048  # mlx-lm's
 WARM_UP = 64  # tokens of a prompt: reading a long one would take minutes, and timing the parts does so
 
 
@@ -109,13 +108,11 @@ class Report:
 def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
     prompt_cache = caches.make_prompt_cache(model)
+    for _ in mtp_generate_step(prompt, model, max_tokens=0, prompt_cache=prompt_cache):
+        pass
     backbone, head_cache = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers)]
-    for i in range(0, prompt.size, PREFILL_STEP_SIZE):
-        tokens = prompt[None, i : i + PREFILL_STEP_SIZE]  # [1, T]
-        _, hidden = model(tokens, cache=prompt_cache, return_hidden=True)
-        model.mtp(model.model.embed_tokens(tokens), hidden, head_cache, last_only=True)
-        mx.eval(hidden, [c.state for c in (*backbone, head_cache)])
-    hidden = mx.contiguous(hidden[:, -1:])  # [1, 1, H]
+    hidden = prompt_cache[-1][0]  # of the last token, [1, 1, H]
+    mx.eval([c.state for c in prompt_cache])
     offset = prompt.size
 
     windows = [mx.repeat(prompt[None, -1:], n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
