@@ -26,9 +26,7 @@ from .sampling import Sampler
 class Verdict(NamedTuple):
     """On a window of T positions with k drafts, at the first k of them."""
 
-    tokens: (
-        mx.array
-    )  # [T]: up to the first draft that falls those that stand, there and after the last draft the target's
+    tokens: mx.array  # [T]: the drafts that stand; where the first falls, and after the last, the target's
     stands: mx.array  # [k], bool; those after the first False mean nothing
     random_states: list[mx.array]  # after each position's choice, [2]; empty where nothing is to be put back
 
