@@ -181,13 +181,49 @@ def test_times_of_quite_another_machine_are_unlearned(of, cost, a):
     assert to_best >= 0.85
 
 
-def test_times_that_are_known_are_those_of_the_first_steps():
+def test_times_that_are_known_hold_while_the_first_steps_agree():
     depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
     assert [depth.next(), depth.next()] == [1, 1]
-    assert depth.times.estimate()[:3] == [0.5, 0.6, 0.7]
-    for _ in range(2):
-        depth.observe(1, 1, 1.2)  # twice as slow, and so would be a plain step
-    assert depth.times.estimate()[:3] == pytest.approx([1.0, 1.2, 1.4])
+    for seconds in (5.0, 0.7):  # the first has compiled something
+        depth.observe(1, 1, seconds)
+    assert depth.times.estimate()[0] == pytest.approx(0.5, rel=0.05)
+    for seconds in (5.0, 1.4):
+        depth.observe(2, 2, seconds)
+    assert 0 not in depth.times.seconds
+    assert [depth.next() for _ in Depth.FIRST] == list(Depth.FIRST)
+
+
+def after_a_text(machine: Machine, n_tokens: int) -> Depth:
+    depth = Depth(MOST)
+    time_of(machine, n_tokens, depth)
+    depth.begin()
+    return depth
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize(("a", "a_before"), [(0.0, 0.95), (0.5, 0.5), (0.95, 0.95), (0.95, 0.0)])
+def test_the_next_text_begins_with_the_times_of_the_one_before(cost, a, a_before):
+    to_plain, to_best = ratio(cost, constant(a), 256, make=lambda: after_a_text(Machine(*cost, constant(a_before)), 256))
+    assert to_plain >= 0.97
+    assert to_best >= 0.92
+    _, fresh = ratio(cost, constant(a), 256)
+    assert to_best >= fresh - 0.01
+
+
+@pytest.mark.parametrize("n_tokens", [2, 6, 20, 500])
+@pytest.mark.parametrize("of", [COSTS[0], COSTS[-1]], ids=str)
+@pytest.mark.parametrize("cost", [COSTS[0], COSTS[3], COSTS[-1]], ids=str)
+@pytest.mark.parametrize("a", [0.0, 0.95])
+def test_times_of_an_earlier_text_on_quite_another_machine_are_forgotten(n_tokens, of, cost, a):
+    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: after_a_text(Machine(*of, constant(0.9)), n_tokens))
+    assert to_plain >= 0.97
+    assert to_best >= 0.93
+
+
+def test_another_text_begins_without_what_was_seen_of_the_one_before():
+    depth = after_a_text(Machine(*COSTS[0], constant(0.0)), 500)
+    assert depth.acceptance.estimate() == Acceptance(MOST).estimate()
+    assert depth.elapsed == depth.lost == 0
 
 
 def to_plain_where(disturbed, cost, a) -> float:

@@ -442,15 +442,25 @@ def test_memory_does_not_grow_with_what_is_generated():
     assert active[1] - active[0] < 200_000  # one window of this model is about that
 
 
-def test_a_depth_goes_on_with_what_it_saw_in_an_earlier_generation():
+def test_auto_is_one_depth_for_all_generations_of_a_model(monkeypatch):
+    class Watched(Depth):
+        n_texts = 0
+
+        def begin(self):
+            self.n_texts += 1
+            super().begin()
+
     model = model_of("qwen3_5")
+    depth = Watched(8)
+    monkeypatch.setattr(model, "depth", depth)
     truth = plain(PROMPT, model, max_tokens=60)
     scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)
-    depth = Depth(8)
-    for seen in (False, True):
-        counts = DraftCounts()
-        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=depth, counts=counts) == truth[:40]
-        assert (depth.times.n_drafting > sum(counts.drafted[:1])) == seen
+    for n_texts in (2, 3):
+        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens="auto") == truth[:40]
+        assert depth.n_texts == n_texts
+        assert depth.times.n_drafting > 2
+    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=Depth(8))  # of one's own
+    assert depth.n_texts == 3
 
 
 def test_what_the_head_was_unsure_of_counts_as_asked_for_and_fallen():

@@ -75,7 +75,7 @@ def test_only_forms_that_are_cheaper_than_the_models_own(tmp_path):
 def test_the_model_is_as_it_was_and_all_was_measured():
     model, tokenizer = mlx_mtp.load(str(DEMO), draft_vocab=0, settings=False)
     before = dict(model.parameters())
-    measured = tune.tune(model, tokenizer, DEMO, {"a": mx.array([5, 6, 7])}, max_tokens=6, repeat=2)
+    measured = tune.tune(model, tokenizer, DEMO, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
     assert model.draft_head is None
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]

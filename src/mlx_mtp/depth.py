@@ -73,8 +73,7 @@ class StepTimes:
 
     Args:
         n (int): The greatest depth.
-        seconds (Mapping[int, float], optional): What was measured before, by depth. The machine may be faster or slower now,
-          alike at all depths: as much as the first steps say.
+        seconds (Mapping[int, float], optional): What was measured before, by depth.
     """
 
     FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
@@ -87,9 +86,8 @@ class StepTimes:
         self.n = n
         self.n_drafting = 0
         self.seconds = dict(seconds or {})
-        self.n_to_scale = self.KNOWN if seconds else 0
         self.tried = dict.fromkeys(self.seconds, 0)
-        self.n_counted = dict.fromkeys(self.seconds, 0)
+        self.n_counted = dict.fromkeys(self.seconds, self.KNOWN)
         self.last_used = dict.fromkeys(self.seconds, 0)
         self.n_fast = 0  # steps in a row that took far less than one at the same or a lower depth did
 
@@ -100,16 +98,11 @@ class StepTimes:
         if self.tried[k] == 1 or seconds is None:
             return
         self.n_counted[k], self.last_used[k] = n, self.n_drafting
-        if self.n_to_scale > 0:
-            scale = seconds / self.estimate()[k]
-            if self.n_to_scale == self.KNOWN or scale < 1 / self.PAUSE:  # the first, or that was a pause
-                self._scale(scale)
-            self.n_to_scale -= 1
         slowest = max((t for other, t in self.seconds.items() if other <= k), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.PAUSE else 0
         if self.n_fast == 2 or (self.n_fast == 1 and n == 2):
             # Not after one step alone, which may have begun while the host was late; but the first of two may be what was slow.
-            self._scale(seconds / slowest)
+            self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
             self.n_counted = {k: 1}
             n = 1
         if self.seconds:
@@ -123,13 +116,9 @@ class StepTimes:
             for other in self.seconds.keys() - {k}:
                 self.seconds[other] += self.FOLLOWS / 2 * surprise
 
-    def _scale(self, scale: float) -> None:
-        self.seconds = {k: scale * t for k, t in self.seconds.items()}
-
     def is_stale(self, k: int) -> bool:
         # Plain decoding the sooner, the fewer steps of it were seen: all others are weighed against it.
-        n = self.n_counted.get(k, 0) or self.KNOWN * (k in self.seconds)
-        limit = self.STALE if k > 0 else min(self.STALE, 8 * n)
+        limit = self.STALE if k > 0 else min(self.STALE, 8 * self.n_counted.get(k, 0))
         return self.n_drafting - self.last_used.get(k, 0) > limit
 
     def estimate(self) -> list[float]:
@@ -154,10 +143,12 @@ def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
 
 
 class Depth:
-    """Chooses the depth of every step of a generation.
+    """Chooses the depth of every step, of one generation after another.
 
     It begins plain, unless times are known from before, drafts one token twice, and from then on takes the best depth by its
-    estimates. Where that is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
+    estimates. Known times are forgotten where the first step at a depth does not agree with them.
+
+    Where the best depth is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
     drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``, ``DOUBT``
     taken from what the drafts gained; never where even drafts that all stand would not pay.
 
@@ -167,6 +158,7 @@ class Depth:
     """
 
     FIRST = (0, 0, 0, 0, 1, 1)
+    AGREES = 1.25  # times as long at most, or as short
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
     PROBING = 0.02
     ADVANCE = 1.2  # plain steps more: what the first drafts say is not yet the text
@@ -176,10 +168,22 @@ class Depth:
     DEEPER = 2  # than any depth tried is as far as the estimates reach
 
     def __init__(self, most: int, seconds: Mapping[int, float] | None = None):
-        self.acceptance, self.times = Acceptance(most), StepTimes(most, seconds)
         self.most = most
-        self.planned = [k for k in self.FIRST if k > 0 or not seconds]
+        self.times = StepTimes(most, seconds)
+        self.begin()
+
+    def begin(self) -> None:
+        """Another text begins: how often its drafts stand is not known, but how long steps take may still hold."""
+        self.acceptance = Acceptance(self.most)
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
+        self.planned = [k for k in self.FIRST if k > 0]
+        self.unconfirmed = set(self.times.seconds)
+        if len(self.unconfirmed) < 2:
+            self._forget_times()
+
+    def _forget_times(self) -> None:
+        self.times = StepTimes(self.most)
+        self.planned, self.unconfirmed = list(self.FIRST), set()
 
     def next(self) -> int:
         if not self.planned:
@@ -192,7 +196,7 @@ class Depth:
         acceptance = self.acceptance.estimate()
         best = best_depth(acceptance, seconds)
         if best > 0:
-            # Whether drafting pays should not hang on how long a plain step took long ago, or before this generation.
+            # Whether drafting pays should not hang on how long a plain step took long ago.
             clear = plain * expected_tokens(acceptance)[best] >= self.CLEAR * seconds[best]
             if self.times.is_stale(0) and not (clear and self.times.n_counted.get(0, 0) > 1):
                 return list(self.PLAIN)
@@ -212,6 +216,10 @@ class Depth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where that cannot be
               told from the steps beside it.
         """
+        if k in self.unconfirmed and self.times.tried[k] > 0 and seconds is not None:
+            self.unconfirmed.remove(k)
+            if not 1 / self.AGREES < seconds / self.times.seconds[k] < self.AGREES:
+                self._forget_times()  # another context, another state of the machine: what was measured there is no help
         self.times.observe(k, seconds)
         estimate = self.times.estimate()
         # A pause, such as one of whoever reads the tokens, is no time of which a part may go to probing, nor lost by a probe.

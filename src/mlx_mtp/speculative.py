@@ -91,8 +91,8 @@ def mtp_generate_step(
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens (Union[int, str, Depth]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``,
-          chosen at every step for speed, see ``mlx_mtp.depth``, or what the settings that ``load`` has found say. A ``Depth``
-          chooses by what it saw in earlier generations, too, and goes on learning.
+          chosen at every step for speed, see ``mlx_mtp.depth``, or what the settings that ``load`` has found say. The model
+          keeps the times of steps from one generation to the next; a ``Depth`` of one's own keeps them apart.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability, at the price of one more
           synchronization a step. Default: ``None``, which is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
@@ -150,6 +150,7 @@ def mtp_generate_step(
     progress = prompt_progress_callback or (lambda *_: None)
 
     depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else Depth(MAX_DRAFT_TOKENS)
+    depth.begin()
     last_time: float | None = None
 
     def observe(asked, k, n, clear):
@@ -243,7 +244,10 @@ def mtp_generate_step(
 def auto_depth(model: nn.Module) -> int | Depth:
     """What ``num_draft_tokens="auto"`` is: where the model has settings theirs, or else chosen at every step."""
     tuned = model.tuned or Settings()
-    return Depth(MAX_DRAFT_TOKENS, tuned.seconds) if tuned.num_draft_tokens == "auto" else tuned.num_draft_tokens
+    if tuned.num_draft_tokens != "auto":
+        return tuned.num_draft_tokens
+    model.depth = model.depth or Depth(MAX_DRAFT_TOKENS, tuned.seconds)
+    return model.depth
 
 
 def _check_prompt(prompt: mx.array, model: nn.Module, input_embeddings: mx.array | None) -> int:

@@ -125,18 +125,11 @@ def tune(
 
     def beside_plain(others: list[Settings]) -> list[Measured]:
         arms = [OFF, *others]
-        times: list[Mapping[int, float]] = [
-            {} for _ in arms
-        ]  # that auto has seen: it begins with them, as it then will
+        depths = [Depth(MAX_DRAFT_TOKENS) for _ in arms]  # what auto has seen: it begins with it, as it then will
 
         def run(arm: int, tokens: mx.array, n: int) -> Generation:
             k = arms[arm].num_draft_tokens
-            if k != "auto":
-                return generate(model, tokens, n, k or PLAIN, arms[arm].draft_p_min)
-            depth = Depth(MAX_DRAFT_TOKENS, times[arm])
-            generation = generate(model, tokens, n, depth, arms[arm].draft_p_min)
-            times[arm] = depth.times.seconds
-            return generation
+            return generate(model, tokens, n, depths[arm] if k == "auto" else k or PLAIN, arms[arm].draft_p_min)
 
         rounds: list[list[list[Generation]]] = []  # [round][arm][prompt]
         with tqdm(total=repeat * len(arms) * len(prompts), disable=None) as bar:
@@ -154,7 +147,7 @@ def tune(
                 rounds += [runs] if i >= 0 else []
         plain = [r[0] for r in rounds]
         return [
-            measured_of(replace(s, seconds=dict(times[arm])), plain, [r[arm] for r in rounds])
+            measured_of(replace(s, seconds=dict(depths[arm].times.seconds)), plain, [r[arm] for r in rounds])
             for arm, s in enumerate(arms)
         ]
 

@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from .. import cache as caches
+from ..depth import Depth
 from ..draft_model import DraftModel
 from ..settings import Settings
 
@@ -86,6 +87,7 @@ class MTPMixin:
     logits: Any
     draft_head: Any = None  # a DraftHead: the output layer of the drafts, where mlx_mtp.load has made one
     tuned: Settings | None = None  # where mlx_mtp.load has found them
+    depth: Depth | None = None  # which num_draft_tokens="auto" lets choose
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
 
     def make_cache(self) -> list[Any]:

@@ -17,9 +17,8 @@ from mlx_lm import server as stock
 from mlx_lm.models.cache import LRUPromptCache
 
 from .. import draft_head, sampling
-from ..depth import Depth
 from ..load import load
-from ..speculative import DraftCounts, auto_depth
+from ..speculative import DraftCounts
 from .batch import Event, Progress, Scheduler, Sequence, Token
 from .metrics import Metrics
 
@@ -129,7 +128,6 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.jobs: dict[Sequence, Job] = {}
         self.scheduler: Scheduler
         self.scheduled_model: stock.ModelDescription | None = None  # that of the scheduler
-        self.depth: int | Depth = 0  # what "auto" is, for all requests to the model
         self.is_exclusive = False  # the one job is to remain alone
         self.loaded: Future[None] = Future()  # the default model; or why not
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
@@ -252,8 +250,6 @@ class ResponseGenerator(stock.ResponseGenerator):
             logging.exception("A model could not be loaded.")
             raise ApiError(404, f"The model could not be loaded: {e}", param="model", code="model_not_found") from e
         self.scheduled_model = model
-        if self.cli_args.mtp:
-            self.depth = auto_depth(self.model_provider.model)
         self._open_scheduler()
 
     def _open_scheduler(self) -> None:
@@ -340,7 +336,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             end_of_text.matcher(),
             self.scheduler.make_cache() if cache is None else cache,
             prompt[:n_cached],
-            self.depth if args.num_draft_tokens == "auto" else args.num_draft_tokens,
+            args.num_draft_tokens,
             request.counts,
         )
         return sequence, Job(queue, request, args, ctx, tokenizer.detokenizer, segment_types[::-1])
