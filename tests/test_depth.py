@@ -203,7 +203,9 @@ def after_a_text(machine: Machine, n_tokens: int) -> Depth:
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 @pytest.mark.parametrize(("a", "a_before"), [(0.0, 0.95), (0.5, 0.5), (0.95, 0.95), (0.95, 0.0)])
 def test_the_next_text_begins_with_the_times_of_the_one_before(cost, a, a_before):
-    to_plain, to_best = ratio(cost, constant(a), 256, make=lambda: after_a_text(Machine(*cost, constant(a_before)), 256))
+    to_plain, to_best = ratio(
+        cost, constant(a), 256, make=lambda: after_a_text(Machine(*cost, constant(a_before)), 256)
+    )
     assert to_plain >= 0.97
     assert to_best >= 0.92
     _, fresh = ratio(cost, constant(a), 256)
