@@ -32,8 +32,9 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 class Acceptance:
     """A running estimate of a_i, which forgets: the text changes.
 
-    What is known of a position fades with every step that drafts, towards a little less than the position before it. So a
-    depth that was given up is tried again once the drafts before it do well.
+    What is known of a position fades with every step that drafts, towards what is known of the position before it: where one
+    draft stands, the text is easy, and the next does about as well. So a depth that was given up is tried again once the
+    drafts before it do well.
 
     Args:
         n (int): The number of positions.
@@ -56,9 +57,8 @@ class Acceptance:
     def estimate(self) -> list[float]:
         estimates, expected = [], self.PRIOR
         for judged, stood in zip(self.judged, self.stood):
-            a = (stood + self.WEIGHT * expected) / (judged + self.WEIGHT)
-            estimates.append(a)
-            expected = 0.97 * a
+            expected = (stood + self.WEIGHT * expected) / (judged + self.WEIGHT)
+            estimates.append(expected)
         return estimates
 
 
