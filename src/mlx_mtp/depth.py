@@ -158,7 +158,7 @@ class Depth:
     """
 
     FIRST = (0, 0, 0, 0, 1, 1)
-    AGREES = 1.25  # times as long at most, or as short
+    AGREES = 1.25  # a known time with a step that takes up to so many times as long, or as short
     PLAIN = (0, 0, 0)  # what it takes to measure plain decoding anew
     PROBING = 0.02
     ADVANCE = 1.2  # plain steps more: what the first drafts say is not yet the text
@@ -178,7 +178,7 @@ class Depth:
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
         self.planned = [k for k in self.FIRST if k > 0]
         self.unconfirmed = set(self.times.seconds)
-        if len(self.unconfirmed) < 2:
+        if len(self.unconfirmed) < 2:  # nothing says what a draft costs
             self._forget_times()
 
     def _forget_times(self) -> None:

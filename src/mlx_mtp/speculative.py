@@ -242,7 +242,7 @@ def mtp_generate_step(
 
 
 def auto_depth(model: nn.Module) -> int | Depth:
-    """What ``num_draft_tokens="auto"`` is: where the model has settings theirs, or else chosen at every step."""
+    """What ``num_draft_tokens="auto"`` is: where the model has settings theirs, or else its one ``Depth``."""
     tuned = model.tuned or Settings()
     if tuned.num_draft_tokens != "auto":
         return tuned.num_draft_tokens

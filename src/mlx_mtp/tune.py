@@ -125,7 +125,8 @@ def tune(
 
     def beside_plain(others: list[Settings]) -> list[Measured]:
         arms = [OFF, *others]
-        depths = [Depth(MAX_DRAFT_TOKENS) for _ in arms]  # what auto has seen: it begins with it, as it then will
+        # Auto begins a run with the times of the one before, as it then will.
+        depths = [Depth(MAX_DRAFT_TOKENS) for _ in arms]
 
         def run(arm: int, tokens: mx.array, n: int) -> Generation:
             k = arms[arm].num_draft_tokens
