@@ -45,13 +45,13 @@ def test_acceptance_counts_what_was_judged_and_forgets():
     a = Acceptance(3)
     for _ in range(300):
         a.observe(3, 1)  # the first stands, the second falls, the third is never judged
-    first, second, third = a.estimate()
+    first, second, third = a.estimate
     assert first > 0.95
     assert second < 0.1
     assert third < second + 0.01
     for _ in range(100):
         a.observe(3, 3)
-    assert min(a.estimate()) > 0.9
+    assert min(a.estimate) > 0.9
 
 
 def test_times_follow_and_ignore_pauses():
@@ -59,14 +59,14 @@ def test_times_follow_and_ignore_pauses():
     for k in (0, 1, 2):
         for seconds in (5.0, 1 + 0.2 * k, 1 + 0.2 * k):  # the first has compiled something
             times.observe(k, seconds)
-    assert times.estimate() == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
+    assert times.estimate == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
     for i in range(100):
         times.observe(2, 100.0 if i % 20 == 0 else 1.4)
-    assert times.estimate()[2] == pytest.approx(1.4, rel=0.1)
+    assert times.estimate[2] == pytest.approx(1.4, rel=0.1)
     for _ in range(200):
         times.observe(2, 2.4)  # a longer context: as much longer at every depth
-    assert times.estimate()[2] == pytest.approx(2.4, rel=0.01)
-    assert times.estimate()[0] == pytest.approx(1.5, rel=0.1)
+    assert times.estimate[2] == pytest.approx(2.4, rel=0.01)
+    assert times.estimate[0] == pytest.approx(1.5, rel=0.1)
 
 
 class Machine:
@@ -137,9 +137,15 @@ def fixed(cost, rates, n_tokens, growth) -> list[float]:
     return [total(cost, rates, n_tokens, growth, lambda k=k: Fixed(k)) for k in range(MOST + 1)]
 
 
-def ratio(cost, rates, n_tokens, growth=0.0, make=lambda: Depth(MOST)) -> tuple[float, float]:
-    """Auto's speed to plain decoding's and to the best fixed depth's."""
-    auto, others = total(cost, rates, n_tokens, growth, make), fixed(cost, rates, n_tokens, growth)
+@cache
+def fresh(cost, rates, n_tokens, growth) -> float:
+    return total(cost, rates, n_tokens, growth, lambda: Depth(MOST))
+
+
+def ratio(cost, rates, n_tokens, growth=0.0, make=None) -> tuple[float, float]:
+    """Auto's speed to plain decoding's and to the best fixed depth's; ``make``: a Depth that knows something."""
+    others = fixed(cost, rates, n_tokens, growth)
+    auto = total(cost, rates, n_tokens, growth, make) if make else fresh(cost, rates, n_tokens, growth)
     return others[0] / auto, min(others) / auto
 
 
@@ -195,7 +201,7 @@ def test_times_that_are_known_hold_while_the_first_steps_agree():
     assert [depth.next(), depth.next()] == [1, 1]
     for seconds in (5.0, 0.7):  # the first has compiled something
         depth.observe(1, 1, seconds)
-    assert depth.times.estimate()[0] == pytest.approx(0.5, rel=0.05)
+    assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
     for seconds in (5.0, 1.4):
         depth.observe(2, 2, seconds)
     assert 0 not in depth.times.seconds
@@ -217,8 +223,8 @@ def test_the_next_text_begins_with_the_times_of_the_one_before(cost, a, a_before
     )
     assert to_plain >= 0.97
     assert to_best >= 0.92
-    _, fresh = ratio(cost, constant(a), 256)
-    assert to_best >= fresh - 0.01
+    _, without = ratio(cost, constant(a), 256)
+    assert to_best >= without - 0.01
 
 
 @pytest.mark.parametrize("n_tokens", [6, 500])
@@ -233,38 +239,56 @@ def test_times_of_an_earlier_text_on_quite_another_machine_are_forgotten(n_token
 
 def test_another_text_begins_without_what_was_seen_of_the_one_before():
     depth = after_a_text(Machine(*COSTS[0], constant(0.0)), 500)
-    assert depth.acceptance.estimate() == Acceptance(MOST).estimate()
+    assert depth.acceptance.estimate == Acceptance(MOST).estimate
     assert depth.elapsed == depth.lost == 0
 
 
+class Disturbed(Machine):
+    """Step i, which would take t, takes ``disturbed(i, t)``."""
+
+    def __init__(self, disturbed, *args):
+        super().__init__(*args)
+        self.disturbed, self.steps = disturbed, itertools.count()
+
+    def seconds(self, k, n):
+        return self.disturbed(next(self.steps), super().seconds(k, n))
+
+
+def disturbed_total(disturbed, cost, a, make) -> float:
+    return sum(time_of(Disturbed(disturbed, *cost, constant(a), seed), 1500, make()) for seed in range(12))
+
+
+@cache
+def disturbed_plain(disturbed) -> float:
+    return disturbed_total(disturbed, COSTS[0], 0.0, lambda: Fixed(0))  # whatever drafts cost and however they stand
+
+
 def to_plain_where(disturbed, cost, a) -> float:
-    """Auto's speed to plain decoding's where step i, which would take t, takes ``disturbed(i, t)``."""
+    """Auto's speed to plain decoding's."""
+    return disturbed_plain(disturbed) / disturbed_total(disturbed, cost, a, lambda: Depth(MOST))
 
-    class Disturbed(Machine):
-        n_steps = 0
 
-        def seconds(self, k, n):
-            self.n_steps += 1
-            return disturbed(self.n_steps - 1, super().seconds(k, n))
+@cache
+def paused(step):
+    return lambda i, t: t + 9 if i == step else t
 
-    auto, plain = (
-        sum(time_of(Disturbed(*cost, constant(a), seed), 1500, choose()) for seed in range(12))
-        for choose in (lambda: Depth(MOST), lambda: Fixed(0))
-    )
-    return plain / auto
+
+@cache
+def slow_at_first(n_steps, factor):
+    return lambda i, t: factor * t if i < n_steps else t
 
 
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("cost", COSTS[2:], ids=str)
 def test_a_pause_at_the_beginning_is_not_taken_for_the_speed_of_plain_decoding(cost, step):
-    assert to_plain_where(lambda i, t: t + 9 if i == step else t, cost, 0.5) >= 0.98
+    assert to_plain_where(paused(step), cost, 0.5) >= 0.98
 
 
 @pytest.mark.parametrize(("n_slow", "factor"), [(2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)])
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 @pytest.mark.parametrize("a", [0.0, 0.5, 0.95])
 def test_a_machine_that_is_slow_at_first(cost, a, n_slow, factor):
-    assert to_plain_where(lambda i, t: factor * t if i < n_slow else t, cost, a) >= 0.94
+    assert to_plain_where(slow_at_first(n_slow, factor), cost, a) >= 0.94
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])

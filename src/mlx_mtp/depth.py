@@ -5,7 +5,9 @@ those before it stood, and takes t(k) seconds; k = 0 is plain decoding. ``best_d
 ``StepTimes`` estimate a and t as they go; ``Depth`` puts them together. Nothing here reads a clock or draws a number.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 
 def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
@@ -38,6 +40,9 @@ class Acceptance:
 
     Args:
         n (int): The number of positions.
+
+    Attributes:
+        estimate (list[float]): a_i, [n].
     """
 
     FADING = 0.96  # a step
@@ -46,6 +51,7 @@ class Acceptance:
 
     def __init__(self, n: int):
         self.judged, self.stood = [0.0] * n, [0.0] * n
+        self.estimate = self._estimate()
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         self.judged = [x * self.FADING for x in self.judged]
@@ -53,8 +59,9 @@ class Acceptance:
         for i in range(min(n_accepted + 1, n_drafted)):  # those after the first that falls were not judged
             self.judged[i] += 1
             self.stood[i] += i < n_accepted
+        self.estimate = self._estimate()
 
-    def estimate(self) -> list[float]:
+    def _estimate(self) -> list[float]:
         estimates, expected = [], self.PRIOR
         for judged, stood in zip(self.judged, self.stood):
             expected = (stood + self.WEIGHT * expected) / (judged + self.WEIGHT)
@@ -74,6 +81,9 @@ class StepTimes:
     Args:
         n (int): The greatest depth.
         seconds (Mapping[int, float], optional): What was measured before, by depth.
+
+    Attributes:
+        estimate (list[float]): t(k) at each depth from 0, [n + 1].
     """
 
     FOLLOWS = 0.08  # the part of a surprise that is believed once there were some steps
@@ -90,13 +100,17 @@ class StepTimes:
         self.n_counted = dict.fromkeys(self.seconds, self.KNOWN)
         self.last_used = dict.fromkeys(self.seconds, 0)
         self.n_fast = 0  # steps in a row that took far less than one at the same or a lower depth did
+        self.estimate = self._estimate()
 
     def observe(self, k: int, seconds: float | None) -> None:
         self.n_drafting += k > 0
         self.tried[k] = self.tried.get(k, 0) + 1
+        if self.tried[k] > 1 and seconds is not None:
+            self._count(k, seconds)
+        self.estimate = self._estimate()
+
+    def _count(self, k: int, seconds: float) -> None:
         n = self.n_counted.get(k, 0) + 1
-        if self.tried[k] == 1 or seconds is None:
-            return
         self.n_counted[k], self.last_used[k] = n, self.n_drafting
         slowest = max((t for other, t in self.seconds.items() if other <= k), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.PAUSE else 0
@@ -106,7 +120,7 @@ class StepTimes:
             self.n_counted = {k: 1}
             n = 1
         if self.seconds:
-            seconds = min(seconds, self.PAUSE * self.estimate()[k])
+            seconds = min(seconds, self.PAUSE * self.estimate[k])
         if n == 1:
             self.seconds[k] = seconds
             return
@@ -121,8 +135,7 @@ class StepTimes:
         limit = self.STALE if k > 0 else min(self.STALE, 8 * self.n_counted.get(k, 0))
         return self.n_drafting - self.last_used.get(k, 0) > limit
 
-    def estimate(self) -> list[float]:
-        """t(k) at each depth from 0, [n + 1]."""
+    def _estimate(self) -> list[float]:
         known = sorted((k, t) for k, t in self.seconds.items() if k == 0 or not self.is_stale(k))
         if not known:
             return [1 + self.GUESSED_SLOPE * k for k in range(self.n + 1)]
@@ -131,12 +144,12 @@ class StepTimes:
             base = t / (1 + self.GUESSED_SLOPE * k)
             known = [(k, t), (k + 1, t + self.GUESSED_SLOPE * base)]
         seconds = [_on_line(known, k) for k in range(self.n + 1)]
-        return [min(seconds[k:]) for k in range(self.n + 1)]
+        return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
     """The value at x of the line through the two points around it, or the two nearest; no less than next to it."""
-    i = max(1, min(len(points) - 1, sum(p[0] < x for p in points)))
+    i = max(1, min(len(points) - 1, bisect_left(points, (x,))))
     (x0, y0), (x1, y1) = points[i - 1], points[i]
     slope = max((y1 - y0) / (x1 - x0), 0.0)
     return y0 + slope * (x - x0) if x >= x0 else max(y0 - slope * (x0 - x), 0.1 * y0)
@@ -191,9 +204,9 @@ class Depth:
         return self.planned.pop(0)
 
     def _plan(self) -> list[int]:
-        plain, *others = self.times.estimate()
+        plain, *others = self.times.estimate
         seconds = [(1 - self.MARGIN) * plain, *others]
-        acceptance = self.acceptance.estimate()
+        acceptance = self.acceptance.estimate
         best = best_depth(acceptance, seconds)
         if best > 0:
             # Whether drafting pays should not hang on how long a plain step took long ago.
@@ -221,7 +234,7 @@ class Depth:
             if not 1 / self.AGREES < seconds / self.times.seconds[k] < self.AGREES:
                 self._forget_times()  # another context, another state of the machine: what was measured there is no help
         self.times.observe(k, seconds)
-        estimate = self.times.estimate()
+        estimate = self.times.estimate
         # A pause, such as one of whoever reads the tokens, is no time of which a part may go to probing, nor lost by a probe.
         seconds = estimate[k] if seconds is None else min(seconds, self.times.PAUSE * estimate[k])
         self.elapsed += seconds
