@@ -116,14 +116,17 @@ def test_logprobs_are_mlx_lms():
 
 
 def test_acceptance_on_a_trained_checkpoint():
-    """Ten prompts of 128 tokens; other implementations: .914, .853, .808 at best, .865, .770, .711 without the prompt."""
+    """Ten prompts, 128 tokens each, of the first one, two and three drafts.
+
+    Other implementations at these depths: .914, .853, .808 at best, .865, .770, .711 without the prompt.
+    """
     model = load_reference(DATA / "dense")
     prompts = json.loads((DATA / "dense" / "prompts.json").read_text())
+    counts = DraftCounts()
+    for prompt in prompts:
+        mtp(prompt, model, max_tokens=128, num_draft_tokens=3, counts=counts)
     for depth, floor in ((1, 0.91), (2, 0.845), (3, 0.80)):
-        counts = DraftCounts()
-        for prompt in prompts:
-            mtp(prompt, model, max_tokens=128, num_draft_tokens=depth, counts=counts)
-        assert sum(counts.accepted) / sum(counts.drafted) >= floor
+        assert sum(counts.accepted[:depth]) / sum(counts.drafted[:depth]) >= floor
 
 
 # Samplers and processors
@@ -243,7 +246,7 @@ def stop_by_closing(model, n, depth, prompt_cache):
 def test_going_on_after_any_stop_is_a_cold_start(stop, depth):
     model = model_of("qwen3_5", 1)
     more = [7, 2, 9]
-    for n in range(1, 41):
+    for n in range(1, 25):
         prompt_cache = make_prompt_cache(model)
         tokens = stop(model, n, depth, prompt_cache)
         at_rest(model, prompt_cache, len(PROMPT) + n)
