@@ -17,7 +17,6 @@ from mlx.utils import tree_map_with_path
 from .cache import n_tokens
 from .draft_head import DraftHead, quantize_head
 
-GROUP_SIZE, BITS = 64, 4
 COMMON = {
     "vocab_size": 248320,
     "head_dim": 256,
@@ -30,9 +29,10 @@ COMMON = {
     "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "mtp_num_hidden_layers": 1,
 }
+FOUR_BITS = {"quantization": {"group_size": 64, "bits": 4}}
 # The text_config of published Qwen3.5 checkpoints, as far as it has to do with time.
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.8b-4bit": {
+    "0.8b-bf16": {
         **COMMON,
         "model_type": "qwen3_5",
         "hidden_size": 1024,
@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "4b-4bit": {
         **COMMON,
+        **FOUR_BITS,
         "model_type": "qwen3_5",
         "hidden_size": 2560,
         "intermediate_size": 9216,
@@ -56,6 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "27b-4bit": {
         **COMMON,
+        **FOUR_BITS,
         "model_type": "qwen3_5",
         "hidden_size": 5120,
         "intermediate_size": 17408,
@@ -67,6 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "35b-a3b-4bit": {
         **COMMON,
+        **FOUR_BITS,
         "model_type": "qwen3_5_moe",
         "hidden_size": 2048,
         "intermediate_size": 0,
@@ -123,12 +126,12 @@ def synthetic_model(
     draft_head_bits: int | None = None,
 ) -> tuple[nn.Module, Script]:
     """
-    A model with random weights, the backbone quantized as mlx-lm would, the head in 16 bits.
+    A model with random weights, the backbone quantized as mlx-lm would, where the shape says so, the head in 16 bits.
 
-    The weights are made quantized: at no time is there a copy of them in floating point.
+    Quantized weights are made so: at no time is there a copy of them in floating point.
 
     Args:
-        shape (Mapping[str, Any]): A text config and its model type, such as one of ``SHAPES``.
+        shape (Mapping[str, Any]): A text config, its model type and its quantization, such as one of ``SHAPES``.
         acceptance (float): The probability of a draft to stand, given that those before it stood.
         draft_vocab (int, optional): Drafts come from the first so many token ids.
         mtp_bits (int, optional): As in ``mlx_mtp.load``.
@@ -172,7 +175,8 @@ def synthetic_model(
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     dtype = mx.float32 if shape.get("num_experts") and on_cpu else mx.bfloat16
     _cast(model, dtype)
-    _quantize(model, dtype)
+    if "quantization" in shape:
+        _quantize(model, dtype, **shape["quantization"])
     head = model.language_model.mtp
     if mtp_bits is not None:
         quantize_head(head, mtp_bits)
@@ -190,16 +194,16 @@ def _cast(model: Any, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
-def _quantize(model: Any, dtype: mx.Dtype) -> None:
+def _quantize(model: Any, dtype: mx.Dtype, group_size: int, bits: int) -> None:
     """Quantize all but the head. Nothing is evaluated yet, so what the layers held is never made."""
     chosen = model.quant_predicate or (lambda path, module: True)
 
     def predicate(path, module):
-        if "mtp." in path or not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
+        if "mtp." in path or not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
         return chosen(path, module)
 
-    nn.quantize(model, GROUP_SIZE, BITS, class_predicate=predicate)
+    nn.quantize(model, group_size, bits, class_predicate=predicate)
     m: Any
     for _, m in model.named_modules():
         if "scales" not in m:
