@@ -128,7 +128,7 @@ COSTS = [(0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05,
 
 def total(cost, rates, n_tokens, growth, make) -> float:
     """The time over some seeds."""
-    seeds = range(12 if n_tokens > 1000 else 36)
+    seeds = range(12 if n_tokens > 1000 else 72)
     return sum(time_of(Machine(*cost, rates, seed, growth=growth), n_tokens, make()) for seed in seeds)
 
 
@@ -159,6 +159,15 @@ def test_never_slower_than_plain_and_near_the_best_fixed_depth(cost, a):
     to_plain, to_best = ratio(cost, constant(a), 256)
     assert to_plain >= 0.97
     assert to_best >= 0.9
+
+
+@pytest.mark.parametrize("cost", [(0.7, 0.1), (0.85, 0.1), (1.1, 0.1)], ids=str)
+@pytest.mark.parametrize("a", [0.0, 0.5, 0.8, 0.95])
+def test_a_first_draft_that_costs_far_more_than_the_next(cost, a):
+    """As where a pass over two tokens costs 1.7 times one, and over five not much more."""
+    to_plain, to_best = ratio(cost, constant(a), 1500)
+    assert to_plain >= 0.98
+    assert to_best >= 0.93
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)

@@ -104,10 +104,14 @@ class StepTimes:
 
     def observe(self, k: int, seconds: float | None) -> None:
         self.n_drafting += k > 0
-        self.tried[k] = self.tried.get(k, 0) + 1
-        if self.tried[k] > 1 and seconds is not None:
+        if seconds is not None and self.is_warm(k):
             self._count(k, seconds)
+        self.tried[k] = self.tried.get(k, 0) + 1
         self.estimate = self._estimate()
+
+    def is_warm(self, k: int) -> bool:
+        """Whether the next step at a depth counts."""
+        return self.tried.get(k, 0) > 0
 
     def _count(self, k: int, seconds: float) -> None:
         n = self.n_counted.get(k, 0) + 1
@@ -130,13 +134,17 @@ class StepTimes:
             for other in self.seconds.keys() - {k}:
                 self.seconds[other] += self.FOLLOWS / 2 * surprise
 
+    def is_known(self, k: int) -> bool:
+        """Whether steps at a depth were counted, not long ago."""
+        return k in self.seconds and not self.is_stale(k)
+
     def is_stale(self, k: int) -> bool:
         # Plain decoding the sooner, the fewer steps of it were seen: all others are weighed against it.
         limit = self.STALE if k > 0 else min(self.STALE, 8 * self.n_counted.get(k, 0))
         return self.n_drafting - self.last_used.get(k, 0) > limit
 
     def _estimate(self) -> list[float]:
-        known = sorted((k, t) for k, t in self.seconds.items() if k == 0 or not self.is_stale(k))
+        known = sorted((k, t) for k, t in self.seconds.items() if k == 0 or self.is_known(k))
         if not known:
             return [1 + self.GUESSED_SLOPE * k for k in range(self.n + 1)]
         if len(known) == 1:
@@ -163,7 +171,9 @@ class Depth:
 
     Where the best depth is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
     drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``, ``DOUBT``
-    taken from what the drafts gained; never where even drafts that all stand would not pay.
+    taken from what the drafts gained; never where even drafts that all stand would not pay. But what two drafts take is a
+    guess until they are tried, and where a pass over two tokens takes much longer than one over one, a third token often adds
+    little: so two are tried where they would pay if the second took nothing.
 
     Args:
         most (int): The greatest depth.
@@ -177,6 +187,7 @@ class Depth:
     ADVANCE = 1.2  # plain steps more: what the first drafts say is not yet the text
     DOUBT = 0.1  # of what a probe's drafts gained: plain decoding is left when it seemed slow, and so seems slower than it is
     MARGIN = 0.03  # that drafting must gain on plain decoding, since the estimates err
+    SETTLED = 8  # plain steps, after which the machine is no longer thought to be warming up
     CLEAR = 1.5  # times as fast as plain decoding leaves no doubt
     DEEPER = 2  # than any depth tried is as far as the estimates reach
 
@@ -212,14 +223,22 @@ class Depth:
             # Whether drafting pays should not hang on how long a plain step took long ago.
             clear = plain * expected_tokens(acceptance)[best] >= self.CLEAR * seconds[best]
             if self.times.is_stale(0) and not (clear and self.times.n_counted.get(0, 0) > 1):
-                return list(self.PLAIN)
+                return [*self.PLAIN, *self._trial(best, seconds)]
             return [min(best, max(self.times.tried) + self.DEEPER)]
-        if (
-            self.lost < self.PROBING * acceptance[0] * self.elapsed + self.ADVANCE * plain
-            and best_depth([1.0] * self.most, seconds) > 0
-        ):
-            return [1]
+        if self.lost < self.PROBING * acceptance[0] * self.elapsed + self.ADVANCE * plain:
+            if self.times.n_counted.get(0, 0) > self.SETTLED and (trial := self._trial(best, seconds)):
+                return trial
+            if best_depth([1.0] * self.most, seconds) > 0:
+                return [1]
         return [0]
+
+    def _trial(self, best: int, seconds: Sequence[float]) -> list[int]:
+        """Two steps with two drafts, where their time is a guess and they would be best if the second cost nothing."""
+        if best > 1 or self.most < 2 or self.times.is_known(2):
+            return []
+        tokens = expected_tokens(self.acceptance.estimate)
+        hoped, known = tokens[2] / seconds[1], tokens[best] / seconds[best]
+        return [2, 2] if hoped > (1 + self.MARGIN) * known else []
 
     def observe(self, k: int, n_accepted: int, seconds: float | None) -> None:
         """
@@ -229,7 +248,7 @@ class Depth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where that cannot be
               told from the steps beside it.
         """
-        if k in self.unconfirmed and self.times.tried[k] > 0 and seconds is not None:
+        if k in self.unconfirmed and self.times.is_warm(k) and seconds is not None:
             self.unconfirmed.remove(k)
             if not 1 / self.AGREES < seconds / self.times.seconds[k] < self.AGREES:
                 self._forget_times()  # another context, another state of the machine: what was measured there is no help
