@@ -110,7 +110,7 @@ class StepTimes:
         self.estimate = self._estimate()
 
     def is_warm(self, k: int) -> bool:
-        """Whether the next step at a depth counts."""
+        """Whether the next step at a depth counts: it is not the first."""
         return self.tried.get(k, 0) > 0
 
     def _count(self, k: int, seconds: float) -> None:
@@ -171,9 +171,10 @@ class Depth:
 
     Where the best depth is 0, one token is drafted now and then to see whether the text has changed, the less often the fewer
     drafts stand: at a loss of at most ``PROBING`` times the first draft's acceptance of the time, and ``ADVANCE``, ``DOUBT``
-    taken from what the drafts gained; never where even drafts that all stand would not pay. But what two drafts take is a
-    guess until they are tried, and where a pass over two tokens takes much longer than one over one, a third token often adds
-    little: so two are tried where they would pay if the second took nothing.
+    taken from what the drafts gained; never where even drafts that all stand would not pay.
+
+    What two drafts take is a guess until they are tried. Where a pass over two tokens takes much longer than one over one, a
+    third token often adds little: so where the best depth is 0 or 1, two are tried if they would pay were the second free.
 
     Args:
         most (int): The greatest depth.
@@ -233,12 +234,12 @@ class Depth:
         return [0]
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[int]:
-        """Two steps with two drafts, where their time is a guess and they would be best if the second cost nothing."""
+        """Two steps with two drafts, where their time is a guess and they would be best if the second took nothing."""
         if best > 1 or self.most < 2 or self.times.is_known(2):
             return []
         tokens = expected_tokens(self.acceptance.estimate)
-        hoped, known = tokens[2] / seconds[1], tokens[best] / seconds[best]
-        return [2, 2] if hoped > (1 + self.MARGIN) * known else []
+        would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]
+        return [2, 2] if would_pay else []  # twice: the first step at a depth does not count
 
     def observe(self, k: int, n_accepted: int, seconds: float | None) -> None:
         """
