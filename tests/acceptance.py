@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import acceptance, speculative
-from mlx_mtp.benchmark import PROMPTS
 from mlx_mtp.load import DEMO
+from mlx_mtp.prompts import PYTHON
 
 
 class Measured(acceptance.RejectionSampling):
@@ -58,7 +58,7 @@ def main() -> None:
     options = dict(temp=args.temp, top_p=args.top_p, top_k=args.top_k)
 
     def run(depth, sampler, counts):
-        for i, prompt in enumerate(tqdm(PROMPTS, disable=None, leave=False)):
+        for i, prompt in enumerate(tqdm(PYTHON, disable=None, leave=False)):
             mx.random.seed(i)
             steps = mlx_mtp.mtp_generate_step(
                 mx.array(tokenizer.encode(prompt)),

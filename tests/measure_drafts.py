@@ -20,10 +20,10 @@ from mlx_lm.models.cache import KVCache
 from test_recipes import model_of
 
 import mlx_mtp
-from mlx_mtp.benchmark import PROMPTS
 from mlx_mtp.draft_head import DraftHead, always_in, quantize_head, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.load import DEMO
+from mlx_mtp.prompts import PYTHON
 
 SHAPES = ("0.8B", "4B", "9B", "27B")
 ROWS = 32768
@@ -79,7 +79,7 @@ def measure_acceptance(files: list[Path], max_tokens: int) -> None:
     vocab_size = model.output_layer.weight.shape[0]
     always, ranked = always_in(tokenizer, vocab_size), rank(count_tokens(tokenizer, files), vocab_size)
     hits: dict[str, list[int]] = {}
-    for prompt in PROMPTS:
+    for prompt in PYTHON:
         tokens = tokenizer.encode(prompt)
         steps = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens)
         text = tokens + [r.token for r in steps]

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.arms import AUTO, PLAIN, Arm, in_turn
-from mlx_mtp.benchmark import PROMPTS
 from mlx_mtp.load import DEMO
+from mlx_mtp.prompts import PYTHON
 
 AGAIN = "plain again"
 FIXED = (PLAIN, 1, 2, 3, 4)
@@ -66,7 +66,7 @@ def cases(n_tokens: int) -> Iterator[tuple[str, nn.Module, list[int], Callable |
         return model, tokenizer
 
     model, tokenizer = load()
-    prompt = tokenizer.encode(PROMPTS[0])
+    prompt = tokenizer.encode(PYTHON[0])
     yield "bfloat16", model, prompt, None
     yield "float32", load(mx.float32)[0], prompt, None
     quantized = load()[0]

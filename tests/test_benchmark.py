@@ -13,7 +13,9 @@ from mlx.utils import tree_flatten
 from test_recipes import ARCHITECTURES
 
 from mlx_mtp import arms, benchmark, plot, prompts
-from mlx_mtp.benchmark import AUTO, OVERALL, Parts, measure, show
+from mlx_mtp.arms import AUTO
+from mlx_mtp.benchmark import show
+from mlx_mtp.measure import OVERALL, Parts, measure
 from mlx_mtp.speculative import DraftCounts
 from mlx_mtp.synthetic import SHAPES, synthetic_model
 
@@ -184,9 +186,9 @@ def test_acceptance_is_what_was_set(name, cheaper, acceptance, k):
     model, script = synthetic_model(small(name), acceptance, **cheaper)
     prompt = mx.array([script.token(i) for i in range(9)])
     n = 120
-    got = benchmark.generate(model, prompt, n, k)
+    got = arms.generate(model, prompt, n, k)
     assert got.tokens == [script.token(i) for i in range(9, 9 + n)]
-    assert got.tokens == benchmark.generate(model, prompt, n, benchmark.PLAIN).tokens
+    assert got.tokens == arms.generate(model, prompt, n, arms.PLAIN).tokens
     before = [got.counts.drafted[0], *got.counts.accepted]  # a draft counts where those before it stood
     for a, b, drafted in zip(got.counts.accepted, before, got.counts.drafted):
         j = min(b, drafted)  # the last step drafts less

@@ -12,11 +12,11 @@ from helpers import DATA, plain, tensors
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp.benchmark import PROMPTS
 from mlx_mtp.convert import convert
 from mlx_mtp.graft import FLOOR, MAX_TOKENS, measure_acceptance
 from mlx_mtp.load import DEMO
 from mlx_mtp.models.mtp import split_head
+from mlx_mtp.prompts import PYTHON
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
 FOUR_BITS = {"quantize": True, "q_bits": 4, "q_group_size": 32}
@@ -184,7 +184,7 @@ def test_a_head_of_another_model_is_refused(change, tmp_path, monkeypatch):
 def test_the_floor_lies_between_the_models_own_head_and_all_others(demo):
     model, tokenizer = demo
     assert measure_acceptance(model, tokenizer, MAX_TOKENS) > 1.5 * FLOOR
-    tokens = [t for prompt in PROMPTS for t in plain(tokenizer.encode(prompt), model, max_tokens=MAX_TOKENS)]
+    tokens = [t for prompt in PYTHON for t in plain(tokenizer.encode(prompt), model, max_tokens=MAX_TOKENS)]
     most_frequent = max(tokens.count(t) for t in set(tokens)) / len(tokens)
     assert most_frequent < FLOOR / 2
 

@@ -3,6 +3,10 @@
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i stands given that
 those before it stood, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` is that choice. ``Acceptance`` and
 ``StepTimes`` estimate a and t as they go; ``Depth`` puts them together. Nothing here reads a clock or draws a number.
+
+How sure the head is of a draft has no part in it: the host knows that only when the drafts are computed, and a step that waits
+for them before it builds the verify pass as a rule loses more than it saves. ``draft_p_min`` is for the others, and
+``mlx_mtp.tune`` finds them.
 """
 
 from bisect import bisect_left

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .benchmark import PROMPTS
 from .hub import HEAD_FILE, INDEX_FILE, Checkpoint, Tensor, fetch
 from .load import check_config, check_head, first_difference, is_raw_file, load, own_head_file, quantization_beside
 from .models.mtp import sanitize_head, split_head
+from .prompts import PYTHON
 from .saving import USAGE, check_written, describe_head, refuse_existing, save, whole_or_not_at_all
 from .speculative import DraftCounts, mtp_generate_step
 
@@ -175,7 +175,7 @@ def _check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
 def measure_acceptance(model: nn.Module, tokenizer, max_tokens: int) -> float:
     """The share of single drafts that the model's own greedy choice confirms, over the tokens after each built-in prompt."""
     counts = DraftCounts()
-    for prompt in PROMPTS:
+    for prompt in PYTHON:
         tokens = mx.array(tokenizer.encode(prompt))
         for _ in mtp_generate_step(tokens, model, max_tokens=max_tokens, num_draft_tokens=1, counts=counts):
             pass

@@ -25,7 +25,7 @@ def draw(report: Any) -> Any:
     Draw a report that has fixed depths.
 
     Args:
-        report (mlx_mtp.benchmark.Report): Of ``measure`` with at least one number among its depths.
+        report (mlx_mtp.measure.Report): Of ``measure`` with at least one number among its depths.
 
     Returns:
         matplotlib.figure.Figure: Speed by depth for all prompts together, and for each of several the gain of each arm.
