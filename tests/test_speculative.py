@@ -350,6 +350,19 @@ def test_a_quantized_cache_begins_where_mlx_lms_does(start):
     assert mtp(PROMPT, model, num_draft_tokens=4, **options) == plain(PROMPT, model, **options)
 
 
+def test_the_first_pass_over_one_token_reads_what_mlx_lms_reads():
+    """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
+    model = model_of("qwen3_5")
+    options = dict(max_tokens=12, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
+    for token in range(32):
+        ours, theirs = make_prompt_cache(model), model.make_cache()
+        assert mtp([token], model, num_draft_tokens=2, **options) == plain([token], model, **options)
+        mtp(PROMPT, model, max_tokens=0, prompt_cache=ours)
+        plain(PROMPT, model, max_tokens=0, prompt_cache=theirs)
+        got = mtp([token], model, num_draft_tokens=2, prompt_cache=ours, **options)
+        assert got == plain([token], model, prompt_cache=theirs, **options)
+
+
 def test_input_embeddings():
     model = model_of("qwen3_5")
     embeddings = model.model.embed_tokens(PROMPT) * 0.9
@@ -362,12 +375,20 @@ def test_input_embeddings():
         mtp(PROMPT, model_of("qwen3_next"), input_embeddings=embeddings)
 
 
-def test_the_progress_callback_is_called_as_mlx_lms():
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+def test_the_progress_callback_is_called_as_mlx_lms(prompt, max_tokens):
     model = model_of("qwen3_5")
 
     def progress(run):
         calls = []
-        run(PROMPT, model, max_tokens=3, prefill_step_size=4, prompt_progress_callback=lambda *x: calls.append(x))
+        run(
+            prompt,
+            model,
+            max_tokens=max_tokens,
+            prefill_step_size=4,
+            prompt_progress_callback=lambda *x: calls.append(x),
+        )
         return calls
 
     assert progress(mtp) == progress(plain)

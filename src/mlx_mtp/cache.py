@@ -8,8 +8,6 @@ of tokens that the backbone's caches held then. By name and state all of them ar
 This module knows nothing of layers, drafts or acceptance.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,19 +114,19 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError(
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
-        self.window = None
+        cache = self.cache
         if window.states is not None:
-            self.cache = window.states[n - window.n_confirmed]
+            cache = window.states[n - window.n_confirmed]
         elif n < window.n_tokens:
             assert window.conv_input is not None
             assert window.state is not None
             n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
             # A copy, since a slice pins the array that it is cut from.
-            self.cache[0] = mx.contiguous(window.conv_input[:, n : n + n_keep])
-            self.cache[1] = window.state
+            cache = [mx.contiguous(window.conv_input[:, n : n + n_keep]), window.state]
             if n > window.n_confirmed:
                 inputs = [x[:, : n - window.n_confirmed] for x in window.inputs]
-                self.cache[1] = _replay(*inputs, *window.gates, window.state)
+                cache[1] = _replay(*inputs, *window.gates, window.state)
+        self.cache, self.window = cache, None  # at once: an interrupt finds the window open or closed
 
 
 def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
@@ -142,30 +140,32 @@ def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool
             c.begin(n_confirmed, exact)
 
 
-def rollback(caches: list[Any], offset: int, n: int) -> None:
-    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches."""
+def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> None:
+    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches.
+
+    With ``again``, after a call that was interrupted: those where the window is closed already stay as they are.
+    """
     for c in caches:
-        if isinstance(c, ArraysCache):
-            c.rollback(n)
-        else:
+        if not isinstance(c, ArraysCache):
             c.trim(c.offset - (offset + n))
+        elif not (again and c.window is None):
+            c.rollback(n)
     # The device would else wait while the next pass is being built.
     mx.async_eval([c.cache for c in caches if isinstance(c, ArraysCache)])
 
 
-@contextmanager
-def undone_on_failure(caches: list[Any]) -> Iterator[None]:
-    """If the model's call inside fails or is interrupted, half of the layers have seen its tokens: take them back."""
-    before = [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
-    try:
-        yield
-    except BaseException:
-        for c, b in zip(caches, before):
-            if hasattr(c, "offset"):
-                c.trim(c.offset - b)
-            else:
-                c.cache, c.window = b, None
-        raise
+def positions(caches: list[Any]) -> list[Any]:
+    """Where caches are, for ``go_back``: the number of tokens, or the arrays where tokens cannot be taken back one by one."""
+    return [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
+
+
+def go_back(caches: list[Any], before: list[Any]) -> None:
+    """Take back what caches were given since they were at these ``positions``, be it to half of the layers."""
+    for c, b in zip(caches, before):
+        if hasattr(c, "offset"):
+            c.trim(c.offset - b)
+        else:
+            c.cache, c.window = b, None
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:

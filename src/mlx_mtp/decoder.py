@@ -11,7 +11,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.sample_utils import LogitsProcessor
 
 from .acceptance import RejectionSampling, TokenMatch, Verdict, n_leading
-from .cache import first_row, n_tokens, rollback, undone_on_failure
+from .cache import first_row, go_back, n_tokens, positions, rollback
 from .draft_head import draft_logits
 from .processors import for_drafts
 
@@ -53,6 +53,9 @@ class Decoder:
         self.seen = mx.array([], mx.uint32)  # final tokens that the logits processors have been shown
         # The window that is not settled: its tokens [T], hidden states [1, T, H], drafts [k], and what is known of each.
         self.window: Any = None
+        self.n_given = 0  # the window's leading tokens that are the prompt's or were handed out
+        self.settling = False
+        self.before: Any = None  # where the caches were, until a pass is done and the first of its tokens handed out
         self.hidden: Any = None
         self.drafts = self.seen
         self.n_asked = 0  # drafts that were asked for; the head may have been unsure of the last ones
@@ -83,36 +86,40 @@ class Decoder:
 
     def prefill(self, tokens: mx.array, embeddings: mx.array | None) -> None:
         """Tokens [T] of the prompt, or their embeddings [T, H], which are final, into all caches."""
-        with undone_on_failure(self.prompt_cache):
-            _, hidden = self._backbone(tokens, embeddings)
-            # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
-            previous = hidden[:, :-1]
-            if not self.last.empty():
-                previous = mx.concatenate([self.last[0], previous], axis=1)
-            if (n := previous.shape[1]) > 0:
-                self._head(previous, tokens[-n:], None if embeddings is None else embeddings[-n:])
-            self.last[0] = mx.contiguous(hidden[:, -1:])
-        self.n_cached += hidden.shape[1]
+        self.before = positions(self.prompt_cache)
+        _, hidden = self._backbone(tokens, embeddings)
+        # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
+        previous = hidden[:, :-1]
+        if not self.last.empty():
+            previous = mx.concatenate([self.last[0], previous], axis=1)
+        if (n := previous.shape[1]) > 0:
+            self._head(previous, tokens[-n:], None if embeddings is None else embeddings[-n:])
+        self.last[0] = mx.contiguous(hidden[:, -1:])
         if self.logits_processors:
             self.seen = mx.concatenate([self.seen, tokens])
         self._quantize()
         mx.eval([c.state for c in self.prompt_cache])
+        self.n_cached, self.before = self.n_cached + hidden.shape[1], None
         mx.clear_cache()
 
     def verify_prompt(self, token: mx.array, embedding: mx.array | None) -> mx.array:
         """Open the first window, over the prompt's last token [1] or its embedding [1, H] -> logits [1, 1, V]"""
+        self.before = positions(self.prompt_cache)
         if not self.last.empty():
             self._head(self.last[0], token, embedding)
-        return self._verify(token, embedding)
+        logits = self._verify(token, embedding)
+        self.n_given, self.before = 1, None
+        return logits
 
     def verify(self, token: mx.array) -> mx.array:
         """Open a window: the confirmed token [1] and the k drafts -> logits [1, k + 1, V]"""
+        self._quantize()  # what the pass before has added, as mlx-lm does
+        self.before = positions(self.prompt_cache)
+        self.n_given = 0
         return self._verify(mx.concatenate([token, self.drafts]) if len(self.drafts) > 0 else token)
 
     def _verify(self, tokens, embeddings=None):
-        self._quantize()
-        with undone_on_failure(self.prompt_cache):
-            logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
+        logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
         self.window = tokens
         return logits
 
@@ -177,22 +184,30 @@ class Decoder:
         self.unseen.clear()
         return out
 
-    def settle(self, n: int) -> None:
-        """Close the window: its first n tokens are final, the others never were."""
+    def settle(self) -> None:
+        """Close the window: its tokens that were handed out are final, the others never were."""
+        n = self.n_given
         if len(self.window) > 1:
-            rollback(self.prompt_cache[: self.n_layers], self.n_cached, n)
-        self.n_cached += n
+            again, self.settling = self.settling, True
+            rollback(self.prompt_cache[: self.n_layers], self.n_cached, n, again)
         self.last[0] = self.hidden[:, n - 1 : n]
         if self.logits_processors:
             self.seen = mx.concatenate([self.seen, self.window[:n]])
-        self.window = None
+        # At once: an interrupt finds all of it done, or to be done again.
+        self.n_cached, self.window, self.settling = self.n_cached + n, None, False
 
-    def rest(self, n: int) -> None:
-        """Close the window, if one is open, after n tokens, and give the head a row for each token but the last."""
+    def rest(self) -> None:
+        """Keep the tokens that were handed out, take back all others, and give the head a row for each but the last.
+
+        This may come at any point of the moves above, after an error or an interrupt.
+        """
+        if self.before is not None:
+            go_back(self.prompt_cache, self.before)
+            self.window = None
         if self.window is not None:
             # Where the head was left these by a draft, they stand before, and the same once more behind changes nothing.
-            self.unseen.append((self.hidden[:, : n - 1], self.window[1:n]))
-            self.settle(n)
+            self.unseen.append((self.hidden[:, : self.n_given - 1], self.window[1 : self.n_given]))
+            self.settle()
         self._quantize()  # as mlx-lm does after every pass
         self.last[1] = mx.array(self.n_cached)
         n_missing = max(self.n_cached - 1 - self.first_row, 0) - self.head_cache.offset

@@ -84,7 +84,7 @@ def mtp_generate_step(
     """
     A generator producing the tokens of mlx-lm's ``generate_step``, with the model's MTP head as the draft model.
 
-    When it ends, is closed or fails, the prompt cache holds the prompt and exactly the tokens that it has yielded.
+    When it ends, is closed, interrupted or fails, the prompt cache holds the prompt and exactly the tokens that it has yielded.
 
     Args:
         prompt (mx.array): The input prompt, [T].
@@ -168,7 +168,6 @@ def mtp_generate_step(
 
     with mx.stream(stream):
         n_yielded = n_drafted = n_asked = 0
-        standing = 1  # tokens of the open window that stand if generation stops now
         try:
             prompt = prompt.astype(mx.uint32)
             decoder.see(prompt.tolist())  # type: ignore[arg-type]
@@ -179,6 +178,8 @@ def mtp_generate_step(
                 done += n
                 progress(done, n_prompt)
             logits = decoder.verify_prompt(prompt[done:], embeddings(done))
+            mx.eval(logits)
+            progress(n_prompt, n_prompt)
             while n_yielded != max_tokens:
                 n, k, n_left = 0, len(decoder.drafts), max_tokens - n_yielded
                 if in_order and k > 0:
@@ -189,8 +190,8 @@ def mtp_generate_step(
                         logprobs.append(row)
                         if n == k or not verdict.stands.item():
                             break
-                        n_yielded, standing = n_yielded + 1, 2 + n
                         token: Any = verdict.tokens.item()
+                        n_yielded, decoder.n_given = n_yielded + 1, 2 + n
                         yield token, row, True
                     tokens = mx.concatenate(choices)
                 else:
@@ -219,26 +220,24 @@ def mtp_generate_step(
                 if n > 0 and not in_order:
                     chosen = tokens.tolist()
                     for i in range(n):
-                        n_yielded, standing = n_yielded + 1, 2 + i
+                        n_yielded, decoder.n_given = n_yielded + 1, 2 + i
                         yield chosen[i], logprobs[i], True
 
-                decoder.settle(n + 1)
+                decoder.settle()
                 logits = decoder.verify(tokens[n : n + 1])
                 mx.async_eval(logits, decoder.hidden)
-                if n_yielded == 0:
-                    mx.eval(tokens)
-                    progress(n_prompt, n_prompt)
                 chosen = tokens.tolist()
                 decoder.see(chosen[: n + 1])
                 if n_drafted == 0:  # known only now, while the device is at the next token
                     # But where steps change from plain to drafting or back, more or less than this pass may be behind it.
                     observe(n_asked, 0, 0, asked_before == n_asked == decoder.n_asked == 0)
-                n_yielded, standing = n_yielded + 1, 1
+                # From here on the token counts as handed out. No call is in between, at which an interrupt could come.
+                n_yielded, decoder.n_given, decoder.before = n_yielded + 1, 1, None
                 yield chosen[n], logprobs[n], False
                 if n_yielded % 256 == 0:
                     mx.clear_cache()
         finally:
-            decoder.rest(standing)
+            decoder.rest()
 
 
 def auto_depth(model: nn.Module) -> int | Depth:

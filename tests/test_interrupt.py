@@ -1,0 +1,70 @@
+"""Ctrl-C at any point of the loop: the prompt cache holds exactly what was handed out."""
+
+import linecache
+import sys
+
+import pytest
+from helpers import Scripted, plain, tiny_model
+from test_speculative import PROMPT, at_rest, mtp
+
+from mlx_mtp import cache, decoder, make_prompt_cache, mtp_generate_step, speculative
+
+FILES = {module.__file__ for module in (cache, decoder, speculative)}
+
+
+def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
+    """The tokens of a generator that Ctrl-C stops at the n-th line of the loop, and whether it came so far."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        inside, outer = frame.f_code.co_filename in FILES, frame
+        while outer is not None:
+            inside &= outer.f_code.co_name != "rest"  # what comes after
+            outer = outer.f_back
+        if not inside:
+            return None
+        # Between the line before and that of a yield there is no call, and so none of the points where signals are handled.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("yield", "decoder.rest()")):
+            count += 1
+            if count == n:
+                raise KeyboardInterrupt
+        return trace
+
+    tokens = []
+    sys.settrace(trace)
+    try:
+        for token, _, _ in steps:
+            tokens.append(token)
+    except KeyboardInterrupt:
+        return tokens, True
+    finally:
+        sys.settrace(None)
+    return tokens, False
+
+
+@pytest.mark.parametrize("depth, exact", [(0, False), (3, False), (2, True)])
+def test_an_interrupt_at_any_line_leaves_the_cache_of_what_was_yielded(depth, exact):
+    model = tiny_model("qwen3_5")
+    truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
+    head = Scripted(model, truth, lambda i: i % 3 > 0)
+    after = {}
+    n, came = 1, True
+    while came:
+        prompt_cache = make_prompt_cache(model)
+        options = dict(
+            max_tokens=8, num_draft_tokens=depth, exact=exact, prefill_step_size=6, prompt_cache=prompt_cache
+        )
+        tokens, came = interrupted_at(n, mtp_generate_step(PROMPT, head, **options))
+        n_cached = len(PROMPT) + len(tokens)
+        if not tokens:
+            n_cached = cache.n_tokens(prompt_cache)
+            assert n_cached in (0, 6, 10, 11)
+        if n_cached > 0:
+            at_rest(model, prompt_cache, n_cached)
+        if n_cached not in after:
+            after[n_cached] = plain([*truth[:n_cached], 7, 2], model, max_tokens=4)
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == after[n_cached]
+        n += 17  # over the steps, which differ in length, most lines come
+    assert n > 500 and len(after) > 8
