@@ -144,6 +144,15 @@ def test_greedy_is_mlx_lms():
     assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
 
 
+@pytest.mark.parametrize(
+    "options", [{"min_p": 1.1}, {"xtc_probability": -0.1}, {"xtc_probability": 0.5, "xtc_threshold": 0.6}], ids=str
+)
+def test_what_mlx_lm_refuses_in_the_midst_of_sampling_is_refused_before(options):
+    with pytest.raises(ValueError, match="must be from 0 to"):
+        mlx_mtp.make_sampler(temp=1.0, **options)
+    mx.eval(mx.random.uniform())
+
+
 # Through the loop
 
 

@@ -68,6 +68,7 @@ FIELDS = [
     ("frequency_penalty", {}),
     ("xtc_probability", 7),
     ("xtc_threshold", -1),
+    ("xtc_threshold", 0.6),
     ("logit_bias", [1]),
     ("logit_bias", {"a": 1}),
     ("logit_bias", {"-1": 1}),
@@ -143,6 +144,14 @@ def test_more_tokens_than_the_context_has(server):
     assert_error(status, content, 400, "prompt")
     assert content["error"]["code"] == "context_length_exceeded"
     assert_error(*server.request(TEXT, {**GOOD, "max_tokens": 10**6}), 400, "max_tokens")
+
+
+def test_the_servers_own_limit_ends_with_the_context(tmp_path):
+    """It is not what a request asks for."""
+    with serve(tmp_path / "log", "--mtp", "--max-tokens", str(10**6)) as s:
+        assert s.request(TEXT, {"prompt": "import os\n", "stop": "\n"})[0] == 200
+        body = {"prompt": "import os\n" * 20000}
+        assert_error(*s.request(TEXT, body), 400, "prompt")
 
 
 @pytest.mark.parametrize(

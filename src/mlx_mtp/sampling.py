@@ -67,9 +67,19 @@ def make_sampler(
 
     Returns:
         Sampler: A sampler which takes log-probabilities and returns tokens.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
     if temp == 0:
         return greedy_sampler
+    # Here, since mlx-lm raises inside compiled functions, which then leave a random state that nothing can be drawn from.
+    most = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
+    if xtc_probability > 0:
+        most["xtc_threshold"] = (xtc_threshold, 0.5)
+    for name, (value, limit) in most.items():
+        if not 0 <= value <= limit:
+            raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
     return Sampler(
         temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens or []
     )

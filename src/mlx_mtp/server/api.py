@@ -60,7 +60,7 @@ FIELDS: dict[str, Any] = {
     "frequency_penalty": _number(-100, 100),
     "frequency_context_size": _integer(0),
     "xtc_probability": _number(0, 1),
-    "xtc_threshold": _number(0, 1),
+    "xtc_threshold": _number(0, 0.5),
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},

@@ -118,8 +118,8 @@ class ResponseGenerator(stock.ResponseGenerator):
     """mlx-lm's thread that generates, with another loop.
 
     It takes requests in their order. Those that can be generated together are: of the same model, without a seed that counts
-    (random numbers are the process's), without quantized keys and values. An error ends the requests it comes from,
-    never the thread.
+    (random numbers are the process's), without quantized keys and values. An error ends the requests that are being generated
+    together, never the thread.
     """
 
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
@@ -285,12 +285,14 @@ class ResponseGenerator(stock.ResponseGenerator):
         param = "messages" if request.request_type == "chat" else "prompt"
         if not prompt:
             raise ApiError(400, "The prompt is empty.", param=param)
-        most = provider.context_length
-        if most is not None and len(prompt) + args.max_tokens > most:
+        most, max_tokens = provider.context_length, args.max_tokens
+        if most is not None and len(prompt) < most and max_tokens == self.cli_args.max_tokens:
+            max_tokens = min(max_tokens, most - len(prompt))  # the server's own limit, which nobody has asked for
+        if most is not None and len(prompt) + max_tokens > most:
             raise ApiError(
                 400,
                 f"This model's maximum context length is {most} tokens, but the request has {len(prompt)} in its prompt "
-                f"and asks for {args.max_tokens} more.",
+                f"and asks for {max_tokens} more.",
                 param="max_tokens" if len(prompt) < most else param,
                 code="context_length_exceeded",
             )
@@ -330,7 +332,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         )
         sequence = Sequence(
             segments,
-            args.max_tokens,
+            max_tokens,
             sampler,
             stock._make_logits_processors(args),
             end_of_text.matcher(),
@@ -348,6 +350,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception as e:
             logging.exception("Generation failed.")
             self._fail(ApiError(500, f"Generation failed: {e}"))
+            mx.random.seed(time.time_ns())  # what fails in a compiled function leaves a random state that is none
             self._open_scheduler()
 
     def _fail(self, error: ApiError) -> None:
