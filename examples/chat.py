@@ -13,8 +13,10 @@ import sys
 import mlx.core as mx
 
 from mlx_mtp import load, make_prompt_cache, make_sampler, stream_generate
+from mlx_mtp.draft_head import auto_or_number
 from mlx_mtp.errors import one_line_errors
 from mlx_mtp.load import DEMO
+from mlx_mtp.speculative import MAX_DRAFT_TOKENS
 
 HELP = "The command list:\n- 'q' to exit\n- 'r' to reset the chat\n- 'h' to display these commands"
 
@@ -85,9 +87,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system-prompt", help="System prompt to be used for the chat template")
     parser.add_argument(
         "--num-draft-tokens",
-        type=lambda x: int(x) if x.isdecimal() else x,
-        default="auto",
-        help="Tokens to draft in a step; 0 is plain decoding (default: auto, chosen at every step for speed).",
+        type=auto_or_number,
+        choices=("auto", *range(MAX_DRAFT_TOKENS + 1)),
+        help="Tokens to draft in a step; 0 is plain decoding (default: what `mlx_mtp.benchmark --tune` has found, or auto: "
+        "chosen at every step for speed).",
     )
     return parser
 

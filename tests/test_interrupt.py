@@ -44,7 +44,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
     return tokens, False
 
 
-@pytest.mark.parametrize("depth, exact", [(0, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("depth", "exact"), [(0, False), (3, False), (2, True)])
 def test_an_interrupt_at_any_line_leaves_the_cache_of_what_was_yielded(depth, exact):
     model = tiny_model("qwen3_5")
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
@@ -67,4 +67,5 @@ def test_an_interrupt_at_any_line_leaves_the_cache_of_what_was_yielded(depth, ex
             after[n_cached] = plain([*truth[:n_cached], 7, 2], model, max_tokens=4)
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == after[n_cached]
         n += 17  # over the steps, which differ in length, most lines come
-    assert n > 500 and len(after) > 8
+    assert n > 500
+    assert len(after) > 8

@@ -73,9 +73,12 @@ def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
     for k in (0, 3):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
-        for asked, drafted in (("auto", k), (2, 2)):
+        for asked, drafted in ((None, k), (2, 2)):
             *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
+        assert last.drafted[0] >= 2  # what is given wins
+        assert model.depth is not None
 
 
 def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
@@ -154,7 +157,7 @@ def test_settings_without_the_head_have_no_meaning(tmp_path):
     [
         ([], "off"),
         (["--num-draft-tokens", 2], "--num-draft-tokens 2"),
-        (["--num-draft-tokens", "auto"], "off"),
+        (["--num-draft-tokens", "auto"], "auto"),
         (["--num-draft-tokens", 2, "--draft-p-min", 0.1], "--num-draft-tokens 2 --draft-p-min 0.1"),
         (["--settings", "off"], None),
         (["--mtp-bits", 8], None),

@@ -44,6 +44,7 @@ class ArraysCache(stock.ArraysCache):
     whole window. The class bears its parent's name because a prompt cache file names the classes it is made of.
     """
 
+    cache: list[Any]
     window: _Window | None = None
     draft: Any = None  # the draft model's cache, in mlx-lm's own speculative loop: see draft_model.py
 
@@ -126,7 +127,8 @@ class ArraysCache(stock.ArraysCache):
             if n > window.n_confirmed:
                 inputs = [x[:, : n - window.n_confirmed] for x in window.inputs]
                 cache[1] = _replay(*inputs, *window.gates, window.state)
-        self.cache, self.window = cache, None  # at once: an interrupt finds the window open or closed
+        self.cache = cache
+        self.window = None  # last: until here it can be done again
 
 
 def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:

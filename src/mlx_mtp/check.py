@@ -71,7 +71,8 @@ def check(
     prompt: mx.array,
     *,
     max_tokens: int = 256,
-    num_draft_tokens: NumDraftTokens = "auto",
+    num_draft_tokens: NumDraftTokens | None = None,
+    draft_p_min: float | None = None,
     exact: bool = False,
     stop_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
@@ -84,7 +85,8 @@ def check(
     Args:
         prompt (mx.array): The input prompt, [T].
         max_tokens (int): The number of tokens to compare. Default: ``256``.
-        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step. Default: ``"auto"``.
+        num_draft_tokens (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``.
+        draft_p_min (float, optional): As in ``mtp_generate_step``. Default: ``None``.
         exact (bool): Check exact mode. Default: ``False``.
         stop_tokens (Collection[int]): Tokens that end the text.
         prompt_cache (List[Any], optional): A prompt cache for both; it is left as it is.
@@ -108,7 +110,8 @@ def check(
     theirs, ours = copy.deepcopy(prompt_cache), copy.deepcopy(prompt_cache)
     theirs = None if theirs is None else theirs[: len(model.layers)]
     plain = generate_step(prompt, model, prompt_cache=theirs, logits_processors=[keep], **options)
-    mtp = mtp_generate_step(prompt, model, prompt_cache=ours, num_draft_tokens=num_draft_tokens, exact=exact, **options)
+    drafting: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "draft_p_min": draft_p_min, "exact": exact}
+    mtp = mtp_generate_step(prompt, model, prompt_cache=ours, **drafting, **options)
     same: list[int] = []
     with closing(plain), closing(mtp):
         for (a, _), (b, _, _) in zip(plain, mtp):

@@ -228,10 +228,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--settings",
         default=True,
         metavar="FILE|off",
-        type=lambda x: x != "off" and x,
+        type=lambda x: False if x == "off" else x,
         help="What `python -m mlx_mtp.benchmark --tune` has written, if anything; off is to do without. Defaults to a file in "
         "the user's cache folder. One of the three flags before is enough for it to be left aside.",
     )
+
+
+def auto_or_number(text: str) -> str | int:
+    """The argument of ``--num-draft-tokens``."""
+    return text if text == "auto" else int(text)
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

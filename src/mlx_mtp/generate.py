@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -55,7 +56,7 @@ def stream_generate(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     mtp: bool = True,
-    num_draft_tokens: NumDraftTokens = "auto",
+    num_draft_tokens: NumDraftTokens | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
     **kwargs,
@@ -70,8 +71,8 @@ def stream_generate(
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
-        num_draft_tokens (Union[int, str]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``, chosen at
-          every step for speed.
+        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen
+          at every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
@@ -84,7 +85,7 @@ def stream_generate(
     if not mtp:
         if exact or draft_p_min:
             raise ValueError("exact and draft_p_min are of MTP: leave them out, or draft with the MTP head.")
-        if draft_model is not None and num_draft_tokens != "auto":
+        if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
         for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
             yield GenerationResponse(**vars(r))
@@ -228,10 +229,10 @@ def make_parser():
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
         if action.dest == "num_draft_tokens":
             action.help = (
-                "Number of tokens to draft when using speculative decoding (default: 3, with --mtp auto: chosen at every "
-                f"step for speed; up to {MAX_DRAFT_TOKENS})."
+                "Number of tokens to draft when using speculative decoding (default: 3; with --mtp that of the settings, or "
+                f"auto: chosen at every step for speed; up to {MAX_DRAFT_TOKENS})."
             )
-            action.default, action.type = "auto", lambda text: text if text == "auto" else int(text)
+            action.default, action.type = None, draft_head.auto_or_number
     return parser
 
 
@@ -250,6 +251,14 @@ def run(args) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} is of --mtp: give both, or neither.")
     if args.check and args.temp > 0:
         raise ValueError("--check compares the most likely tokens: leave out --temp.")
+    if args.check and args.settings is not True:
+        raise ValueError("--check is of what is drafted, with the head as it is: leave out --settings.")
+    if args.check and args.max_kv_size is not None:
+        raise ValueError("--check is of MTP, whose caches do not rotate: leave out --max-kv-size.")
+    if not args.mtp and args.num_draft_tokens == "auto":
+        raise ValueError("--num-draft-tokens auto is of --mtp: give both, or a number.")
+    if args.draft_model is not None and args.num_draft_tokens is None:
+        args.num_draft_tokens = 3
     if args.seed is not None:
         mx.random.seed(args.seed)
 
@@ -260,6 +269,9 @@ def run(args) -> None:
         tokenizer_config = json.loads(metadata["tokenizer_config"])
     model_path = model_path or str(DEMO)
 
+    options = draft_head.options(args)
+    if args.check:
+        options["settings"] = False
     try:
         model, tokenizer, config = load(
             model_path,
@@ -269,21 +281,20 @@ def run(args) -> None:
             return_config=True,
             trust_remote_code=args.trust_remote_code,
             mtp=args.mtp,
-            **draft_head.options(args) | ({"settings": False} if args.check else {}),  # it checks what is drafted
+            **options,
         )
     except RuntimeError as e:  # MLX's, of a file that it cannot read
         raise ValueError(f"{model_path} could not be loaded: {e}") from e
     if args.mtp and model.tuned is not None:
-        used = model.tuned
-        if args.num_draft_tokens != "auto":
-            used = replace(used, num_draft_tokens=args.num_draft_tokens)
-        if args.draft_p_min is not None:
-            used = replace(used, draft_p_min=args.draft_p_min)
+        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
+        used = replace(model.tuned, **{name: value for name, value in given.items() if value is not None})
         print(f"Settings that --tune has found best here: {used} (--settings off does without)", file=sys.stderr)
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)
 
-    prompt, input_embeddings = _encode_prompt(args, model, tokenizer, config, is_suffix=prompt_cache is not None)
+    prompt, input_embeddings = _encode_prompt(args, model_path, model, tokenizer, config, prompt_cache is not None)
+    if not prompt:
+        raise ValueError("The prompt is empty: give --prompt some text.")
 
     draft_model = None
     if args.draft_model is not None:
@@ -307,6 +318,7 @@ def run(args) -> None:
             mx.array(prompt),
             max_tokens=args.max_tokens,
             num_draft_tokens=args.num_draft_tokens,
+            draft_p_min=args.draft_p_min,
             exact=args.exact,
             stop_tokens=tokenizer.eos_token_ids,
             prompt_cache=prompt_cache,
@@ -344,6 +356,8 @@ def run(args) -> None:
 
 def _load_prompt_cache(args) -> tuple[list[Any], dict[str, str]]:
     file = args.prompt_cache_file
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
         prompt_cache, metadata = load_prompt_cache(file, return_metadata=True)
         if missing := {"model", "tokenizer_config"} - metadata.keys():
@@ -363,10 +377,14 @@ def _load_prompt_cache(args) -> tuple[list[Any], dict[str, str]]:
     return prompt_cache, metadata
 
 
-def _encode_prompt(args, model, tokenizer, config, is_suffix: bool) -> tuple[list[int], mx.array | None]:
+def _encode_prompt(
+    args, model_path: str, model, tokenizer, config, is_suffix: bool
+) -> tuple[list[int], mx.array | None]:
     """The prompt's token ids, through the chat template where there is one, and its embeddings where it has images."""
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
+    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):  # what Python makes of other bytes
+        raise ValueError("The prompt is not text in UTF-8.")
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
@@ -398,7 +416,7 @@ def _encode_prompt(args, model, tokenizer, config, is_suffix: bool) -> tuple[lis
 
     processor = load_processor(model, config)
     if processor is None:
-        raise ValueError(f"The model {args.model} does not take images.")
+        raise ValueError(f"The model {model_path} does not take images.")
     images = [np.asarray(Image.open(f).convert("RGB")) for f in args.image]
     prompt, pixel_values = processor(prompt, images=images)
     tokens = tokenizer.encode(prompt, add_special_tokens=not use_chat_template)

@@ -66,7 +66,7 @@ def mtp_generate_step(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     max_tokens: int = 256,
-    num_draft_tokens: NumDraftTokens = "auto",
+    num_draft_tokens: NumDraftTokens | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
     sampler: Sampler | None = None,
@@ -90,9 +90,10 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (Union[int, str, Depth]): The number of tokens to draft in a step, 0 to 8. Default: ``"auto"``,
-          chosen at every step for speed, see ``mlx_mtp.depth``, or what the settings that ``load`` has found say. The model
-          keeps the times of steps from one generation to the next; a ``Depth`` of one's own keeps them apart.
+        num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` is
+          chosen at every step for speed, see ``mlx_mtp.depth``; the model keeps the times of steps from one generation to
+          the next, and a ``Depth`` of one's own keeps them apart. Default: ``None``, which is that of the settings that
+          ``load`` has found, or ``"auto"``.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability, at the price of one more
           synchronization a step. Default: ``None``, which is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
@@ -126,9 +127,12 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+    if num_draft_tokens is None:
+        num_draft_tokens = "auto" if model.tuned is None else model.tuned.num_draft_tokens
     if num_draft_tokens == "auto":
         num_draft_tokens = auto_depth(model)
-    if isinstance(num_draft_tokens, int) and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+    is_number = isinstance(num_draft_tokens, int) and 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS
+    if not is_number and not isinstance(num_draft_tokens, Depth):
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if draft_p_min is None:
         draft_p_min = 0.0 if model.tuned is None else model.tuned.draft_p_min
@@ -240,11 +244,9 @@ def mtp_generate_step(
             decoder.rest()
 
 
-def auto_depth(model: nn.Module) -> int | Depth:
-    """What ``num_draft_tokens="auto"`` is: where the model has settings theirs, or else its one ``Depth``."""
+def auto_depth(model: nn.Module) -> Depth:
+    """The one ``Depth`` of a model, which begins with the times of its settings, if it has some."""
     tuned = model.tuned or Settings()
-    if tuned.num_draft_tokens != "auto":
-        return tuned.num_draft_tokens
     model.depth = model.depth or Depth(MAX_DRAFT_TOKENS, tuned.seconds)
     return model.depth
 

@@ -46,10 +46,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--draft-model", help="A model to be used for speculative decoding.")
     add(
         "--num-draft-tokens",
-        type=lambda x: x if x == "auto" else int(x),
+        type=draft_head.auto_or_number,
         default=None,
-        help="Number of tokens to draft when using speculative decoding (default: 3; with --mtp auto, or up to "
-        f"{MAX_DRAFT_TOKENS}).",
+        help="Number of tokens to draft when using speculative decoding (default: 3; with --mtp that of the "
+        f"settings, or auto; up to {MAX_DRAFT_TOKENS}).",
     )
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add(
@@ -133,12 +133,12 @@ def check(args) -> None:
     """
     if args.mtp and args.draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
-    if args.num_draft_tokens is None:
-        args.num_draft_tokens = "auto" if args.mtp else 3
+    if args.num_draft_tokens is None and not args.mtp:
+        args.num_draft_tokens = 3
     n = args.num_draft_tokens
     if not args.mtp and n == "auto":
         raise ValueError("--num-draft-tokens auto is of --mtp: give both, or a number.")
-    if n != "auto" and (n < 0 or (args.mtp and n > MAX_DRAFT_TOKENS)):
+    if isinstance(n, int) and (n < 0 or (args.mtp and n > MAX_DRAFT_TOKENS)):
         raise ValueError(f"--num-draft-tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be from 0 to 65535, not {args.port}.")

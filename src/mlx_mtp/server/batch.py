@@ -35,7 +35,7 @@ class Sequence:
         stop (StopSequences.Matcher): Says which token is the last.
         prompt_cache (List[Any]): Of ``cached``; updated in place, or replaced.
         tokens (List[int]): The tokens in the cache, while nothing is being computed.
-        num_draft_tokens (Union[int, str, Depth]): As in ``mtp_generate_step``.
+        num_draft_tokens (Union[int, str, Depth], optional): As in ``mtp_generate_step``.
         counts (DraftCounts): Counts drafts as the steps go.
     """
 
@@ -46,7 +46,7 @@ class Sequence:
     stop: StopSequences.Matcher
     prompt_cache: list[Any]
     tokens: list[int]
-    num_draft_tokens: NumDraftTokens = "auto"
+    num_draft_tokens: NumDraftTokens | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     def __post_init__(self):
