@@ -275,6 +275,8 @@ def test_prompts_of_ones_own(monkeypatch, capsys, tmp_path):
         (["--plot", "x.png"], "give --compare-depths, too"),
         (["--plot", "x.pgn", "--compare-depths"], "x.pgn is no image"),
         (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
+        (["--json", "/tmp"], "/tmp is a folder"),
+        (["--tune", "--settings", "/tmp"], "/tmp is a folder"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["--context", "9", "-5"], "not -5"),
         (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot is of one length"),

@@ -231,6 +231,26 @@ def test_an_upload_keeps_what_the_card_says_of_the_head(graft, tmp_path, monkeyp
     assert "mlx_mtp.generate --mtp --model me/mine" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_an_upload_that_fails_says_that_the_folder_is_complete(monkeypatch, capsys, tmp_path, hub):
+    status, _, err = run(
+        monkeypatch, capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "out", "--upload-repo", "me/mine"
+    )
+    assert status == 2
+    assert f"{tmp_path / 'out'} is complete, but could not be uploaded to me/mine" in err.splitlines()[-1]
+    assert mlx_mtp.load(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "card", [b"---\nlicense: [mit\n  foo: : bar\n---\n", b"---\n- a\n---\n", "---\nlicense: é\n---\n".encode("latin-1")]
+)
+def test_a_card_that_cannot_be_read_is_left_aside(card, tmp_path, caplog):
+    folder = copied(tmp_path)
+    (folder / "README.md").write_bytes(card)
+    convert(str(folder), str(tmp_path / "out"))
+    assert "README.md is left aside" in caplog.text
+    assert "mlx_mtp.generate --mtp" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_what_the_quantization_of_the_head_costs_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.convert"], "COST_TOKENS", 12)
     convert(str(DATA / "dense"), str(tmp_path / "out"), mtp_bits=2, mtp_group_size=32)
@@ -263,7 +283,7 @@ def run(monkeypatch, capsys, *args):
 def test_bad_input_is_one_line_and_status_2(spoil, message, monkeypatch, capsys, tmp_path):
     folder = copied(tmp_path)
     spoil(folder)
-    status, _, err = run(monkeypatch, capsys, "--hf-path", folder, "--mlx-path", tmp_path / "out")
+    status, _, err = run(monkeypatch, capsys, "--hf-path", folder, "--mlx-path", tmp_path / "new" / "out")
     assert (status, err.count("\n")) == (2, 1), err
     assert re.search(message, err)
     assert "Traceback" not in err

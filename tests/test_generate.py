@@ -176,6 +176,16 @@ def test_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
     assert (status, err.count("\n")) == (2, 1)
 
 
+def test_a_draft_model_drafts_as_many_tokens_as_mlx_lms(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(
+        sys.modules["mlx_mtp.generate"], "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens)
+    )
+    for flags in ([], ["--num-draft-tokens", 5]):
+        run(monkeypatch, capsys, "--model", DATA / "dense", "--draft-model", DATA / "dense", *flags)
+    assert given == [3, 5]
+
+
 @pytest.fixture
 def headless(tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "headless")
@@ -190,7 +200,10 @@ def headless(tmp_path):
 def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, headless):
     status, out, err = run(monkeypatch, capsys, "--mtp", "--model", headless, "-m", 5)
     assert (status, out) == (2, "")
-    assert re.fullmatch(r"mlx_mtp\.generate: error: The config of .*headless claims an MTP head.*--mtp\.\n", err)
+    assert re.fullmatch(
+        r"mlx_mtp\.generate: error: The config of .*headless claims an MTP head.*--mtp \(convert with --no-mtp\)\.\n",
+        err,
+    )
     status, out, _ = run(monkeypatch, capsys, "--model", headless, "-m", 5)
     assert status == 0
     assert "Generation: 5 tokens" in out
@@ -243,7 +256,14 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "the hub has no repository"),
         (["--model", tmp_path], "no config.json"),
-        (["--prompt-cache-file", tmp_path / "none.safetensors"], "none.safetensors"),
+        (["--prompt-cache-file", tmp_path / "none.safetensors"], "There is no prompt cache"),
+        (["--prompt", ""], "The prompt is empty"),
+        (["--prompt", "-"], "The prompt is empty"),
+        (["--prompt", "caf\udce9"], "is not text in UTF-8"),
+        (["--check", "--settings", "off"], "leave out --settings"),
+        (["--check", "--max-kv-size", "9"], "leave out --max-kv-size"),
+        (["--check", "--draft-p-min", "7"], "from 0 to 1, not 7"),
+        (["--settings", tmp_path], "There are no settings"),
     ]
     for args, message in cases:
         status, out, err = run(monkeypatch, capsys, "--mtp", *args)

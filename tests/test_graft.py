@@ -236,7 +236,7 @@ def rewrite(folder, change):
         (spoil_sizes, r"does not fit .*: vocab_size is 5000, not 4096\.$"),
         (spoil_rows, r"does not fit .*: its vocabulary has 4095 rows, not 4096\.$"),
         (spoil_shape, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
-        (spoil_head, "claims an MTP head, but its weights have none"),
+        (spoil_head, "donor has no MTP head to graft: name the original"),
         (spoil_type, r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
         (quantize_head, "is quantized: graft that of the original"),
         (lambda donor: (donor / "config.json").unlink(), "has no config.json"),

@@ -263,11 +263,13 @@ BAD = [
     (index_of("{"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("[]"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("{}"), ValueError, r"model\.safetensors\.index\.json", True),
+    (index_of('{"weight_map": {"a": ["x"]}}'), ValueError, r"model\.safetensors\.index\.json", True),
 ]
 BAD_IDS = [
     "no head", "no head, no claim", "part of a head", "wrong shape", "own embeddings", "cut short", "damaged header",
     "missing shard", "missing tensor", "llama", "qwen4_exp", "no config", "config cut short", "config a list",
     "config not text", "no weights", "no text config", "index cut short", "index a list", "index without weight_map",
+    "index of no files",
 ]  # fmt: skip
 
 
@@ -281,10 +283,23 @@ def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
         model, _ = mlx_mtp.load(str(folder), mtp=False)
         assert type(model).__module__ == "mlx_lm.models.qwen3_5"
     else:
-        with pytest.raises(Exception) as theirs:  # noqa: PT011 (whatever it is, ours is the same)
+        with pytest.raises(Exception) as theirs:  # noqa: PT011 (whatever it is, ours is the same, or the user's)
             mlx_lm.load(str(folder))
-        with pytest.raises(theirs.type):
+        with pytest.raises(ValueError if theirs.type is RuntimeError else theirs.type):
             mlx_mtp.load(str(folder), mtp=False)
+
+
+@pytest.mark.parametrize("text", [None, "{}", "{"])
+def test_a_tokenizer_that_is_none_is_said_to_be_so(text, tmp_path):
+    folder = copied(tmp_path)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    if text is not None:
+        (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"The tokenizer of .*model is missing or damaged .*: download its files again"
+    ):
+        mlx_mtp.load(str(folder))
 
 
 def test_any_model_of_mlx_lms_loads_without_a_head(tmp_path):

@@ -89,6 +89,16 @@ def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
         assert (last.drafted != ()) == drafts
 
 
+def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, capsys, tuned_demo):
+    file = tuned_demo(Settings(0))
+    command = ("--prompts", __file__, "--repeat", 1, "-m", 20)
+    run(monkeypatch, benchmark, *command)
+    drafts = capsys.readouterr().out.splitlines()[-1].split()
+    assert "0/0" not in drafts
+    run(monkeypatch, benchmark, *command, "--settings", file)
+    assert capsys.readouterr().out.startswith("demo with off on ")
+
+
 @pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
 def test_an_argument_wins(tuned_demo, argument):
     tuned_demo(TUNED)
@@ -138,7 +148,7 @@ DAMAGED = [
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_file_is_an_error_that_names_it_and_what_to_do(tmp_path, text):
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is damaged: delete it, or write it anew with `python -m"):
+    with pytest.raises(ValueError, match=r"s\.json is not a file of settings as `python -m"):
         mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
 
 

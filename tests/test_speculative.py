@@ -423,6 +423,9 @@ def test_bad_arguments_are_refused():
             mtp(PROMPT, model, num_draft_tokens=depth)
     with pytest.raises(ValueError, match="must be provided"):
         mtp([], model)
+    for n in ("3", "all", 2.5, -1, 9):
+        with pytest.raises(ValueError, match="num_draft_tokens must be auto or from 0 to 8"):
+            mtp(PROMPT, model, num_draft_tokens=n)
     with pytest.raises(ValueError, match="max_kv_size"):
         mtp(PROMPT, model, max_kv_size=100)
     headless = tiny_model("qwen3_5", mtp_num_hidden_layers=0)

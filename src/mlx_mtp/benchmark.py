@@ -12,6 +12,7 @@ import mlx.core as mx
 from . import draft_head, plot, prompts, settings, tune
 from .arms import AUTO
 from .errors import one_line_errors
+from .files import check_target
 from .hub import fetch
 from .load import DEMO, load
 from .measure import OVERALL, Report, Result, measure
@@ -145,6 +146,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
     draft_head.add_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "settings":
+            action.default, action.metavar = None, "FILE"
+            action.help = (
+                "Measure with the settings in a file of --tune (default: without, so that auto is auto); with --tune, the file "
+                "to write (default: one in the user's cache folder)."
+            )
     return parser
 
 
@@ -172,7 +180,11 @@ def run(args: argparse.Namespace) -> None:
         )
         every = [{"synthetic": mx.array([script.token(i) for i in range(n or 128)])} for n in args.context]
     else:
-        model, tokenizer = load(args.model or str(DEMO), **draft_head.options(args))
+        model, tokenizer = load(
+            args.model or str(DEMO), **draft_head.options(args) | {"settings": args.settings or False}
+        )
+        if model.tuned is not None:
+            name += f" with {model.tuned}"
         every = [encoded_prompts(args, tokenizer, n) for n in args.context]
     reports = []
     for tokens in every:
@@ -207,7 +219,7 @@ def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
     path = fetch(name, None)
     key = settings.key_of(path)
-    file = settings.default_file(key) if args.settings is True else Path(args.settings)
+    file = settings.default_file(key) if args.settings is None else Path(args.settings)
     settings.check_writable(file)
     model, tokenizer = load(name, draft_vocab=0, settings=False)
     tokens = encoded_prompts(args, tokenizer, args.context[0])
@@ -251,8 +263,8 @@ def check(args: argparse.Namespace) -> None:
     if len(args.context) > 1 and (args.tune or args.plot):
         raise ValueError(f"{'--tune' if args.tune else '--plot'} is of one length: give --context one number.")
     for file in (args.json, args.plot):
-        if file and not file.parent.is_dir():
-            raise FileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")
+        if file:
+            check_target(file)
     if args.plot:
         if args.compare_depths is None:
             raise ValueError("--plot draws speed by depth: give --compare-depths, too.")

@@ -200,7 +200,9 @@ def _compose(
             if mtp_bits is None or is_router or ".layers." not in path:
                 return False
             return {"group_size": mtp_group_size, "bits": mtp_bits, "mode": "affine"}
-        by_user = by_model if user is None else user(path, module)
+        if user is None:
+            return by_model
+        by_user = user(path, module)
         return by_model if is_router and by_user else by_user
 
     return predicate

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .draft_head import LIST_FILE, always_in, check_size, select
 from .errors import one_line_errors
-from .files import write_whole
+from .files import check_target, write_whole
 from .load import fetch
 
 CHUNK = 1 << 20  # characters that are tokenized at once
@@ -71,16 +71,19 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{model} is not a model: it has no config.json.")
     config = load_config(path)
-    vocab_size = config.get("text_config", config)["vocab_size"]
+    vocab_size = config.get("text_config", config).get("vocab_size")
+    if vocab_size is None:
+        raise ValueError(f"The config.json of {model} has no vocab_size: download it again.")
     tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     always = always_in(tokenizer, vocab_size)
     check_size(size, vocab_size, always)
+    file = Path(output) if output is not None else path / LIST_FILE
+    check_target(file)
 
     counts = count_tokens(tokenizer, [Path(file) for file in corpus])
     if not counts:
         raise ValueError("The corpus has no text: give it files like what the model is to write.")
     ids = select(rank(counts, vocab_size), size, always)
-    file = Path(output) if output is not None else path / LIST_FILE
     write_whole(file, json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n")
     covered = sum(counts[i] for i in ids) / counts.total()
     print(

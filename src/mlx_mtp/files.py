@@ -5,6 +5,16 @@ import tempfile
 from pathlib import Path
 
 
+def check_target(file: Path) -> None:
+    """Raise an OSError if no file can be written there."""
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file.")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")
+    with tempfile.TemporaryFile(dir=file.parent):
+        pass
+
+
 def write_whole(file: Path, text: str) -> None:
     """Write a file, or replace it, whole or not at all."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)

@@ -272,19 +272,16 @@ def run(args) -> None:
     options = draft_head.options(args)
     if args.check:
         options["settings"] = False
-    try:
-        model, tokenizer, config = load(
-            model_path,
-            adapter_path=args.adapter_path,
-            tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-            model_config={"quantize_activations": args.quantize_activations},
-            return_config=True,
-            trust_remote_code=args.trust_remote_code,
-            mtp=args.mtp,
-            **options,
-        )
-    except RuntimeError as e:  # MLX's, of a file that it cannot read
-        raise ValueError(f"{model_path} could not be loaded: {e}") from e
+    model, tokenizer, config = load(
+        model_path,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        return_config=True,
+        trust_remote_code=args.trust_remote_code,
+        mtp=args.mtp,
+        **options,
+    )
     if args.mtp and model.tuned is not None:
         given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
         used = replace(model.tuned, **{name: value for name, value in given.items() if value is not None})

@@ -57,6 +57,8 @@ def graft(
     config, donor_config = check_config(receiver.config, model), check_config(donor.config, mtp_from)
     donor_map = donor.weight_map(own_head_file(mtp_from, donor_config))
     receiver_map = receiver.weight_map()
+    if not split_head(dict.fromkeys(donor_map))[1]:
+        raise ValueError(f"{mtp_from} has no MTP head to graft: name the original that {model} was converted from.")
     check_head(mtp_from, donor_config, donor_map)
     difference = first_difference(donor_config, config) or _vocabulary_difference(
         donor, donor_map, receiver, receiver_map

@@ -69,11 +69,11 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         if is_offline_mode():
             reason = "HF_HUB_OFFLINE is set and the cache has not all of it: download it once without."
         else:
-            reason = f"it could not be downloaded: {_first_line(e)}"
+            reason = f"it could not be downloaded: {first_line(e)}"
         raise FileNotFoundError(f"{name} is no folder, and {reason}") from e
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -174,7 +174,7 @@ class Checkpoint:
             raise FileNotFoundError(f"{self.name} lacks {head_file}, which its config names: download it again.")
         if INDEX_FILE in self.files:
             weight_map = self.read_json(INDEX_FILE).get("weight_map")
-            if not isinstance(weight_map, dict):
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ValueError(f"{INDEX_FILE} of {self.name} has no weight_map: download it again.")
             if missing := sorted(file for file in set(weight_map.values()) if not self._has(file)):
                 raise FileNotFoundError(f"{self.name} lacks {missing[0]}, which its index names: download it again.")

@@ -1,7 +1,8 @@
 """Load a checkpoint with its MTP head, or say what is wrong with it."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -80,21 +81,23 @@ def load(
         FileNotFoundError: The model or one of its files is not there.
         ValueError: The model type is not supported, the head is not there or not whole, or a file is damaged.
     """
+    by_user = any(x is not None for x in (draft_vocab, mtp_bits, draft_head_bits))
     path = fetch(path_or_hf_repo, revision)
     if not mtp:
-        if not (draft_vocab is mtp_bits is draft_head_bits is None and isinstance(settings, bool)):
+        if by_user or not isinstance(settings, bool):
             raise ValueError(
                 "draft_vocab, mtp_bits, draft_head_bits and settings are of the MTP head: leave them out, or load it."
             )
-        return mlx_lm.load(
-            str(path),
-            tokenizer_config=tokenizer_config,
-            model_config=model_config,
-            adapter_path=adapter_path,
-            lazy=lazy,
-            return_config=return_config,
-            trust_remote_code=trust_remote_code,
-        )
+        with _unreadable(path_or_hf_repo):
+            return mlx_lm.load(
+                str(path),
+                tokenizer_config=tokenizer_config,
+                model_config=model_config,
+                adapter_path=adapter_path,
+                lazy=lazy,
+                return_config=return_config,
+                trust_remote_code=trust_remote_code,
+            )
     config = read_config(path, path_or_hf_repo)
     model_module = import_module(f".models.{config['model_type']}", __package__)
     head: dict[str, mx.array] | None = None
@@ -123,27 +126,44 @@ def load(
     model_config = {**(model_config or {}), "mtp_num_hidden_layers": 1}
     if head is not None:
         model_config.update(quantization_beside(config, head))
-    model, config = load_model(
-        path,
-        lazy=lazy,
-        model_config=model_config,
-        get_model_classes=lambda config: (Model, model_module.ModelArgs),
-        trust_remote_code=trust_remote_code,
-    )
+    with _unreadable(path_or_hf_repo):
+        model, config = load_model(
+            path,
+            lazy=lazy,
+            model_config=model_config,
+            get_model_classes=lambda config: (Model, model_module.ModelArgs),
+            trust_remote_code=trust_remote_code,
+        )
     if (bits := head_bits(model)) is not None and bits <= FEW_BITS:
         log.warning("[WARNING] " + few_bits(mtp if isinstance(mtp, str) else path_or_hf_repo, bits, path_or_hf_repo))
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
-    tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
+    try:
+        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None))
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ValueError("it knows no text")
+    except Exception as e:  # tokenizers raises nothing more exact
+        raise ValueError(
+            f"The tokenizer of {path_or_hf_repo} is missing or damaged ({e}): download its files again."
+        ) from e
     folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
-    if draft_vocab is mtp_bits is draft_head_bits is None and (tuned := find(settings, folders)) is not None:
+    if not by_user and (tuned := find(settings, folders)) is not None:
         model.tuned = tuned
         draft_vocab, mtp_bits, draft_head_bits = tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits
     cheapen_drafts(model, tokenizer, path, draft_vocab, mtp_bits, draft_head_bits)
     if not lazy:
         mx.eval(model.parameters(), [] if model.draft_head is None else model.draft_head.layers[0].parameters())
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+@contextmanager
+def _unreadable(name: str) -> Iterator[None]:
+    """MLX's error of a file that it cannot read is of the system, and this one of the user."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise ValueError(f"{name} could not be loaded: {e}") from e
 
 
 def tensor_names(path: Path, head_file: str | None = None) -> list[str]:
@@ -169,7 +189,7 @@ def tensor_names(path: Path, head_file: str | None = None) -> list[str]:
             raise ValueError(f"{file} is cut short or damaged ({e}): download or convert it again.") from e
     if (index := path / INDEX_FILE).exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"{index} has no weight_map: download it again.")
         if missing := sorted(set(weight_map.values()) - files.keys()):
             raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
@@ -190,7 +210,8 @@ def check_head(name: str, config: dict[str, Any], tensors: Iterable[str]) -> Non
         return
     mend = (
         "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or add the original's head "
-        f"with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name}`, or generate without --mtp."
+        f"with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name}`, or generate without --mtp (convert with "
+        "--no-mtp)."
     )
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {mend}")
@@ -325,6 +346,6 @@ def check_config(config: dict[str, Any] | None, name: str) -> dict[str, Any]:
     if model_type not in SUPPORTED:
         raise ValueError(
             f"Model type {model_type} is not supported with an MTP head (these are: {', '.join(SUPPORTED)}): "
-            "generate without --mtp."
+            "generate without --mtp, convert with --no-mtp."
         )
     return config

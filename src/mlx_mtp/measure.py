@@ -108,9 +108,9 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
     exact: dict[int, list[float]] = {2: [], len(windows): []}
     rollback: list[list[float]] = [[] for _ in windows[1:]]
 
-    def timed(call):
+    def timed(call, *args, **kwargs):
         tic = time.perf_counter()
-        call()
+        call(*args, **kwargs)
         return time.perf_counter() - tic
 
     def forward(window, exact=False):
@@ -128,15 +128,17 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
         if i > 3 and time.perf_counter() - start > ENOUGH:
             break
         for window, seconds in zip(windows, verify):
-            seconds += [timed(lambda window=window: forward(window))][: i > 0]
+            t = timed(forward, window)
+            seconds += [t] if i > 0 else []
             back(1)
         for n, seconds in exact.items():
-            seconds += [timed(lambda n=n: forward(windows[n - 1], exact=True))][: i > 0]
+            t = timed(forward, windows[n - 1], exact=True)
+            seconds += [t] if i > 0 else []
             back(1)
     for n, seconds in enumerate(rollback, 1):
         for _ in range(min(5, len(verify[0]))):
             forward(windows[-1])
-            seconds.append(timed(lambda n=n: back(n)))
+            seconds.append(timed(back, n))
 
     def head():
         out = model.mtp(model.model.embed_tokens(prompt[None, -1:]), hidden, head_cache)

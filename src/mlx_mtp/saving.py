@@ -1,17 +1,22 @@
 """What conversion and graft have in common: a folder that appears whole, and what is said in it of the head."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HTTPError
+from yaml import YAMLError
 
-from .hub import HEAD_FILE
+from .hub import HEAD_FILE, first_line
 from .load import EXTRA_TENSORS
+
+log = logging.getLogger(__name__)
 
 USAGE = """
 ## Multi-token prediction
@@ -37,7 +42,8 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """A folder beside ``target``, renamed to it at the end, and removed if there is none."""
+    """A folder beside ``target``, renamed to it at the end, and removed if there is none, with the parents it needed."""
+    made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -46,6 +52,9 @@ def whole_or_not_at_all(target: Path) -> Iterator[Path]:
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # somebody has put something there
+                parent.rmdir()
         raise
 
 
@@ -106,7 +115,12 @@ def write_card(folder: Path, original: Path, base_model: str | None, usage: str 
 
     mlx-lm's own asks the hub for the original's card even where that is in the cache, and fails where it has none.
     """
-    card = ModelCard.load(original) if original.exists() else ModelCard.from_template(ModelCardData(language="en"))
+    card = ModelCard.from_template(ModelCardData(language="en"))
+    if original.exists():
+        try:
+            card = ModelCard.load(original)
+        except (ValueError, YAMLError) as e:  # no reason to throw a conversion away
+            log.warning(f"[WARNING] {original} is left aside, because it cannot be read: {' '.join(str(e).split())}")
     card.data.library_name = "mlx"
     card.data.pipeline_tag = "text-generation"
     card.data.tags = [*(card.data.tags or []), *([] if "mlx" in (card.data.tags or []) else ["mlx"])]
@@ -119,6 +133,11 @@ def write_card(folder: Path, original: Path, base_model: str | None, usage: str 
 def upload(folder: Path, repo: str) -> None:
     """Put a folder on the hub. mlx-lm's own replaces the model card, and calls what huggingface_hub 2 no longer has."""
     api = HfApi()
-    api.create_repo(repo_id=repo, exist_ok=True)
-    api.upload_folder(repo_id=repo, folder_path=folder)
+    try:
+        api.create_repo(repo_id=repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder)
+    except (HTTPError, OSError, ValueError) as e:
+        raise OSError(
+            f"{folder} is complete, but could not be uploaded to {repo} ({first_line(e)}): `hf upload {repo} {folder}` does it."
+        ) from e
     print(f"Upload successful, go to https://huggingface.co/{repo} for details.")

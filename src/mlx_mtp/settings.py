@@ -7,7 +7,6 @@ used for others. It is never needed.
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -18,7 +17,7 @@ import mlx.core as mx
 from platformdirs import user_cache_path
 
 from ._version import __version__
-from .files import write_whole
+from .files import check_target, write_whole
 from .hub import HEAD_FILE, WEIGHTS, parse_json
 
 log = logging.getLogger(__name__)
@@ -101,12 +100,13 @@ def find(file: bool | str | Path, folders: Sequence[Path]) -> Settings | None:
             "measure anew with `python -m mlx_mtp.benchmark --tune`, or delete the file."
         )
         return None
+    log.info(f"Settings of {path}: {settings}")
     return settings
 
 
 def read(file: Path) -> tuple[dict[str, str], Settings]:
     """What settings are of, and the settings."""
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(f"There are no settings {file}: write them with `python -m mlx_mtp.benchmark --tune`.")
     try:
         content: dict[str, Any] = parse_json(file.read_bytes(), str(file))
@@ -122,7 +122,8 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         return dict(content["key"]), replace(settings, seconds=seconds)
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(
-            f"{file} is damaged: delete it, or write it anew with `python -m mlx_mtp.benchmark --tune`."
+            f"{file} is not a file of settings as `python -m mlx_mtp.benchmark --tune` writes it: "
+            "run that once more, or do without (--settings off)."
         ) from e
 
 
@@ -135,5 +136,4 @@ def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) ->
 def check_writable(file: Path) -> None:
     """Make the folder of a file, and raise an OSError if nothing can be written there."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=file.parent):
-        pass
+    check_target(file)
