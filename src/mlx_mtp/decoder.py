@@ -55,7 +55,9 @@ class Decoder:
         self.window: Any = None
         self.n_given = 0  # the window's leading tokens that are the prompt's or were handed out
         self.settling = False
-        self.before: Any = None  # where the caches were, until a pass is done and the first of its tokens handed out
+        # Where the caches were, until a pass is done and the first of its tokens handed out. Of keys and values that is a
+        # number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
+        self.before: Any = None
         self.hidden: Any = None
         self.drafts = self.seen
         self.n_asked = 0  # drafts that were asked for; the head may have been unsure of the last ones

@@ -380,8 +380,10 @@ def _encode_prompt(
     """The prompt's token ids, through the chat template where there is one, and its embeddings where it has images."""
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):  # what Python makes of other bytes
-        raise ValueError("The prompt is not text in UTF-8.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError("The prompt is not text in UTF-8.") from e
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
