@@ -89,14 +89,18 @@ def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
         assert (last.drafted != ()) == drafts
 
 
-def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, capsys, tuned_demo, tmp_path):
-    file = tuned_demo(Settings(0))
-    (tmp_path / "p.txt").write_text(PROMPT)
-    command = ("--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 20)
-    run(monkeypatch, benchmark, *command)
-    assert capsys.readouterr().out.startswith("demo on ")
-    run(monkeypatch, benchmark, *command, "--settings", file)
-    assert capsys.readouterr().out.startswith("demo with off on ")
+def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, tuned_demo):
+    file, measured = tuned_demo(Settings(0)), []
+
+    def measure(model, *_, name, **__):
+        measured.append((name, model.tuned))
+        raise SystemExit
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    for flags in ((), ("--settings", file)):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, benchmark, *flags)
+    assert measured == [("demo", None), ("demo with off", Settings(0))]
 
 
 @pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
