@@ -246,7 +246,7 @@ def stop_by_closing(model, n, depth, prompt_cache):
 def test_going_on_after_any_stop_is_a_cold_start(stop, depth):
     model = model_of("qwen3_5", 1)
     more = [7, 2, 9]
-    for n in range(1, 25):
+    for n in range(1, 41):
         prompt_cache = make_prompt_cache(model)
         tokens = stop(model, n, depth, prompt_cache)
         at_rest(model, prompt_cache, len(PROMPT) + n)

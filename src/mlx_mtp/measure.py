@@ -24,7 +24,7 @@ from .speculative import MAX_DRAFT_TOKENS, DraftCounts, mtp_generate_step
 
 OVERALL = "overall"
 N_CALLS = 20  # of a part that is timed
-ENOUGH = 10.0  # seconds, after which three of them do
+ENOUGH = 20.0  # seconds, after which three of them do
 WARM_UP = 64  # tokens of a prompt: reading a long one would take minutes, and timing the parts does so
 
 
