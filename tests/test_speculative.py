@@ -418,14 +418,11 @@ def test_bad_arguments_are_refused():
     model = model_of("qwen3_5")
     with pytest.raises(ValueError, match="draft_p_min must be a probability"):
         mtp(PROMPT, model, draft_p_min=1.1)
-    for depth in (9, -1):
-        with pytest.raises(ValueError, match="from 0 to 8"):
+    for depth in (9, -1, "3", "all", 2.5):
+        with pytest.raises(ValueError, match="num_draft_tokens must be auto or from 0 to 8"):
             mtp(PROMPT, model, num_draft_tokens=depth)
     with pytest.raises(ValueError, match="must be provided"):
         mtp([], model)
-    for n in ("3", "all", 2.5, -1, 9):
-        with pytest.raises(ValueError, match="num_draft_tokens must be auto or from 0 to 8"):
-            mtp(PROMPT, model, num_draft_tokens=n)
     with pytest.raises(ValueError, match="max_kv_size"):
         mtp(PROMPT, model, max_kv_size=100)
     headless = tiny_model("qwen3_5", mtp_num_hidden_layers=0)

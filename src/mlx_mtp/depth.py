@@ -5,8 +5,8 @@ those before it stood, and takes t(k) seconds; k = 0 is plain decoding. ``best_d
 ``StepTimes`` estimate a and t as they go; ``Depth`` puts them together. Nothing here reads a clock or draws a number.
 
 How sure the head is of a draft has no part in it: the host knows that only when the drafts are computed, and a step that waits
-for them before it builds the verify pass as a rule loses more than it saves. ``draft_p_min`` is for the others, and
-``mlx_mtp.tune`` finds them.
+for them before it builds the verify pass as a rule loses more than it saves. Where it gains, ``mlx_mtp.tune`` finds it, and
+``draft_p_min`` does it.
 """
 
 from bisect import bisect_left

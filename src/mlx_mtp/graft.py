@@ -57,7 +57,8 @@ def graft(
     config, donor_config = check_config(receiver.config, model), check_config(donor.config, mtp_from)
     donor_map = donor.weight_map(own_head_file(mtp_from, donor_config))
     receiver_map = receiver.weight_map()
-    if not split_head(dict.fromkeys(donor_map))[1]:
+    names = split_head({name: name for name in donor_map})[1].values()
+    if not names:
         raise ValueError(f"{mtp_from} has no MTP head to graft: name the original that {model} was converted from.")
     check_head(mtp_from, donor_config, donor_map)
     difference = first_difference(donor_config, config) or _vocabulary_difference(
@@ -65,7 +66,7 @@ def graft(
     )
     if difference:
         raise ValueError(f"The MTP head of {mtp_from} does not fit {model}: {difference}.")
-    tensors = donor.tensors(split_head({name: name for name in donor_map})[1].values(), donor_map)
+    tensors = donor.tensors(names, donor_map)
     if any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in tensors.items()):
         raise ValueError(f"The MTP head of {mtp_from} is quantized: graft that of the original in bfloat16.")
     raw = _is_raw(donor, donor_map, tensors)

@@ -173,9 +173,7 @@ class Checkpoint:
         if head_file is not None and not self._has(head_file):
             raise FileNotFoundError(f"{self.name} lacks {head_file}, which its config names: download it again.")
         if INDEX_FILE in self.files:
-            weight_map = self.read_json(INDEX_FILE).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError(f"{INDEX_FILE} of {self.name} has no weight_map: download it again.")
+            weight_map = weight_map_of(self.read_json(INDEX_FILE), f"{INDEX_FILE} of {self.name}")
             if missing := sorted(file for file in set(weight_map.values()) if not self._has(file)):
                 raise FileNotFoundError(f"{self.name} lacks {missing[0]}, which its index names: download it again.")
             files = []
@@ -221,6 +219,14 @@ class Checkpoint:
                 for begin in range(start, stop, CHUNK_BYTES):
                     f.write(data := self.read(source, begin, min(begin + CHUNK_BYTES, stop)))
                     bar.update(len(data))
+
+
+def weight_map_of(index: dict[str, Any], name: str) -> dict[str, str]:
+    """The file of every tensor that an index names; ``name`` is the index's own, for the error if it names none."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{name} has no weight_map: download it again.")
+    return weight_map
 
 
 def parse_json(text: bytes, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from .draft_head import DraftVocab, cheapen_drafts
-from .hub import INDEX_FILE, WEIGHTS, fetch, parse_json
+from .hub import INDEX_FILE, WEIGHTS, fetch, parse_json, weight_map_of
 from .models.mtp import is_raw, split_head
 from .settings import find
 
@@ -188,9 +188,7 @@ def tensor_names(path: Path, head_file: str | None = None) -> list[str]:
         except SafetensorError as e:
             raise ValueError(f"{file} is cut short or damaged ({e}): download or convert it again.") from e
     if (index := path / INDEX_FILE).exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map: download it again.")
+        weight_map = weight_map_of(read_json(index), str(index))
         if missing := sorted(set(weight_map.values()) - files.keys()):
             raise FileNotFoundError(f"{path} lacks {missing[0]}, which its index names: download it again.")
         if missing := sorted(set(weight_map) - names):

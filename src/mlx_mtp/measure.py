@@ -129,11 +129,13 @@ def time_parts(model, prompt: mx.array, max_draft_tokens: int) -> Parts:
             break
         for window, seconds in zip(windows, verify):
             t = timed(forward, window)
-            seconds += [t] if i > 0 else []
+            if i > 0:
+                seconds.append(t)
             back(1)
         for n, seconds in exact.items():
             t = timed(forward, windows[n - 1], exact=True)
-            seconds += [t] if i > 0 else []
+            if i > 0:
+                seconds.append(t)
             back(1)
     for n, seconds in enumerate(rollback, 1):
         for _ in range(min(5, len(verify[0]))):

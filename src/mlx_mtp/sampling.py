@@ -74,10 +74,10 @@ def make_sampler(
     if temp == 0:
         return greedy_sampler
     # Here, since mlx-lm raises inside compiled functions, which then leave a random state that nothing can be drawn from.
-    most: dict[str, tuple[float, float]] = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
+    limits: dict[str, tuple[float, float]] = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
     if xtc_probability > 0:
-        most["xtc_threshold"] = (xtc_threshold, 0.5)
-    for name, (value, limit) in most.items():
+        limits["xtc_threshold"] = (xtc_threshold, 0.5)
+    for name, (value, limit) in limits.items():
         if not 0 <= value <= limit:
             raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
     return Sampler(

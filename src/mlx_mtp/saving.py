@@ -115,12 +115,13 @@ def write_card(folder: Path, original: Path, base_model: str | None, usage: str 
 
     mlx-lm's own asks the hub for the original's card even where that is in the cache, and fails where it has none.
     """
-    card = ModelCard.from_template(ModelCardData(language="en"))
+    card = None
     if original.exists():
         try:
             card = ModelCard.load(original)
         except (ValueError, YAMLError) as e:  # no reason to throw a conversion away
             log.warning(f"[WARNING] {original} is left aside, because it cannot be read: {' '.join(str(e).split())}")
+    card = card or ModelCard.from_template(ModelCardData(language="en"))
     card.data.library_name = "mlx"
     card.data.pipeline_tag = "text-generation"
     card.data.tags = [*(card.data.tags or []), *([] if "mlx" in (card.data.tags or []) else ["mlx"])]

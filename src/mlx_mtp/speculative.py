@@ -127,15 +127,16 @@ def mtp_generate_step(
     """
     if getattr(model, "mtp", None) is None:
         raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+    tuned = model.tuned or Settings()
     if num_draft_tokens is None:
-        num_draft_tokens = "auto" if model.tuned is None else model.tuned.num_draft_tokens
+        num_draft_tokens = tuned.num_draft_tokens
     if num_draft_tokens == "auto":
         num_draft_tokens = auto_depth(model)
     is_number = isinstance(num_draft_tokens, int) and 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS
     if not is_number and not isinstance(num_draft_tokens, Depth):
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if draft_p_min is None:
-        draft_p_min = 0.0 if model.tuned is None else model.tuned.draft_p_min
+        draft_p_min = tuned.draft_p_min
     if not 0 <= draft_p_min <= 1:
         raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
     if max_kv_size is not None:
@@ -182,7 +183,7 @@ def mtp_generate_step(
                 done += n
                 progress(done, n_prompt)
             logits = decoder.verify_prompt(prompt[done:], embeddings(done))
-            mx.eval(logits)
+            mx.eval(decoder.hidden)  # not the logits, which nobody wants of a prompt alone
             progress(n_prompt, n_prompt)
             while n_yielded != max_tokens:
                 n, k, n_left = 0, len(decoder.drafts), max_tokens - n_yielded

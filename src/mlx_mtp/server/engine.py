@@ -286,16 +286,16 @@ class ResponseGenerator(stock.ResponseGenerator):
         if not prompt:
             raise ApiError(400, "The prompt is empty.", param=param)
         most, max_tokens = provider.context_length, args.max_tokens
-        if most is not None and len(prompt) < most and max_tokens == self.cli_args.max_tokens:
-            max_tokens = min(max_tokens, most - len(prompt))  # the server's own limit, which nobody has asked for
         if most is not None and len(prompt) + max_tokens > most:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {most} tokens, but the request has {len(prompt)} in its prompt "
-                f"and asks for {max_tokens} more.",
-                param="max_tokens" if len(prompt) < most else param,
-                code="context_length_exceeded",
-            )
+            if len(prompt) >= most or max_tokens != self.cli_args.max_tokens:
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length is {most} tokens, but the request has {len(prompt)} in its prompt "
+                    f"and asks for {max_tokens} more.",
+                    param="max_tokens" if len(prompt) < most else param,
+                    code="context_length_exceeded",
+                )
+            max_tokens = most - len(prompt)  # it was the server's own limit, for which nobody has asked
         vocab_size = provider.vocab_size
         if args.sampling.top_k >= vocab_size:
             raise ApiError(400, f"top_k must be below the vocabulary's size of {vocab_size}.", param="top_k")
