@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-SRC = Path(__file__).parents[1] / "src"
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src"
 
 
 @dataclass
@@ -66,7 +67,7 @@ def serve(log: Path, *flags: str, module: str = "mlx_mtp.server") -> Iterator[Se
     with open(log, "w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", module, "--port", str(port), *flags],
-            env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1"},
             stderr=file,
             stdout=file,
         )

@@ -154,6 +154,13 @@ def test_the_servers_own_limit_ends_with_the_context(tmp_path):
         assert_error(*s.request(TEXT, body), 400, "prompt")
 
 
+def test_a_generation_that_fails_spoils_no_other(tmp_path):
+    with serve(tmp_path / "log", "--mtp", module="failing_server") as s:
+        assert_error(*s.request(TEXT, {**GOOD, "temperature": 1.25}), 500)
+        for temperature in (1, 0):
+            assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == 200
+
+
 @pytest.mark.parametrize(
     "raw",
     [

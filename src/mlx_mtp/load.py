@@ -70,7 +70,8 @@ def load(
           Default: ``None``.
         settings (Union[bool, str, Path]): ``True`` for what ``python -m mlx_mtp.benchmark --tune`` has found best for this
           checkpoint on this machine, if it has run: the three arguments above, unless one of them is given, and what
-          ``num_draft_tokens="auto"`` is. A path for what it has written elsewhere, ``False`` for neither. Default: ``True``.
+          ``num_draft_tokens`` and ``draft_p_min`` are where they are not given. A path for what it has written elsewhere,
+          ``False`` for neither. Default: ``True``.
 
     The other arguments are those of ``mlx_lm.load``.
 
@@ -159,11 +160,13 @@ def load(
 
 @contextmanager
 def _unreadable(name: str) -> Iterator[None]:
-    """MLX's error of a file that it cannot read is of the system, and this one of the user."""
+    """MLX's error of a file that it cannot read is of the system, and this one of the user; mlx-lm takes a config as it is."""
     try:
         yield
     except RuntimeError as e:
         raise ValueError(f"{name} could not be loaded: {e}") from e
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
 
 
 def tensor_names(path: Path, head_file: str | None = None) -> list[str]:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of ``mlx_mtp.load``, and what ``num_draft_tokens="auto"`` and ``draft_p_min=None`` then are."""
+    """Arguments of ``mlx_mtp.load``, and what ``num_draft_tokens=None`` and ``draft_p_min=None`` then are."""
 
     num_draft_tokens: int | Literal["auto"] = "auto"  # 0 is plain decoding
     mtp_bits: int | None = None

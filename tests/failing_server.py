@@ -1,0 +1,23 @@
+"""``mlx_mtp.server``, in which a request with a temperature of 1.25 fails as mlx-lm's compiled samplers can."""
+
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_mtp.server import __main__, engine
+
+make_sampler = engine._make_sampler
+
+
+@partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
+def fail(logprobs):
+    mx.random.categorical(logprobs)
+    raise ValueError("This sampler fails.")
+
+
+engine._make_sampler = lambda args, tokenizer: (
+    fail if args.sampling.temperature == 1.25 else make_sampler(args, tokenizer)
+)
+
+if __name__ == "__main__":
+    __main__.main()
