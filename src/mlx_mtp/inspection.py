@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .hub import INDEX_FILE, Checkpoint, Tensor
-from .load import FEW_BITS, check_config, check_head, few_bits, is_raw_file, own_head_file, tensor_names
+from .load import FEW_BITS, check_config, check_head, few_bits, is_raw_file, loading, own_head_file, tensor_names
 from .models.mtp import sanitize_head, split_head
 
 
@@ -44,7 +44,8 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         if head_file is not None:
             raw_head = None
             raw_head = is_raw_file(path_or_hf_repo, config, raw_backbone, head, checkpoint.header(head_file)[1])
-        bits = _check_shapes(config, head)
+        with loading(path_or_hf_repo):
+            bits = _check_shapes(config, head)
         if bits is not None and bits <= FEW_BITS:
             verdict = "ready, but " + few_bits(path_or_hf_repo, bits, path_or_hf_repo)
     except ValueError as e:

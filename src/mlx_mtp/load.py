@@ -89,7 +89,7 @@ def load(
             raise ValueError(
                 "draft_vocab, mtp_bits, draft_head_bits and settings are of the MTP head: leave them out, or load it."
             )
-        with _unreadable(path_or_hf_repo):
+        with loading(path_or_hf_repo):
             return mlx_lm.load(
                 str(path),
                 tokenizer_config=tokenizer_config,
@@ -127,7 +127,7 @@ def load(
     model_config = {**(model_config or {}), "mtp_num_hidden_layers": 1}
     if head is not None:
         model_config.update(quantization_beside(config, head))
-    with _unreadable(path_or_hf_repo):
+    with loading(path_or_hf_repo):
         model, config = load_model(
             path,
             lazy=lazy,
@@ -159,7 +159,7 @@ def load(
 
 
 @contextmanager
-def _unreadable(name: str) -> Iterator[None]:
+def loading(name: str) -> Iterator[None]:
     """MLX's error of a file that it cannot read is of the system, and this one of the user; mlx-lm takes a config as it is."""
     try:
         yield
