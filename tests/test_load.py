@@ -292,7 +292,7 @@ def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
     else:
         with pytest.raises(Exception):  # noqa: B017, PT011 (mlx-lm's, whatever it is)
             mlx_lm.load(str(folder))
-        with pytest.raises((ValueError, FileNotFoundError)):
+        with pytest.raises(error):
             mlx_mtp.load(str(folder), mtp=False)
 
 

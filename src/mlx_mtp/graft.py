@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .hub import HEAD_FILE, INDEX_FILE, Checkpoint, Tensor, fetch
-from .load import check_config, check_head, first_difference, is_raw_file, load, own_head_file, quantization_beside
+from .load import (
+    check_config,
+    check_head,
+    first_difference,
+    is_raw_file,
+    load,
+    own_head_file,
+    quantization_beside,
+    skeleton,
+)
 from .models.mtp import sanitize_head, split_head
 from .prompts import PYTHON
 from .saving import USAGE, check_written, describe_head, refuse_existing, save, whole_or_not_at_all
@@ -73,7 +81,7 @@ def graft(
 
     with whole_or_not_at_all(target) as folder:
         print("[INFO] Reading the head")
-        head = _to_parameters(config, _read(donor, tensors, folder), raw, dtype)
+        head = _to_parameters(skeleton(config, model), _read(donor, tensors, folder), raw, dtype)
         save(folder / HEAD_FILE, head)
         assert receiver.folder is not None
         _link_files(receiver.folder, folder, own_head_file(model, config))
@@ -125,16 +133,12 @@ def _read(donor: Checkpoint, tensors: dict[str, Tensor], folder: Path) -> dict[s
     return split_head({name: weights[name] for name in tensors})[1]
 
 
-def _to_parameters(
-    config: dict[str, Any], head: dict[str, mx.array], raw: bool, dtype: str | None
-) -> dict[str, mx.array]:
+def _to_parameters(model: nn.Module, head: dict[str, mx.array], raw: bool, dtype: str | None) -> dict[str, mx.array]:
     """A head's tensors under the names, in the shapes and with the values of the model's parameters."""
-    module = import_module(f".models.{config['model_type']}", __package__)
-    skeleton = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
-    head = sanitize_head(skeleton.mtp, head, raw)
+    head = sanitize_head(model.mtp, head, raw)
     if dtype is not None:
         head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
-    return {skeleton.head_prefix + name: w for name, w in head.items()}
+    return {model.head_prefix + name: w for name, w in head.items()}
 
 
 def _link_files(source: Path, folder: Path, old_head: str | None) -> None:

@@ -1,14 +1,14 @@
 """``mlx_mtp.convert --inspect``: what a checkpoint is and whether its head can be used, from config and headers alone."""
 
 import re
-from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .hub import INDEX_FILE, Checkpoint, Tensor
-from .load import FEW_BITS, check_config, check_head, few_bits, is_raw_file, loading, own_head_file, tensor_names
+from .load import FEW_BITS, check_config, check_head, few_bits, is_raw_file, own_head_file, skeleton, tensor_names
 from .models.mtp import sanitize_head, split_head
 
 
@@ -44,8 +44,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         if head_file is not None:
             raw_head = None
             raw_head = is_raw_file(path_or_hf_repo, config, raw_backbone, head, checkpoint.header(head_file)[1])
-        with loading(path_or_hf_repo):
-            bits = _check_shapes(config, head)
+        bits = _check_shapes(skeleton(config, path_or_hf_repo), head)
         if bits is not None and bits <= FEW_BITS:
             verdict = "ready, but " + few_bits(path_or_hf_repo, bits, path_or_hf_repo)
     except ValueError as e:
@@ -72,10 +71,8 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     return "\n".join(f"{key + ':' if key else '':<12}{value}" for key, value in lines)
 
 
-def _check_shapes(config: dict[str, Any], head: dict[str, Tensor]) -> int | None:
+def _check_shapes(model: nn.Module, head: dict[str, Tensor]) -> int | None:
     """What loading would say of the head's tensors; returns the fewest bits of a quantized one."""
-    module = import_module(f".models.{config['model_type']}", __package__)
-    model = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
     # Zeros that are never evaluated take no memory.
     zeros = split_head({name: mx.zeros(t.shape) for name, t in head.items()})[1]
     weights = sanitize_head(model.mtp, zeros, False)

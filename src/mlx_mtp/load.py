@@ -89,7 +89,7 @@ def load(
             raise ValueError(
                 "draft_vocab, mtp_bits, draft_head_bits and settings are of the MTP head: leave them out, or load it."
             )
-        with loading(path_or_hf_repo):
+        with _loading(path_or_hf_repo):
             return mlx_lm.load(
                 str(path),
                 tokenizer_config=tokenizer_config,
@@ -127,7 +127,7 @@ def load(
     model_config = {**(model_config or {}), "mtp_num_hidden_layers": 1}
     if head is not None:
         model_config.update(quantization_beside(config, head))
-    with loading(path_or_hf_repo):
+    with _loading(path_or_hf_repo):
         model, config = load_model(
             path,
             lazy=lazy,
@@ -159,7 +159,7 @@ def load(
 
 
 @contextmanager
-def loading(name: str) -> Iterator[None]:
+def _loading(name: str) -> Iterator[None]:
     """MLX's error of a file that it cannot read is of the system, and this one of the user; mlx-lm takes a config as it is."""
     try:
         yield
@@ -167,6 +167,13 @@ def loading(name: str) -> Iterator[None]:
         raise ValueError(f"{name} could not be loaded: {e}") from e
     except (AttributeError, KeyError, TypeError) as e:
         raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
+
+
+def skeleton(config: dict[str, Any], name: str) -> nn.Module:
+    """The model of a config, with a head; weights that are never evaluated take no memory."""
+    module = import_module(f".models.{config['model_type']}", __package__)
+    with _loading(name):
+        return module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
 
 
 def tensor_names(path: Path, head_file: str | None = None) -> list[str]:
