@@ -13,10 +13,9 @@ import sys
 import mlx.core as mx
 
 from mlx_mtp import load, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.draft_head import auto_or_number
-from mlx_mtp.errors import one_line_errors
-from mlx_mtp.load import DEMO
-from mlx_mtp.speculative import MAX_DRAFT_TOKENS
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.cli import auto_or_number, one_line_errors
+from mlx_mtp.decoding.depth import MAX_DRAFT_TOKENS
 
 HELP = "The command list:\n- 'q' to exit\n- 'r' to reset the chat\n- 'h' to display these commands"
 

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import prompts
-from mlx_mtp.hub import fetch
-from mlx_mtp.load import DEMO
+from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.checkpoint.load import DEMO
 
 PLAIN, AUTO, VLM_PLAIN = "mlx-lm, plain", "mlx_mtp, auto", "mlx-vlm, plain"
 

@@ -2,7 +2,7 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
-from hub import Hub
+from hub_stand_in import Hub
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
@@ -27,6 +27,6 @@ def hub():
 def demo():
     """The bundled checkpoint: (model, tokenizer)."""
     import mlx_mtp
-    from mlx_mtp.load import DEMO
+    from mlx_mtp.checkpoint.load import DEMO
 
     return mlx_mtp.load(str(DEMO))

@@ -11,7 +11,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
+from mlx_mtp import mtp_generate_step
+from mlx_mtp.models.cache import ArraysCache
+
 DATA = Path(__file__).parent / "data"
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
 DENSE = {
     "model_type": "qwen3_5_text",
@@ -159,3 +163,16 @@ class Scripted:
         i = self._rows + 1
         draft = self._truth[i] if self._right(i) else (self._truth[i] + 1) % logits.shape[-1]
         return 0 * logits + 10 * (mx.arange(logits.shape[-1]) == draft)
+
+
+def mtp(prompt, model, **kwargs):
+    return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **kwargs)]
+
+
+def at_rest(model, prompt_cache, n_tokens):
+    """A cache of ``n_tokens`` tokens: no window open, a row of the head for each but the last, whose hidden state waits."""
+    backbone, (head, last_hidden) = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
+    assert {c.offset for c in backbone if not isinstance(c, ArraysCache)} == {n_tokens}
+    assert all(c.window is None for c in backbone if isinstance(c, ArraysCache))
+    assert head.offset == n_tokens - 1
+    assert last_hidden[0].shape[1] == 1

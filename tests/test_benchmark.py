@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from test_recipes import ARCHITECTURES
+from published import ARCHITECTURES
 
-from mlx_mtp import arms, benchmark, plot, prompts
-from mlx_mtp.arms import AUTO
-from mlx_mtp.benchmark import show
-from mlx_mtp.measure import OVERALL, Parts, measure
-from mlx_mtp.speculative import DraftCounts
-from mlx_mtp.synthetic import SHAPES, synthetic_model
+from mlx_mtp import prompts
+from mlx_mtp.benchmark import __main__ as benchmark
+from mlx_mtp.benchmark import plot, runs
+from mlx_mtp.benchmark.measure import OVERALL, Parts, measure
+from mlx_mtp.benchmark.report import show
+from mlx_mtp.benchmark.runs import AUTO
+from mlx_mtp.benchmark.synthetic import SHAPES, synthetic_model
+from mlx_mtp.decoding.pace import DraftCounts
 
 DEPTHS = (1, 3, AUTO)
 SMALL = {
@@ -48,7 +50,7 @@ def small(name: str) -> dict:
 
 def run(monkeypatch, *argv) -> None:
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.benchmark", *map(str, argv)])
-    monkeypatch.setattr("mlx_mtp.measure.N_CALLS", 3)  # no test asserts a time
+    monkeypatch.setattr("mlx_mtp.benchmark.measure.N_CALLS", 3)  # no test asserts a time
     benchmark.main()
 
 
@@ -133,13 +135,13 @@ def test_figures_agree_with_each_other_and_overall_is_the_sum():
 
 def test_a_token_that_differs_is_reported(monkeypatch):
     model, _ = synthetic_model(small("4b-4bit"), 0.8)
-    original = arms.mtp_generate_step
+    original = runs.mtp_generate_step
 
     def wrong_once(prompt, *args, **kwargs):
         for i, (token, *others) in enumerate(original(prompt, *args, **kwargs)):
             yield (token + (i == 5 and prompt.size == 5), *others)
 
-    monkeypatch.setattr(arms, "mtp_generate_step", wrong_once)
+    monkeypatch.setattr(runs, "mtp_generate_step", wrong_once)
     results = measure(model, TWO, (1,), max_tokens=10, repeat=1).results
     assert {r.prompt: r.identical for r in results} == {"a": True, "b": False, OVERALL: False}
 
@@ -187,9 +189,9 @@ def test_acceptance_is_what_was_set(name, cheaper, acceptance, k):
     model, script = synthetic_model(small(name), acceptance, **cheaper)
     prompt = mx.array([script.token(i) for i in range(9)])
     n = 120
-    got = arms.generate(model, prompt, n, k)
+    got = runs.generate(model, prompt, n, k)
     assert got.tokens == [script.token(i) for i in range(9, 9 + n)]
-    assert got.tokens == arms.generate(model, prompt, n, arms.PLAIN).tokens
+    assert got.tokens == runs.generate(model, prompt, n, runs.PLAIN).tokens
     before = [got.counts.drafted[0], *got.counts.accepted]  # a draft counts where those before it stood
     for a, b, drafted in zip(got.counts.accepted, before, got.counts.drafted):
         j = min(b, drafted)  # the last step drafts less

@@ -10,7 +10,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.cache import ArraysCache, adopt_prompt_cache, begin, first_row, rollback
+from mlx_mtp.models.cache import ArraysCache, adopt_prompt_cache, begin, first_row, rollback
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

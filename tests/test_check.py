@@ -12,9 +12,9 @@ import pytest
 from helpers import arrays_equal, plain, round_otherwise, tiny_model
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.cache import ArraysCache
-from mlx_mtp.check import Check, Difference, check
-from mlx_mtp.generate import main
+from mlx_mtp.generate.__main__ import main
+from mlx_mtp.generate.check import Check, Difference, check
+from mlx_mtp.models.cache import ArraysCache
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
@@ -90,7 +90,7 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
     def wrong(*args, **kwargs):
         yield (right + 1) % 32, None, False
 
-    monkeypatch.setattr(import_module("mlx_mtp.check"), "mtp_generate_step", wrong)
+    monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", wrong)
     d = check(model, PROMPT).difference
     assert (d.position, d.plain, d.mtp, d.rounding) == (0, right, (right + 1) % 32, 0)
     assert not d.within_rounding
@@ -100,7 +100,7 @@ def test_in_exact_mode_nothing_is_excused_by_rounding(monkeypatch):
     model, _, _ = rounded_model(monkeypatch)
     options = dict(max_tokens=50, num_draft_tokens=3)
     monkeypatch.setattr(
-        import_module("mlx_mtp.check"),
+        import_module("mlx_mtp.generate.check"),
         "mtp_generate_step",
         lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs),  # as if exact mode were not
     )

@@ -17,8 +17,8 @@ from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_mtp
-from mlx_mtp.cache import ArraysCache
-from mlx_mtp.load import DEMO
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.models.cache import ArraysCache
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -115,7 +115,7 @@ def test_every_function_that_is_imported_has_its_signature_here():
 
 def test_flags_that_are_read():
     """Ours are added to mlx-lm's: what is then missing, mlx-lm has lost."""
-    module = import_module("mlx_mtp.generate")
+    module = import_module("mlx_mtp.generate.__main__")
     read = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(module)))
     assert {"model", "mtp"} <= read
     lost = sorted(read - vars(module.make_parser().parse_args([])).keys())

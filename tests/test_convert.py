@@ -12,17 +12,17 @@ import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import pytest
+from checkpoints import BAD, BAD_IDS, copied, write
 from helpers import DATA, plain, tensors, tiny_config, tiny_model
 from kill import start_conversion
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
-from test_load import BAD, BAD_IDS, copied, write
 
 import mlx_mtp
-from mlx_mtp import saving
-from mlx_mtp.convert import convert, main
-from mlx_mtp.graft import measure_acceptance
-from mlx_mtp.hub import fetch
+from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.convert import convert, output
+from mlx_mtp.convert.__main__ import main
+from mlx_mtp.convert.graft import measure_acceptance
 from mlx_mtp.models.mtp import split_head
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
@@ -220,7 +220,7 @@ def test_a_repository_is_converted_with_its_card(offline, tmp_path, hub, monkeyp
 @pytest.mark.parametrize("graft", [False, True])
 def test_an_upload_keeps_what_the_card_says_of_the_head(graft, tmp_path, monkeypatch):
     api = create_autospec(huggingface_hub.HfApi, instance=True)
-    monkeypatch.setattr(saving, "HfApi", lambda: api)
+    monkeypatch.setattr(output, "HfApi", lambda: api)
     convert(str(DATA / "dense"), str(tmp_path / "bare"), mtp=False)
     options = {"graft_mtp_from": str(DATA / "dense"), "skip_check": True} if graft else {}
     convert(
@@ -320,8 +320,11 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(what, limit, tmp_path):
     if what == "a grafted head":
         convert(str(source), str(tmp_path / "bare"), mtp=False)
         source, args = tmp_path / "bare", ["--graft-mtp-from", source, "--skip-check"]
-    program = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" \
-        f"from mlx_mtp.convert import main; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2); main()"  # fmt: skip
+    program = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from mlx_mtp.convert.__main__ import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2); main()"
+    )
     command = [sys.executable, "-c", program, "--hf-path", source, *args, "--mlx-path", tmp_path / "out"]
     before = sorted(tmp_path.iterdir())
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
@@ -331,7 +334,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(what, limit, tmp_path):
 
 
 def test_a_kill_leaves_nothing_or_the_whole(tmp_path):
-    """tests/kill.py has more moments, at random."""
+    """scripts/kill.py has more moments, at random."""
     tic = time.perf_counter()
     start_conversion(DATA / "moe35", tmp_path / "undisturbed").wait()
     took = time.perf_counter() - tic

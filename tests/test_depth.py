@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.depth import Acceptance, Depth, StepTimes, best_depth, expected_tokens
+from mlx_mtp.decoding.depth import Acceptance, Depth, StepTimes, best_depth, expected_tokens
 
 MOST = 8
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
-from mlx_mtp.cache import ArraysCache
-from mlx_mtp.draft_head import DraftHead
+from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.models.draft_lm_head import DraftLMHead
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -82,7 +82,7 @@ def test_options_of_that_loop():
 
 def test_drafts_come_from_the_draft_vocabulary():
     model, n = tiny_model("qwen3_5"), 12
-    model.draft_head = DraftHead(model.output_layer, list(range(n)))
+    model.drafting.lm_head = DraftLMHead(model.output_layer, list(range(n)))
     got = steps(PROMPT, model, max_tokens=40, num_draft_tokens=3)
     assert [token for token, _, _ in got] == plain(PROMPT, model, max_tokens=40)
     assert any(token < n for token, _, _ in got)

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
 from mlx_mtp import generate, make_sampler, mtp_generate_step
-from mlx_mtp.draft_head import BITS, LIST_FILE, DraftHead, always_in, cheapen_drafts
+from mlx_mtp.checkpoint.load import DEMO, cheapen_drafts
+from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
-from mlx_mtp.load import DEMO
+from mlx_mtp.models.draft_lm_head import BITS, DraftLMHead
 
 CHECKPOINTS = ["demo", "dense", "moe35", "moe36", "next"]  # the first two tie their embeddings
 FORMATS = {
@@ -83,7 +84,7 @@ def test_tokens_of_the_text_join_the_draft_vocabulary(name, form):
         model.set_dtype(mx.float32)
     if FORMATS[form]:
         set_output_layer(model, model.output_layer.to_quantized(**FORMATS[form]))
-    head = DraftHead(model.output_layer, [0, 5, 9])
+    head = DraftLMHead(model.output_layer, [0, 5, 9])
     more = head.with_tokens([9, 300, 2, 300, 0])
     most = more.with_tokens([2, 7]).with_tokens([300])
     assert more.with_tokens([300, 9]) is more
@@ -92,15 +93,15 @@ def test_tokens_of_the_text_join_the_draft_vocabulary(name, form):
         assert h.ids.tolist() == ids
         assert h.ids.dtype == mx.uint32
         assert arrays_equal(h(hidden), model.logits(hidden)[..., h.ids])
-    whole = DraftHead(model.output_layer, None)
+    whole = DraftLMHead(model.output_layer, None)
     assert whole.with_tokens([300]) is whole
 
 
 def test_tokens_of_the_text_join_with_the_bits_of_the_drafts():
     model, _ = load("dense")
     hidden = hidden_states(model, 2)
-    one_by_one = DraftHead(model.output_layer, [0, 5, 9], 4).with_tokens([300]).with_tokens([12])
-    at_once = DraftHead(model.output_layer, [0, 5, 9, 12, 300], 4)
+    one_by_one = DraftLMHead(model.output_layer, [0, 5, 9], 4).with_tokens([300]).with_tokens([12])
+    at_once = DraftLMHead(model.output_layer, [0, 5, 9, 12, 300], 4)
     order = mx.argsort(one_by_one.ids)
     assert arrays_equal(one_by_one(hidden)[..., order], at_once(hidden))
     assert one_by_one.layers[1].bits == 4
@@ -127,7 +128,7 @@ def test_a_quantized_copy_of_the_output_layer_is_the_drafts_alone(name):
         cheapen_drafts(model, tokenizer, DEMO, 0, None, bits)
         assert model.draft_ids is None
         assert model.draft_logits(hidden).shape == model.logits(hidden).shape
-        rows = DraftHead(model.output_layer, [0, 1, 2, 5], bits)
+        rows = DraftLMHead(model.output_layer, [0, 1, 2, 5], bits)
         assert arrays_equal(model.draft_logits(hidden)[..., rows.ids], rows(hidden))
     assert model.output_layer.weight is weight
 
@@ -143,7 +144,7 @@ def test_fewer_bits_of_a_quantized_output_layer():
     hidden = hidden_states(model, 2)
     assert mx.allclose(model.draft_logits(hidden), hidden @ back.T, atol=1e-4)
     for bits in (8, 6):
-        set_output_layer(model, model.draft_head.layers[0] if bits == 6 else layer)
+        set_output_layer(model, model.drafting.lm_head.layers[0] if bits == 6 else layer)
         with pytest.raises(ValueError, match=f"lm_head has {8 if bits == 8 else 4} bits: leave out draft_head_bits"):
             cheapen_drafts(model, tokenizer, DEMO, None, None, bits)
 
@@ -154,7 +155,7 @@ def test_an_adapter_on_the_output_layer_is_in_the_drafts():
     adapted = LoRALinear.from_base(model.lm_head)
     adapted.lora_b = mx.random.normal(adapted.lora_b.shape, key=mx.random.key(1))
     rows, hidden = [1, 4, 9], hidden_states(model, 2)
-    head = DraftHead(adapted, rows, None)
+    head = DraftLMHead(adapted, rows, None)
     assert mx.allclose(head(hidden), adapted(hidden)[..., rows], rtol=1e-4, atol=1e-4)
     assert not mx.allclose(head(hidden), model.lm_head(hidden)[..., rows], rtol=1e-2, atol=1e-2)
 
@@ -219,7 +220,7 @@ def test_a_loaded_model_of_a_checkpoint_is_as_one_made_so():
     model, _ = load("dense", draft_vocab=64, mtp_bits=4, draft_head_bits=8)
     hidden = hidden_states(model, 2)
     assert model.draft_logits(hidden).shape == (1, 2, 64)
-    assert model.draft_head.layers[0].bits == 8
+    assert model.drafting.lm_head.layers[0].bits == 8
     assert model.mtp.layers[0].mlp.up_proj.bits == 4
 
 
@@ -355,7 +356,7 @@ def test_the_command_runs_without_a_warning_and_what_it_writes_is_used(tmp_path)
     )
 
 
-def test_a_list_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_list_is_replaced_atomic_directory(tmp_path, monkeypatch):
     folder = word_model(tmp_path / "model")
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("a b")
@@ -486,7 +487,7 @@ def test_the_flags_of_generate(monkeypatch, capsys):
     assert run("--mtp", "--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4") == plain
     model = loaded[-1][0]
     assert model.draft_ids.tolist() == list(range(64))
-    assert (model.draft_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
+    assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
     for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"], ["--mtp", "--draft-vocab", "none.json"]):
         with pytest.raises(SystemExit) as exit:
             run(*flags)
@@ -497,7 +498,7 @@ def test_the_flags_of_generate(monkeypatch, capsys):
 def test_the_loop_drafts_from_the_vocabulary_and_the_text_alone_and_says_the_same(sampled):
     model, n = tiny_model("qwen3_5"), 12
     prompt = mx.array([3, 21, 4, 1, 30])
-    model.draft_head = DraftHead(model.output_layer, list(range(n)))
+    model.drafting.lm_head = DraftLMHead(model.output_layer, list(range(n)))
     drafted = []
     draft_logits = model.draft_logits
 

@@ -9,14 +9,14 @@ import sys
 import mlx.core as mx
 import mlx_lm
 import pytest
+from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
 from helpers import DATA
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from test_load import BAD, BAD_IDS, configure, copied, edit, no_head
 
 import mlx_mtp
-from mlx_mtp.generate import main, make_parser
+from mlx_mtp.generate.__main__ import main, make_parser
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 

@@ -12,9 +12,9 @@ from helpers import DATA, plain, tensors
 from mlx.utils import tree_flatten
 
 import mlx_mtp
+from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.convert import convert
-from mlx_mtp.graft import FLOOR, MAX_TOKENS, measure_acceptance
-from mlx_mtp.load import DEMO
+from mlx_mtp.convert.graft import FLOOR, MAX_TOKENS, measure_acceptance
 from mlx_mtp.models.mtp import split_head
 from mlx_mtp.prompts import PYTHON
 

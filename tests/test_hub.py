@@ -7,10 +7,10 @@ import sys
 import huggingface_hub
 import pytest
 from helpers import DATA
-from hub import TOKEN
+from hub_stand_in import TOKEN
 
 import mlx_mtp
-from mlx_mtp.hub import Checkpoint, fetch
+from mlx_mtp.checkpoint.hub import Checkpoint, fetch
 
 
 def run(*args, **env):

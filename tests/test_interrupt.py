@@ -4,12 +4,13 @@ import linecache
 import sys
 
 import pytest
-from helpers import Scripted, plain, tiny_model
-from test_speculative import PROMPT, at_rest, mtp
+from helpers import PROMPT, Scripted, at_rest, mtp, plain, tiny_model
 
-from mlx_mtp import cache, decoder, make_prompt_cache, mtp_generate_step, speculative
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.models import cache
 
-FILES = {module.__file__ for module in (cache, decoder, speculative)}
+FILES = {module.__file__ for module in (cache, decoder, loop)}
 
 
 def interrupted_at(n: int, steps) -> tuple[list[int], bool]:

@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask, quantized_scaled_dot_product_
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.cache import rollback
+from mlx_mtp.models.cache import rollback
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4])

@@ -2,49 +2,22 @@
 
 import json
 import re
-import shutil
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head, write
 from helpers import DATA, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_mtp
-from mlx_mtp.load import SUPPORTED
+from mlx_mtp.checkpoint.load import SUPPORTED
 from mlx_mtp.models.mtp import EXPERT_PROJECTIONS, is_raw
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
-
-
-def write(folder, config, weights):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DATA / "moe35" / name, folder)
-    return folder
-
-
-def copied(tmp_path, name="dense"):
-    return shutil.copytree(DATA / name, tmp_path / "model")
-
-
-def edit(folder, change):
-    """Rewrite a one-file checkpoint's tensors."""
-    weights = mx.load(str(folder / "model.safetensors"))
-    mx.eval(weights)
-    change(weights)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-
-
-def configure(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    config.update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 # Layouts
@@ -192,92 +165,6 @@ def test_experts_of_the_wrong_shape_are_named_with_both_shapes(fused, name, bad,
 
 
 # Errors: what makes the checkpoint bad, what the message says, and whether plain mlx-lm loads it all the same
-
-
-def no_head(folder):
-    edit(folder, lambda w: [w.pop(name) for name in list(w) if name.startswith("mtp.")])
-
-
-def no_head_no_claim(folder):
-    no_head(folder)
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    configure(folder, text_config={**text, "mtp_num_hidden_layers": 0})
-
-
-def part_of_a_head(folder):
-    edit(folder, lambda w: [w.pop(name) for name in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")])
-
-
-def wrong_shape(folder):
-    edit(folder, lambda w: w.update({"mtp.fc.weight": w["mtp.fc.weight"][:, :-1]}))
-
-
-def own_embeddings(folder):
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    configure(folder, text_config={**text, "mtp_use_dedicated_embeddings": True})
-
-
-def size_that_is_none(folder):
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    configure(folder, text_config={**text, "hidden_size": "192"})
-
-
-def cut_short(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def damaged_header(folder):
-    file = folder / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[20:40] = b"\xff" * 20
-    file.write_bytes(data)
-
-
-def missing_shard(folder):
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def missing_tensor(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
-
-
-def index_of(text):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
-
-
-BAD = [
-    (no_head, ValueError, r"config of .*model claims .* `mlx_mtp\.convert .*, or generate without --mtp", True),
-    (no_head_no_claim, ValueError, r"model has no MTP head: .*convert.*, or generate without --mtp", True),
-    (part_of_a_head, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
-    (wrong_shape, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
-    (own_embeddings, ValueError, "embeddings of its own", True),
-    (cut_short, ValueError, "cut short or damaged", False),
-    (damaged_header, ValueError, "cut short or damaged", False),
-    (missing_shard, FileNotFoundError, "model-00002-of-00002.safetensors, which its index names", True),
-    (missing_tensor, ValueError, "lacks the tensor a.weight", True),
-    (lambda folder: configure(folder, model_type="llama"), ValueError, ", ".join(SUPPORTED), False),
-    (lambda folder: configure(folder, model_type="qwen4_exp"), ValueError, "qwen4_exp .*Flash-Next", False),
-    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "no config.json", False),
-    (lambda folder: (folder / "config.json").write_text("{"), ValueError, "is not JSON", False),
-    (lambda folder: (folder / "config.json").write_text("[]"), ValueError, r"config\.json", False),
-    (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), ValueError, r"config\.json", False),
-    (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "No safetensors", False),
-    (lambda folder: (folder / "config.json").write_text("{}"), ValueError, "Model type None is not supported", False),
-    (lambda folder: configure(folder, text_config=None), ValueError, "text_config of .* is not an object", False),
-    (size_that_is_none, ValueError, r"model could not be loaded \(TypeError.*is its config\.json", False),
-    (index_of("{"), ValueError, r"model\.safetensors\.index\.json", True),
-    (index_of("[]"), ValueError, r"model\.safetensors\.index\.json", True),
-    (index_of("{}"), ValueError, r"model\.safetensors\.index\.json", True),
-    (index_of('{"weight_map": {"a": ["x"]}}'), ValueError, r"model\.safetensors\.index\.json", True),
-]
-BAD_IDS = [
-    "no head", "no head, no claim", "part of a head", "wrong shape", "own embeddings", "cut short", "damaged header",
-    "missing shard", "missing tensor", "llama", "qwen4_exp", "no config", "config cut short", "config a list",
-    "config not text", "no weights", "config empty", "no text config", "a size that is none",
-    "index cut short", "index a list", "index without weight_map", "index of no files",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD, ids=BAD_IDS)

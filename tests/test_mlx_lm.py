@@ -1,6 +1,6 @@
 """Plain mlx-lm on our model classes: what it documents of generation and batches holds as on its own.
 
-``tests/upstream.py`` runs mlx-lm's own tests in full.
+``scripts/upstream.py`` runs mlx-lm's own tests in full.
 """
 
 import concurrent.futures
@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.utils import load_model
 
 import mlx_mtp
-from mlx_mtp.cache import ArraysCache
-from mlx_mtp.load import DEMO
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.models.cache import ArraysCache
 
 PROMPTS = ("def read(path):", "import os\nimport sys\n\n\nclass Queue:\n    def ", "x = 1")
 

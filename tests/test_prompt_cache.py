@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.load import DEMO
+from mlx_mtp.checkpoint.load import DEMO
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 model_of = functools.cache(tiny_model)

@@ -13,7 +13,7 @@ from mlx_lm import sample_utils
 from scipy.stats import chisquare
 
 import mlx_mtp
-from mlx_mtp.acceptance import RejectionSampling, accept, log_residual, n_leading
+from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual, n_leading
 
 LEVEL = 1e-5  # of each chi-square test
 N = 1_000_000
@@ -165,5 +165,5 @@ def test_what_mlx_lm_refuses_in_the_midst_of_sampling_is_refused_before(options)
     ids=lambda case: case.name,
 )
 def test_the_joint_distribution_of_the_first_tokens(case):
-    """What `python tests/distribution.py` does for every case."""
+    """What `python scripts/distribution.py` does for every case."""
     assert case.p_value(runs=600) > distribution.LEVEL

@@ -18,10 +18,10 @@ from helpers import plain
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
 from openai import OpenAI
-from serving import SRC, Server, serve
+from server_process import SRC, Server, serve
 
 import mlx_mtp
-from mlx_mtp.load import DEMO
+from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.__main__ import make_parser
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'

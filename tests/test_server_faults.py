@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from serving import serve
+from server_process import serve
 
 GOOD = {"prompt": "import os\n", "max_tokens": 4}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

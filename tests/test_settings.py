@@ -11,11 +11,13 @@ import pytest
 from helpers import DATA, plain
 
 import mlx_mtp
-from mlx_mtp import benchmark, generate, settings
-from mlx_mtp.depth import Depth
-from mlx_mtp.load import DEMO
-from mlx_mtp.settings import Settings
-from mlx_mtp.speculative import auto_depth
+from mlx_mtp.benchmark import __main__ as benchmark
+from mlx_mtp.checkpoint import settings
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.decoding.depth import Depth
+from mlx_mtp.decoding.loop import auto_depth
+from mlx_mtp.generate import __main__ as generate
+from mlx_mtp.models.drafting import Settings
 
 PROMPT = "def read(path):"
 TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
@@ -56,10 +58,10 @@ def test_they_are_found_and_change_no_token(tuned_demo):
     assert untuned.tuned is None
     tuned_demo(TUNED)
     model, _ = mlx_mtp.load(str(DEMO))
-    assert model.tuned == TUNED
+    assert model.drafting.tuned == TUNED
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.draft_ids.size == 1024
-    assert model.draft_head.layers[0].bits == 4
+    assert model.drafting.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
     tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=50)]
     assert tokens == plain(prompt, untuned, max_tokens=50)
@@ -78,7 +80,7 @@ def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
             assert len(last.drafted) == drafted
         *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
         assert last.drafted[0] >= 2  # what is given wins
-        assert model.depth is not None
+        assert model.drafting.depth is not None
 
 
 def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
@@ -93,7 +95,7 @@ def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, tuned_
     file, measured = tuned_demo(Settings(0)), []
 
     def measure(model, *_, name, **__):
-        measured.append((name, model.tuned))
+        measured.append((name, model.drafting.tuned))
         raise SystemExit
 
     monkeypatch.setattr(benchmark, "measure", measure)
@@ -107,7 +109,7 @@ def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, tuned_
 def test_an_argument_wins(tuned_demo, argument):
     tuned_demo(TUNED)
     model, _ = mlx_mtp.load(str(DEMO), **argument)
-    assert model.tuned is None
+    assert model.drafting.tuned is None
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
 
 
@@ -116,7 +118,7 @@ def test_those_of_something_else_are_not_used_and_a_warning_says_why(tuned_demo,
     file = tuned_demo(TUNED, **{part: "another"})
     with caplog.at_level(logging.WARNING):
         model, _ = mlx_mtp.load(str(DEMO))
-    assert model.tuned is None
+    assert model.drafting.tuned is None
     assert f"{part} is " in caplog.text
     assert "not another" in caplog.text
     assert str(file) in caplog.text

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from mlx import nn
 
 import mlx_mtp
-from mlx_mtp import benchmark, settings, tune
-from mlx_mtp.draft_head import LIST_FILE
-from mlx_mtp.load import DEMO
-from mlx_mtp.settings import Settings
-from mlx_mtp.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, recommend, together
+from mlx_mtp.benchmark import __main__ as benchmark
+from mlx_mtp.benchmark import tune
+from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, recommend, together
+from mlx_mtp.checkpoint import settings
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint.vocabulary import LIST_FILE
+from mlx_mtp.models.drafting import Settings
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
 
@@ -77,7 +79,7 @@ def test_the_model_is_as_it_was_and_all_was_measured():
     before = dict(model.parameters())
     measured = tune.tune(model, tokenizer, DEMO, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
-    assert model.draft_head is None
+    assert model.drafting.lm_head is None
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
     assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]
     assert len(measured) >= 11

@@ -1,19 +1,20 @@
 """Faster decoding of Qwen3.5-family models on MLX with the multi-token-prediction head that they ship."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from .cache import make_prompt_cache
-from .load import load
+from .checkpoint.load import DEMO, load
+from .convert import convert
+from .decoding.depth import MAX_DRAFT_TOKENS, Depth
+from .decoding.loop import mtp_generate_step
+from .decoding.pace import DraftCounts
+from .decoding.sampling import make_sampler
+from .generate import GenerationResponse, generate, stream_generate
+from .models.cache import make_prompt_cache
 from .models.mtp import MTPModule
-from .sampling import make_sampler
-from .speculative import mtp_generate_step
-
-if TYPE_CHECKING:
-    from .convert import convert
-    from .generate import GenerationResponse, generate, stream_generate
 
 __all__ = [
+    "DEMO",
+    "MAX_DRAFT_TOKENS",
+    "Depth",
+    "DraftCounts",
     "GenerationResponse",
     "MTPModule",
     "convert",
@@ -24,12 +25,3 @@ __all__ = [
     "mtp_generate_step",
     "stream_generate",
 ]
-
-
-def __getattr__(name: str):
-    # Imported when asked for: `python -m mlx_mtp.generate` warns of a submodule that its package has imported.
-    if name in ("convert", "generate"):
-        return import_module(f".{name}", __name__)  # modules that can be called
-    if name in ("GenerationResponse", "stream_generate"):
-        return getattr(import_module(".generate", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,10 @@ from pathlib import Path
 from mlx_lm.utils import load_config, load_tokenizer
 from tqdm import tqdm
 
-from .draft_head import LIST_FILE, always_in, check_size, select
-from .errors import one_line_errors
-from .files import check_target, write_whole
-from .load import fetch
+from .checkpoint.files import check_target, write_whole
+from .checkpoint.hub import fetch
+from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
+from .cli import one_line_errors
 
 CHUNK = 1 << 20  # characters that are tokenized at once
 

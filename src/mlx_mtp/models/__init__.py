@@ -1,1 +1,11 @@
 """mlx-lm's models of the Qwen3.5 family, each with its MTP head."""
+
+from importlib import import_module
+from types import ModuleType
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+
+def model_module(model_type: str) -> ModuleType:
+    """The module of a model type, with its ``Model`` and ``ModelArgs``."""
+    return import_module(f".{model_type}", __package__)

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
-from ..cache import ArraysCache
+from .cache import ArraysCache
 
 
 def one_by_one(

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
-from ..cache import ArraysCache
+from .cache import ArraysCache
 
 
 def recorded_recurrence(layer: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: ArraysCache) -> mx.array:

@@ -18,10 +18,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from .. import cache as caches
-from ..depth import Depth
-from ..draft_model import DraftModel
-from ..settings import Settings
+from . import cache as caches
+from .draft_model import DraftModel
+from .drafting import Drafting
 
 T = TypeVar("T")
 
@@ -85,10 +84,11 @@ class MTPMixin:
     model: Any
     layers: Any
     logits: Any
-    draft_head: Any = None  # a DraftHead: the output layer of the drafts, where mlx_mtp.load has made one
-    tuned: Settings | None = None  # where mlx_mtp.load has found them
-    depth: Depth | None = None  # which num_draft_tokens="auto" lets choose
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
+
+    def __init__(self, args: Any):
+        super().__init__(args)  # type: ignore[call-arg]
+        self.drafting = Drafting()
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
@@ -141,11 +141,11 @@ class MTPMixin:
     @property
     def draft_ids(self) -> mx.array | None:
         """The token ids that drafts are chosen from, in ascending order, [n] uint32; ``None`` for the whole vocabulary."""
-        return None if self.draft_head is None else self.draft_head.ids
+        return None if self.drafting.lm_head is None else self.drafting.lm_head.ids
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """The output layer of the drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
-        return self.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
+        return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """One pass of the head.

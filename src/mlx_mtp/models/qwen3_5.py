@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
 
-from .. import cache as caches
-from ..draft_model import following
+from . import cache as caches
+from .draft_model import following
 from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule
@@ -110,7 +110,7 @@ class Model(MTPMixin, stock.Model):
             cache (List[Any], optional): One entry for each layer; more are ignored.
             input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
-            n_confirmed (int): With a number above 0, ``mlx_mtp.cache.rollback`` can go back to any token from this one
+            n_confirmed (int): With a number above 0, ``mlx_mtp.models.cache.rollback`` can go back to any token from this one
               on: it is the number of leading tokens known to be final. Default: ``0``, which records nothing.
             exact (bool): Have the logits of each token bit-equal to those of a call on that token alone; see
               ``models/exact.py`` for its price. Needs a cache. Default: ``False``.

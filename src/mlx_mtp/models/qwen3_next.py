@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import qwen3_next as stock
 
-from .. import cache as caches
-from ..draft_model import following
+from . import cache as caches
+from .draft_model import following
 from .exact import one_by_one
 from .gated_delta import recorded_recurrence
 from .mtp import MTPMixin, MTPModule

@@ -14,10 +14,9 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
-from .. import draft_head
-from ..errors import one_line_errors
-from ..load import DEMO
-from ..speculative import MAX_DRAFT_TOKENS
+from .. import cli
+from ..checkpoint.load import DEMO
+from ..decoding.depth import MAX_DRAFT_TOKENS
 from .api import APIHandler, Server
 from .engine import ModelProvider, ResponseGenerator
 from .metrics import Metrics
@@ -46,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--draft-model", help="A model to be used for speculative decoding.")
     add(
         "--num-draft-tokens",
-        type=draft_head.auto_or_number,
+        type=cli.auto_or_number,
         default=None,
         help="Number of tokens to draft when using speculative decoding (default: 3; with --mtp that of the "
         f"settings, or auto; up to {MAX_DRAFT_TOKENS}).",
@@ -108,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pipeline", action="store_true", help="Not supported: this server runs on one machine")
 
     add("--mtp", action="store_true", help="Draft with the model's MTP head while one request is being generated.")
-    draft_head.add_arguments(parser)
+    cli.add_arguments(parser)
     add("--api-key", help="Answer only requests that have this key (default: every request).")
     add("--api-key-file", type=Path, help="A file with the key, for which other users of the machine cannot look.")
     add(
@@ -181,7 +180,7 @@ def main() -> None:
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with one_line_errors("mlx_mtp.server"):
+        with cli.one_line_errors("mlx_mtp.server"):
             run(args)
     except KeyboardInterrupt:  # once more: do not wait for the generation thread
         os._exit(130)

@@ -21,7 +21,7 @@ from jsonschema.validators import extend
 from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ..speculative import MAX_DRAFT_TOKENS
+from ..decoding.depth import MAX_DRAFT_TOKENS
 from .engine import ApiError, Request, ResponseGenerator
 
 MAX_BODY = 16 << 20  # bytes

@@ -19,8 +19,9 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from ..cache import make_prompt_cache
-from ..speculative import DraftCounts, NumDraftTokens, mtp_generate_step
+from ..decoding.loop import mtp_generate_step
+from ..decoding.pace import DraftCounts, NumDraftTokens
+from ..models.cache import make_prompt_cache
 
 
 @dataclass(eq=False)

@@ -16,9 +16,10 @@ import mlx.core as mx
 from mlx_lm import server as stock
 from mlx_lm.models.cache import LRUPromptCache
 
-from .. import draft_head, sampling
-from ..load import load
-from ..speculative import DraftCounts
+from .. import cli
+from ..checkpoint.load import load
+from ..decoding import sampling
+from ..decoding.pace import DraftCounts
 from .batch import Event, Progress, Scheduler, Sequence, Token
 from .metrics import Metrics
 
@@ -92,7 +93,7 @@ class ModelProvider(stock.ModelProvider):
             adapter_path=adapter_path,
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=self.cli_args.trust_remote_code,
-            **draft_head.options(self.cli_args),
+            **cli.options(self.cli_args),
         )
         if self.cli_args.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template

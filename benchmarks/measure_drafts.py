@@ -1,0 +1,132 @@
+"""What a draft vocabulary gains and what it costs.
+
+    python benchmarks/measure_drafts.py                      the cost of a draft, at published shapes, random weights
+    python benchmarks/measure_drafts.py --acceptance FILES   acceptance of the bundled demo's first draft, by vocabulary
+
+The cost is that of one pass of the head over one token, its output layer and the choice of the best token. Arms alternate;
+each figure is a median. The corpus is ranked as by ``python -m mlx_mtp.draft_vocab``.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache
+from published import model_of
+
+import mlx_mtp
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint.vocabulary import always_in, select
+from mlx_mtp.draft_vocab import count_tokens, rank
+from mlx_mtp.models.draft_lm_head import DraftLMHead, quantize_head
+from mlx_mtp.prompts import PYTHON
+
+SHAPES = ("0.8B", "4B", "9B", "27B")
+ROWS = 32768
+# (bits of the output layer, of the head's layer)
+PRECISIONS = ((16, 16), (4, 16), (4, 4))
+
+
+def random_like(p: mx.array) -> mx.array:
+    if p.dtype == mx.uint32:
+        return mx.random.randint(0, 1 << 31, p.shape, dtype=mx.uint32)
+    return (0.02 * mx.random.normal(p.shape)).astype(mx.bfloat16)
+
+
+def output_layer(vocab_size: int, dims: int, bits: int) -> nn.Module:
+    layer = nn.Linear(dims, vocab_size, bias=False)
+    if bits < 16:
+        layer = nn.QuantizedLinear(dims, vocab_size, bias=False, bits=bits, group_size=64)
+    layer.update(tree_map(random_like, layer.parameters()))
+    mx.eval(layer.parameters())
+    return layer
+
+
+def measure_cost(name: str, bits: int, mtp_bits: int, n_rows: int, repeat: int) -> None:
+    model, config = model_of(name)
+    text = config["text_config"]
+    vocab_size, dims = text["vocab_size"], text["hidden_size"]
+    mtp = model.mtp
+    mtp.update(tree_map(random_like, mtp.parameters()))
+    if mtp_bits < 16:
+        quantize_head(mtp, mtp_bits)
+    mx.eval(mtp.parameters())
+    full = DraftLMHead(output_layer(vocab_size, dims, bits), None)
+    trimmed = DraftLMHead(full.layers[0], list(range(0, vocab_size, vocab_size // n_rows))[:n_rows])
+    mx.eval(trimmed.layers[0].parameters())
+    x = mx.random.normal((1, 128, dims)).astype(mx.bfloat16)
+    cache = KVCache()
+    mx.eval(mtp(x, x, cache))
+
+    def draft(head) -> float:
+        tic = time.perf_counter()
+        mx.eval(mx.argmax(head(mtp(x[:, :1], x[:, :1], cache))[:, -1], axis=-1))
+        cache.trim(1)
+        return 1e3 * (time.perf_counter() - tic)
+
+    times = [(draft(full), draft(trimmed)) for _ in range(repeat + 2)][2:]
+    a, b = (statistics.median(column) for column in zip(*times))
+    ratio = statistics.median(x / y for x, y in times)
+    print(f"{name:>5} {bits:>14} {mtp_bits:>10} {a:>9.2f} ms {b:>9.2f} ms {ratio:>8.2f}")
+
+
+def measure_acceptance(files: list[Path], max_tokens: int) -> None:
+    model, tokenizer = mlx_mtp.load(str(DEMO), draft_vocab=0)
+    vocab_size = model.output_layer.weight.shape[0]
+    always, ranked = always_in(tokenizer, vocab_size), rank(count_tokens(tokenizer, files), vocab_size)
+    hits: dict[str, list[int]] = {}
+    for prompt in PYTHON:
+        tokens = tokenizer.encode(prompt)
+        steps = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens)
+        text = tokens + [r.token for r in steps]
+        _, hidden = model(mx.array([text]), return_hidden=True)
+        # Row i is fed token i + 1 and guesses token i + 2; those of the prompt's own tokens do not count.
+        out = model.mtp(model.model.embed_tokens(mx.array([text[1:-1]])), hidden[:, :-2], KVCache())
+        for size in (vocab_size, vocab_size // 2, vocab_size // 4, vocab_size // 8):
+            for name, order in (
+                ("first ids", range(vocab_size)),
+                ("ranked", ranked),
+                ("ranked, and the text's", ranked),
+            ):
+                head = DraftLMHead(model.output_layer, select(order, size, always))
+                hit = hits.setdefault(f"{size:>5} {name}", [])
+                for i in range(len(tokens) - 1, len(text) - 2):
+                    if name.endswith("text's"):
+                        head = head.with_tokens(text[: i + 2] if i < len(tokens) else text[i + 1 : i + 2])
+                    hit.append(head.ids[mx.argmax(head(out[:, i : i + 1]))].item() == text[i + 2])
+    print("acceptance of the first draft, by the token ids that it is chosen from")
+    for name, hit in hits.items():
+        print(f"{sum(hit) / len(hit):.3f} of {len(hit)} {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what a draft vocabulary gains and what it costs.")
+    parser.add_argument("--acceptance", nargs="+", type=Path, metavar="FILE", help="The corpus to rank by.")
+    parser.add_argument("--max-tokens", type=int, default=256, help="Tokens of each text (default: 256).")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=SHAPES[:1], help=f"Models (default: {SHAPES[0]})."
+    )
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"Size of the draft vocabulary (default: {ROWS}).")
+    parser.add_argument("--repeat", type=int, default=10, help="Drafts of each arm (default: 10).")
+    args = parser.parse_args()
+    if args.acceptance:
+        measure_acceptance(args.acceptance, args.max_tokens)
+        return
+    print(f"model  lm_head, bits  head, bits    all rows  {args.rows} rows    ratio")
+    for name in args.shapes:
+        for bits, mtp_bits in PRECISIONS:
+            measure_cost(name, bits, mtp_bits, args.rows, args.repeat)
+            mx.clear_cache()
+
+
+if __name__ == "__main__":
+    main()

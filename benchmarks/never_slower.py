@@ -1,0 +1,119 @@
+"""Whether auto is ever slower: its speed to plain mlx-lm's and to that of the best fixed depth, where MTP has a hard time.
+
+    python benchmarks/never_slower.py              on the bundled demo
+    python benchmarks/never_slower.py --repeat 9
+
+In a round all arms generate at once in one process, 64 tokens each in turn, so that a machine that is now faster, now slower
+is so for all of them; ratios are of each round, and their median is given, and plain decoding's to a second plain arm, which
+says how far to believe them. Time to the first token is left out: the prompt is read before.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import argparse
+import inspect
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import islice
+
+import mlx.core as mx
+import mlx.nn as nn
+from helpers import Scripted, plain
+from mlx_lm.generate import generate_step, generation_stream
+from tqdm import tqdm
+
+import mlx_mtp
+from mlx_mtp.benchmark.runs import AUTO, PLAIN, Arm, in_turn
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.prompts import PYTHON
+
+AGAIN = "plain again"
+FIXED = (PLAIN, 1, 2, 3, 4)
+ARMS = (*FIXED, AGAIN, AUTO)
+TURN = 64  # tokens
+
+
+def start(arm: Arm, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
+    if arm in (PLAIN, AGAIN):
+        return generate_step(mx.array(prompt), model, **options)
+    return mlx_mtp.mtp_generate_step(mx.array(prompt), model, num_draft_tokens=arm, **options)
+
+
+def seconds(model: nn.Module, prompt: list[int], options: dict) -> dict[Arm, float]:
+    """Of all tokens but the first, by arm."""
+    running = {arm: start(arm, model, prompt, options) for arm in ARMS}
+    for steps in running.values():
+        next(steps)
+    total = dict.fromkeys(ARMS, 0.0)
+    for i in range(-(-options["max_tokens"] // TURN)):
+        for arm in in_turn(ARMS, i):
+            mx.synchronize(generation_stream)
+            began = time.perf_counter()
+            for _ in islice(running[arm], TURN):
+                pass
+            mx.synchronize(generation_stream)  # what has begun of the next token is this arm's work
+            total[arm] += time.perf_counter() - began
+    return total
+
+
+def cases(n_tokens: int) -> Iterator[tuple[str, nn.Module, list[int], Callable | None]]:
+    """(name, model, prompt, sampler)"""
+
+    def load(dtype=mx.bfloat16):
+        model, tokenizer = mlx_mtp.load(str(DEMO))
+        model.set_dtype(dtype)
+        return model, tokenizer
+
+    model, tokenizer = load()
+    prompt = tokenizer.encode(PYTHON[0])
+    yield "bfloat16", model, prompt, None
+    yield "float32", load(mx.float32)[0], prompt, None
+    quantized = load()[0]
+    nn.quantize(quantized, 64, 4, class_predicate=lambda name, m: hasattr(m, "to_quantized") and "mtp." not in name)
+    yield "4-bit backbone", quantized, prompt, None
+    truth = prompt + plain(prompt, model, max_tokens=n_tokens + 10)
+    half = len(prompt) + n_tokens // 2
+    yield "head always wrong", Scripted(model, truth, lambda i: False), prompt, None
+    coins = random.Random(0).choices([True, False], k=len(truth))
+    yield "head half right", Scripted(model, truth, coins.__getitem__), prompt, None
+    yield "head right, then wrong", Scripted(model, truth, lambda i: i < half), prompt, None
+    yield "head wrong, then right", Scripted(model, truth, lambda i: i >= half), prompt, None
+    yield "temperature 1.5", model, prompt, mlx_mtp.make_sampler(temp=1.5)
+    source = tokenizer.encode(inspect.getsource(import_module("argparse"))[:40000])
+    yield "prompt of 8 tokens", model, source[:8], None
+    yield "prompt of 4000 tokens", model, source[:4000], None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Auto's speed to plain decoding's and the best fixed depth's.")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--only", help="Only the cases whose name has this.")
+    args = parser.parse_args()
+    print("case                     auto/plain  low to high   auto/best  best depth  plain again/plain")
+    for name, model, prompt, sampler in cases(args.max_tokens):
+        if args.only and args.only not in name:
+            continue
+        options = dict(max_tokens=args.max_tokens, sampler=sampler)
+        seconds(model, prompt, options | {"max_tokens": TURN})
+        rounds = []
+        for i in tqdm(range(args.repeat), desc=name, disable=None, leave=False):
+            mx.random.seed(i)
+            rounds.append(seconds(model, prompt, options))
+        best = min(FIXED, key=lambda arm: statistics.median(r[arm] for r in rounds))
+        to_plain, to_best = ([r[arm] / r[AUTO] for r in rounds] for arm in (PLAIN, best))
+        again = statistics.median(r[PLAIN] / r[AGAIN] for r in rounds)
+        print(
+            f"{name:24} {statistics.median(to_plain):10.3f} {min(to_plain):6.3f}-{max(to_plain):.3f}"
+            f" {statistics.median(to_best):10.3f}  {best!s:10} {again:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The joint distribution of the first tokens, from the loop, against that of plain decoding, computed by enumeration.
+
+    python scripts/distribution.py             every case, 5,000 runs of each
+    python scripts/distribution.py --runs 500  fewer runs
+
+A chi-square test a case, at a level of 1e-4; exit status 1 if one fails. The tests run a sample of the cases.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import argparse
+import itertools
+import sys
+import zlib
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+from helpers import Scripted, tiny_model
+from mlx_lm import sample_utils
+from mlx_lm.sample_utils import make_logits_processors
+from scipy.stats import chisquare
+from tqdm import tqdm
+
+import mlx_mtp
+
+LEVEL = 1e-4
+VOCAB = 6
+PROMPT = [1, 2]
+SMALL = dict(
+    vocab_size=VOCAB,
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=32,
+    head_dim=32,
+    num_attention_heads=1,
+    linear_num_value_heads=1,
+)
+
+
+class Case:
+    """One way to sample, with one kind of head.
+
+    Args:
+        depth (int): Of the drafts.
+        head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
+        match (bool): Go by token match, with mlx-lm's sampler.
+        p_min (float): ``draft_p_min``.
+        penalties (dict): Of ``make_logits_processors``.
+        options (dict): Of ``make_sampler``.
+    """
+
+    n_tokens = 3
+
+    def __init__(self, depth=2, head="own", match=False, penalties=None, seed=0, p_min=0.0, **options):
+        self.p_min = p_min
+        self.depth, self.match, self.head, self.seed = depth, match, head, seed
+        self.penalties, self.options = penalties or {}, options
+        settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
+        self.name = f"depth {depth}, {head} head, {'match' if match else 'rejection'}, {', '.join(settings)}"
+
+    def model(self):
+        return tiny_model("qwen3_5", self.seed, **SMALL)
+
+    def processors(self):
+        return make_logits_processors(**self.penalties)
+
+    def next_token(self, model, tokens: list[int]) -> np.ndarray:
+        """Plain decoding's distribution of the token after ``tokens``, from mlx-lm's filters: XTC's coin falls both ways."""
+        logits = model(mx.array([tokens]))[:, -1]
+        for processor in self.processors():
+            logits = processor(mx.array(tokens), logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        options = {"min_tokens_to_keep": 1, "top_p": 0, "min_p": 0, "top_k": 0, "xtc_probability": 0, **self.options}
+        mean = np.zeros(VOCAB)
+        for applies, weight in ((True, options["xtc_probability"]), (False, 1 - options["xtc_probability"])):
+            x = logprobs
+            if 0 < options["top_p"] < 1:
+                x = sample_utils.apply_top_p(x, options["top_p"])
+            if options["min_p"]:
+                x = sample_utils.apply_min_p(x, options["min_p"], options["min_tokens_to_keep"])
+            if applies and weight:
+                x = sample_utils.apply_xtc(x, 1.0, options.get("xtc_threshold", 0.1), [])
+            if options["top_k"]:
+                x = sample_utils.apply_top_k(x, options["top_k"])
+            x = np.array(x[0], np.float64) / options["temp"]
+            p = np.exp(x - x.max())
+            mean += weight * p / p.sum()
+        return mean
+
+    def expected(self) -> np.ndarray:
+        """The probability of each sequence, [VOCAB] * n_tokens."""
+        model, joint = self.model(), np.ones([VOCAB] * self.n_tokens)
+        for length in range(self.n_tokens):
+            for tokens in itertools.product(range(VOCAB), repeat=length):
+                joint[tokens] *= self.next_token(model, PROMPT + list(tokens)).reshape(
+                    [VOCAB] + [1] * (self.n_tokens - 1 - length)
+                )
+        return joint
+
+    def drafting_model(self):
+        model = self.model()
+        if self.head == "own":
+            return model
+        likely = [1] * len(PROMPT)
+        for _ in range(self.n_tokens + 10):
+            likely.append(int(np.argmax(model(mx.array([PROMPT + likely[len(PROMPT) :]]))[0, -1])))
+        return Scripted(model, likely, lambda i: self.head == "right")
+
+    def sampled(self, runs: int) -> Counter:
+        model = self.drafting_model()
+        make = sample_utils.make_sampler if self.match else mlx_mtp.make_sampler
+        mx.random.seed(zlib.crc32(self.name.encode()))
+        # More tokens than are looked at: the window that they are in is then a full one.
+        options = dict(
+            max_tokens=self.n_tokens + self.depth + 1,
+            num_draft_tokens=self.depth,
+            draft_p_min=self.p_min,
+            sampler=make(**self.options),
+        )
+        counts: Counter = Counter()
+        for _ in tqdm(range(runs), desc=self.name, disable=None, leave=False):
+            steps = mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, logits_processors=self.processors(), **options)
+            counts[tuple(token for token, _, _ in itertools.islice(steps, self.n_tokens))] += 1
+            steps.close()
+        return counts
+
+    def p_value(self, runs: int) -> float:
+        """Of a chi-square test; cells of which fewer than 5 are expected are taken together."""
+        expected, counts = self.expected() * runs, self.sampled(runs)
+        observed = np.zeros_like(expected)
+        for tokens, n in counts.items():
+            observed[tokens] = n
+        if observed[expected == 0].any():
+            return 0.0  # something that plain decoding never says
+        few = expected < 5
+        want = np.append(expected[~few], expected[few].sum())
+        got = np.append(observed[~few], observed[few].sum())
+        want, got = want[want > 0], got[want > 0]
+        return chisquare(got, want).pvalue
+
+
+CASES = [
+    *(Case(depth, temp=temp) for depth in (1, 2, 3, 4) for temp in (0.3, 0.7, 1.0, 1.5)),
+    *(Case(depth, head, temp=1.0) for depth in (1, 3) for head in ("right", "adversarial")),
+    *(Case(2, temp=0.7, **f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"xtc_probability": 0.5})),
+    Case(3, temp=1.0, top_p=0.9, top_k=4, min_p=0.05, xtc_probability=0.5, xtc_threshold=0.2),
+    Case(3, temp=1.0, min_p=0.5, min_tokens_to_keep=3),
+    Case(2, "adversarial", temp=1.0, top_k=2),
+    Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
+    Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
+    Case(3, temp=1.0, p_min=0.4),
+    *(Case(depth, match=True, temp=1.0) for depth in (1, 3)),
+    Case(2, match=True, temp=0.7, top_p=0.9, xtc_probability=0.5),
+    Case(2, match=True, temp=1.5, penalties={"repetition_penalty": 1.5}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sampled tokens with MTP against their exact distribution.")
+    parser.add_argument("--runs", type=int, default=5000)
+    args = parser.parse_args()
+    failed = False
+    for case in CASES:
+        p = case.p_value(args.runs)
+        failed |= p < LEVEL
+        print(f"{case.name}: p = {p:.4f}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Requests of all kinds at once: whether each greedy one says what it says alone, whether any is lost, whether anything leaks.
+
+    python scripts/serve_many.py                200 requests, then 1,000 more
+    python scripts/serve_many.py --soak 0       without those
+
+Up to 8 at once come and go: of random length, sampling and penalties, streamed or not, some given up by their clients midway.
+Greedy text is compared with mlx-lm's own single run. Exit status 1 on any difference, loss or leak.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import argparse
+import http.client
+import inspect
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+from helpers import plain
+from mlx_lm.sample_utils import make_logits_processors
+from server_process import Server, serve
+from tqdm import tqdm
+
+import mlx_mtp
+from mlx_mtp.checkpoint.load import DEMO
+
+AT_ONCE = 8
+MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
+
+
+def random_request(rng: random.Random, source: dict[str, str], longest: int = 2000) -> dict:
+    text = source[rng.choice(MODULES)]
+    start = rng.randrange(len(text) - 3000)
+    body = {"prompt": text[start : start + rng.randint(1, longest)], "max_tokens": rng.choice([1, 2, 5, 20, 60, 120])}
+    if rng.random() < 0.4:
+        body |= {"temperature": rng.choice([0.3, 0.7, 1.5]), "top_p": rng.choice([0.8, 1.0])}
+        if rng.random() < 0.2:
+            body["seed"] = rng.randrange(100)
+    if rng.random() < 0.3:
+        body["repetition_penalty"] = 1.2
+    body["stream"] = rng.random() < 0.7
+    return body
+
+
+def ask(server: Server, body: dict, give_up_after: int | None) -> str | None:
+    """The text that came; None where it was given up, after so many bytes."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        if give_up_after is not None:
+            response.read(give_up_after)
+            return None
+        raw = response.read().decode()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RuntimeError(f"{response.status}: {raw}")
+    if not body["stream"]:
+        return json.loads(raw)["choices"][0]["text"]
+    lines = [line[6:] for line in raw.splitlines() if line.startswith("data: ")]
+    if lines[-1] != "[DONE]":
+        raise RuntimeError(f"The stream has no end: {lines[-1]}")
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+
+def plain_text(body: dict, model, tokenizer) -> str:
+    processors = make_logits_processors(repetition_penalty=body.get("repetition_penalty", 0.0))
+    prompt = tokenizer.encode(body["prompt"])
+    detokenizer = tokenizer.detokenizer
+    for token in plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors):
+        if token in tokenizer.eos_token_ids:
+            break
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text
+
+
+def run(server: Server, bodies: list[dict], rng: random.Random, expected: dict[int, str], desc: str) -> int:
+    """The number of requests that were lost or said something else."""
+    plans = [
+        (rng.randint(1, 4000) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1]))) for _ in bodies
+    ]
+    wrong = 0
+
+    def one(i: int) -> None:
+        nonlocal wrong
+        give_up_after, pause = plans[i]
+        time.sleep(pause)
+        try:
+            text = ask(server, bodies[i], give_up_after)
+        except Exception as e:
+            text = f"{type(e).__name__}: {e}"
+        if give_up_after is None and i in expected and text != expected[i]:
+            with lock:
+                wrong += 1
+                print(f"request {i}: {text!r}, not {expected[i]!r}", flush=True)
+        elif text is not None and text.startswith(("RuntimeError", "ConnectionError", "Timeout")):
+            with lock:
+                wrong += 1
+                print(f"request {i}: {text}", flush=True)
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(tqdm(pool.map(one, range(len(bodies))), total=len(bodies), desc=desc, disable=None))
+    return wrong
+
+
+def resources(server: Server) -> tuple[float, int]:
+    """(resident memory in MB, threads)"""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields["VmRSS"].split()[0]) / 1e3, int(fields["Threads"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Many requests at once, against single runs.")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--soak", type=int, default=1000, help="Requests after those, for leaks (default: 1000).")
+    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    source = {name: inspect.getsource(import_module(name)) for name in MODULES}
+    model, tokenizer = mlx_mtp.load(args.model)
+    bodies = [random_request(rng, source) for _ in range(args.requests)]
+    greedy = {i: body for i, body in enumerate(bodies) if body.get("temperature", 0) == 0}
+    expected = {i: plain_text(body, model, tokenizer) for i, body in tqdm(greedy.items(), desc="alone", disable=None)}
+    del model
+    mx.clear_cache()
+
+    log = Path(tempfile.mkdtemp()) / "server.log"
+    with serve(log, "--mtp", "--model", args.model) as server:
+        wrong = run(server, bodies, rng, expected, "at once")
+        server.until_idle()
+        metrics = server.metrics()
+        switches = {to: metrics.get(f'mlx_mtp_mode_switches_total{{to="{to}"}}', 0) for to in ("mtp", "batch")}
+        print(
+            f"{args.requests} requests, {len(expected)} greedy: {wrong} wrong or lost; changes over: {switches}",
+            flush=True,
+        )
+        leaks = False
+        if args.soak:
+            seen = [resources(server)]
+            for part in range(10):
+                soak = [random_request(rng, source, 200) for _ in range(args.soak // 10)]
+                wrong += run(server, soak, rng, {}, f"soak {part + 1} of 10")
+                server.until_idle()
+                seen.append(resources(server))
+                print(
+                    f"after {args.requests + (part + 1) * len(soak)}: {seen[-1][0]:.0f} MB, {seen[-1][1]} threads",
+                    flush=True,
+                )
+            # Level: the second half needs no more than the first, by more than a tenth.
+            leaks = seen[-1][0] > 1.1 * max(m for m, _ in seen[3:6]) or seen[-1][1] > max(t for _, t in seen[3:6])
+        wrong += "Traceback" in log.read_text()
+        if wrong:
+            print(f"the server's log: {log}")
+        print(f"exit status of the server: {server.stop(signal.SIGTERM)}")
+    sys.exit(bool(wrong or leaks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The benchmark's figures as lines for people."""
+
+from collections.abc import Callable, Sequence
+
+from .measure import OVERALL, Report, Result
+
+COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
+    ("prompt          ", lambda r: f"{r.prompt:16}"),
+    ("tokens", lambda r: str(r.prompt_tokens)),
+    ("drafts", lambda r: str(r.num_draft_tokens)),
+    ("plain t/s", lambda r: f"{r.plain_tps:.1f}"),
+    ("MTP t/s", lambda r: f"{r.mtp_tps:.1f}"),
+    ("ratio", lambda r: f"{r.ratio:.2f}"),
+    (" low to high", lambda r: f"{r.ratio_low:.2f} to {r.ratio_high:.2f}"),
+    ("allowed", lambda r: f"{r.allowed:.2f}"),
+    ("efficiency", lambda r: f"{r.efficiency:.2f}"),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
+    ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
+    ("  peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
+    ("same", lambda r: "yes" if r.identical else "no"),
+    ("accepted/drafted", lambda r: f"{sum(r.accepted)}/{sum(r.drafted)}"),
+    ("by position", lambda r: " ".join(f"{a:.2f}" for a in r.acceptance).ljust(11)),
+]
+
+
+def show(report: Report) -> str:
+    """The report as lines for people."""
+    parts, one = report.parts, report.parts.verify[0]
+    passes = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
+    exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
+    back = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
+    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
+    lines = [f"{report.model} on {report.device}; {versions}"]
+    if report.acceptance_was_set is not None:
+        lines.append(
+            f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
+            "the ratios hold for a head that is right so often."
+        )
+    lines += [
+        f"{report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's",
+        "",
+        f"Verify pass over 1 token: {one * 1e3:.2f} ms; the head: {parts.head / one:.3f} of it",
+        f"Verify pass over n tokens, of that over 1: {passes}",
+        f"With --exact, of the plain pass over 1: {exact}",
+        f"Going back to n of {len(parts.verify)} tokens, of the pass over all: {back}",
+        "",
+        "  ".join(name for name, _ in COLUMNS),
+    ]
+    for name in dict.fromkeys(r.prompt for r in report.results):
+        for r in report.of(name):
+            lines.append("  ".join(f"{column(r):>{len(title)}}" for title, column in COLUMNS).rstrip())
+    return "\n".join(lines)
+
+
+def show_growth(reports: Sequence[Report], n_layers: int) -> str:
+    """How time grows with the context, as lines for people: that of a token, of a step, and that to the first token."""
+    titles = ["tokens", "drafts", "ms a token", "of the first", "ratio", "tokens/step"]
+    titles += ["step/plain", "of the first", "efficiency", "first token, s", "ratio"]
+    n_prompts = len({r.prompt for r in reports[0].results}) - 1
+    rows = []
+    for first, *others in zip(*(r.of(OVERALL) for r in reports)):
+        for r in (first, *others):
+            rows.append(
+                [
+                    str(r.prompt_tokens // n_prompts),
+                    str(r.num_draft_tokens),
+                    f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}",
+                    f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}",
+                    f"{r.ratio:.2f}",
+                    f"{r.tokens_per_step:.2f}",
+                    f"{r.step_to_plain:.2f}",
+                    f"{r.step_to_plain / first.step_to_plain:.2f}",
+                    f"{r.efficiency:.2f}",
+                    f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}",
+                    f"{r.mtp_first_token / r.plain_first_token:.3f}",
+                ]
+            )
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in [titles, *rows]]
+    return "\n".join(
+        [
+            "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
+            "A token's time also goes by how many drafts stand, and so by the text; a step's (step/plain) does not.",
+            f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
+            "",
+            *lines,
+        ]
+    )

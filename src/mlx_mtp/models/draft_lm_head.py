@@ -1,0 +1,107 @@
+"""Cheaper drafts: fewer rows and fewer bits of what only drafts go through.
+
+A draft is a guess that the whole model verifies, so none of this changes the text: it changes what a draft costs and how
+often it is accepted. Most of a draft's cost is the output layer, with a row for each of some 250,000 tokens.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+BITS = (2, 3, 4, 5, 6, 8)
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+
+
+class DraftLMHead:
+    """An output layer of the drafts' own.
+
+    No ``nn.Module``: its arrays are made from the model's at load time and are no parameters of it.
+
+    Args:
+        layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
+        ids (List[int], optional): The rows to copy from it, in ascending order, so that of equal logits the first is that
+          of the whole layer. Default: ``None``, which is all.
+        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, which is as they are.
+    """
+
+    def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # of a LoRA adapter's, with it
+        self._bits = bits
+        self._known = frozenset(ids or ())
+        self._more: tuple[int, ...] = ()
+        self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
+        self.layers = [self._rows(self.ids)]
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[B, T, H] -> logits of ``ids`` [B, T, n]"""
+        logits = [(layer.as_linear if hasattr(layer, "as_linear") else layer)(hidden) for layer in self.layers]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
+
+    def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
+        """A head with the rows of these tokens, too: a text repeats its own words, rare as they may be in others.
+
+        Args:
+            tokens (Iterable[int]): Of the prompt, or those that have been added to it.
+
+        Returns:
+            DraftLMHead: This one, where it has them all. The tokens that it had not come last in ``ids``.
+        """
+        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._known and i not in self._more)
+        if self.ids is None or not new:
+            return self
+        head = copy.copy(self)
+        head._more = self._more + new
+        more = mx.array(head._more, mx.uint32)
+        head.ids = mx.concatenate([self.ids[: len(self._known)], more])
+        head.layers = [self.layers[0], self._rows(more)]
+        return head
+
+    def _rows(self, ids: mx.array | None) -> nn.Module:
+        layer = self._whole
+        if ids is not None:
+            layer = copy.copy(layer)
+            for name in ("weight", "scales", "biases", "bias"):
+                if layer.get(name) is not None:
+                    layer[name] = layer[name][ids]
+        return layer if self._bits is None else _quantized(layer, self._bits)
+
+
+def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
+    """The head's hidden state [1, 1, H] -> logits [1, V], of the draft vocabulary alone: the others are -inf."""
+    if lm_head is None or lm_head.ids is None:
+        return model.draft_logits(hidden)[:, -1]
+    logits = lm_head(hidden)[:, -1]  # [1, n]
+    others = mx.full((1, model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
+    return mx.put_along_axis(others, lm_head.ids[None], logits, axis=-1)
+
+
+def _quantized(layer: nn.Module, bits: int) -> nn.Module:
+    if "scales" in layer:
+        if bits >= layer.bits:
+            raise ValueError(f"The model's lm_head has {layer.bits} bits: leave out draft_head_bits, or give it fewer.")
+        weight = mx.dequantize(
+            layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode
+        )
+        layer = nn.Linear(1, 1, bias=False)
+        layer.weight = weight
+    return layer.to_quantized(**_parameters(layer, bits))
+
+
+def quantize_head(mtp: nn.Module, bits: int) -> None:
+    """Quantize the decoder layer of an MTP head in place; never ``fc`` nor a router."""
+    if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
+        raise ValueError("The MTP head of this checkpoint is quantized already: leave out mtp_bits.")
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
+            return False
+        return _parameters(module, bits)
+
+    nn.quantize(mtp, class_predicate=predicate)
+
+
+def _parameters(module: nn.Module, bits: int) -> dict[str, Any]:
+    return {"group_size": 64 if module.weight.shape[-1] % 64 == 0 else 32, "bits": bits, "mode": "affine"}

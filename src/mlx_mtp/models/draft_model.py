@@ -1,0 +1,171 @@
+"""The MTP head as a draft model for mlx-lm's own speculative loop.
+
+    mlx_lm.stream_generate(model, tokenizer, prompt, draft_model=model.make_draft_model(), num_draft_tokens=2)
+
+That loop makes the target's cache and then the draft's, prefills the draft model before the target, hands it nothing but
+tokens, and takes rejected ones back by trimming both caches. So:
+
+- The draft's cache is tied to the target's when it is made: it then takes the hidden states that the target's passes leave
+  in it. Tokens wait in it until their hidden states are known.
+- A pass of the target that holds a token the draft model was not given (the last draft is never fed back) verifies, and
+  is recorded. Inside that window, and while nothing is in it, a recurrent layer's cache tied to a draft's says that it
+  can be trimmed; to all others it says, as ever, that it cannot. Trimming beyond the window raises.
+
+So a cache can be used for one generation here: mlx-lm refuses it for a second one, since it then cannot be trimmed.
+For prompt caches over turns there is :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+"""
+
+import weakref
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from .cache import ArraysCache
+from .draft_lm_head import draft_logits
+
+
+def following(cache: list[Any] | None) -> "DraftCache | None":
+    """The draft model's cache that is tied to this one of the target, once the draft model was given tokens."""
+    draft = getattr(cache[0], "draft", None) if cache else None
+    return None if draft is None or draft.empty() else draft
+
+
+class DraftCache(stock._BaseCache):
+    """What the draft model knows: the head's rows, and what is needed to make more of them.
+
+    Row i of the head pairs token i with the target's hidden state of token i - 1, so token 0 has none. ``n_rows`` is the
+    number of the rows that were made from the target's hidden states. Further rows are of drafts, made from the head's own.
+    """
+
+    def __init__(self) -> None:
+        self.rows = stock.KVCache()
+        self.n_rows = 0
+        self.tokens = mx.array([], mx.uint32)  # from n_rows + 1 on
+        self.n_seen = 0  # tokens given to the draft model
+        self.hidden: mx.array | None = None  # the target's from n_rows on, [1, N, H]
+        self.n_final = 0  # tokens in the target's cache before its last pass
+        self.n_tokens = 0  # and with what stands of that pass
+        self.last: mx.array | None = None  # the head's for its last row, [1, 1, H]
+        self.verified = False  # the target's last pass was over drafts, which can now be taken back
+
+    @property
+    def state(self):
+        return self.rows.state
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def empty(self) -> bool:
+        return self.n_seen == 0
+
+    def is_trimmable(self) -> bool:
+        return self.empty() or self.verified
+
+    def trim(self, n: int) -> int:
+        n_drafts = self.tokens.size if self.verified else 0
+        if n > n_drafts:
+            raise ValueError(f"The draft model can take back its last {n_drafts} tokens, not {n}.")
+        self.verified = False
+        self.tokens = self.tokens[: self.tokens.size - n]
+        self.n_seen -= n
+        return n
+
+    def see(self, tokens: mx.array) -> None:
+        """Take tokens [N] that the draft model was given."""
+        self.tokens = mx.concatenate([self.tokens, tokens if self.n_seen > 0 else tokens[1:]])
+        self.n_seen += tokens.size
+
+    def begin(self, target: Any, n: int) -> int:
+        """Before a pass of the target over ``n`` tokens: the number of them that are final, if it verifies, or 0."""
+        if self.n_tokens + n <= self.n_seen:
+            return 0  # a part of the prompt
+        if (open_window := target[0].window) is None:
+            return 1
+        # The last pass was not followed by a trim: this is not, or no longer, a loop that verifies.
+        for c in target:
+            if isinstance(c, ArraysCache):
+                c.rollback(open_window.n_tokens)
+                c.draft = None
+        return 0
+
+    def record(self, model: Any, hidden: mx.array, verifies: bool) -> None:
+        """After a pass of the target: take its hidden states [1, T, H]."""
+        if self.hidden is not None:
+            hidden = mx.concatenate([self.hidden[:, : self.n_tokens - self.n_rows], hidden], axis=1)
+        self.hidden = hidden
+        self.n_final, self.n_tokens = self.n_tokens, self.n_rows + hidden.shape[1]
+        self.verified = verifies
+        if not verifies:
+            # Now, so that the hidden states of a long prompt need not be kept.
+            self.catch_up(model)
+            mx.async_eval(self.rows.state, self.hidden)
+
+    def keep(self, n: int) -> None:
+        """Of the target's last pass, the first ``n`` tokens stand."""
+        self.n_tokens = self.n_final + n
+
+    def catch_up(self, model: Any) -> None:
+        """Make the rows for which both token and hidden state are known."""
+        n = min(self.n_tokens, self.n_seen - 1) - self.n_rows
+        if n > 0:
+            assert self.hidden is not None
+            self.rows.trim(self.rows.offset - self.n_rows)
+            self.last = self.append(model, self.tokens[:n], self.hidden[:, :n])
+            # A copy, since a slice pins the array that it is cut from.
+            self.tokens, self.hidden = self.tokens[n:], mx.contiguous(self.hidden[:, n:])
+            self.n_rows += n
+
+    def append(self, model: Any, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """tokens [N], hidden [1, N, H], each of the token before -> the head's hidden for the last, [1, 1, H]"""
+        return model.mtp(model.model.embed_tokens(tokens[None]), hidden, self.rows, last_only=True)
+
+
+class DraftModel:
+    """A model's head, as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._offered: list[weakref.ref] = []
+
+    def offer(self, target: list[Any]) -> None:
+        """Take note of a cache that was made for the target: the next draft cache is tied to it."""
+        self._offered = [weakref.ref(c) for c in target]
+
+    def make_cache(self) -> list[Any]:
+        """
+        Raises:
+            ValueError: No cache of the target is waiting for one of the draft model.
+        """
+        target, self._offered = [c() for c in self._offered], []
+        if not target or any(c is None or not c.empty() for c in target):
+            raise ValueError(
+                "The draft model's cache belongs to one of the target: make that first, and each time anew."
+            )
+        draft = DraftCache()
+        for c in target:
+            if isinstance(c, ArraysCache):
+                c.draft = draft
+        return [draft]
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """
+        Args:
+            inputs (mx.array): Token ids, [1, T].
+            cache (List[Any]): Of ``make_cache``.
+
+        Returns:
+            mx.array: Logits of the token after the last, [1, 1, V]. Zeros where there is nothing to draft from: for a part
+              of the prompt, whose logits nobody reads, and after the first token of all.
+        """
+        if not cache or not isinstance(cache[0], DraftCache):
+            raise ValueError("The draft model needs its cache: append draft_model.make_cache() to model.make_cache().")
+        c, model = cache[0], self.model
+        c.see(inputs[0])
+        c.catch_up(model)
+        if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
+            c.last = c.append(model, inputs[0, -1:], c.last)
+        if c.last is None or c.rows.offset != c.n_seen - 1:
+            return mx.zeros((1, 1, model.output_layer.weight.shape[0]))
+        return draft_logits(model, model.drafting.lm_head, c.last)[None]

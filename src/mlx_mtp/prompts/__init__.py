@@ -1,0 +1,76 @@
+"""Prompts to measure with: nine kinds of request, beginnings of Python files, and the user's own."""
+
+from itertools import cycle, islice
+from pathlib import Path
+
+import mlx.core as mx
+
+FOLDER = Path(__file__).parent
+KINDS = (
+    "python_code",
+    "cpp_code",
+    "explaining",
+    "summarizing",
+    "factual_question",
+    "translation",
+    "creative",
+    "mathematics",
+    "code_review",
+)
+# Beginnings of Python files: for the demo, which knows nothing else.
+PYTHON = (
+    'import os\nimport sys\n\n\nclass Queue:\n    """A first in, first out queue."""\n\n    def __init__(self, maxsize=0):\n',
+    "def read_config(path):\n    with open(path) as f:\n        data = f.read()\n    for line in data.splitlines():\n",
+    'def main(argv=None):\n    parser = argparse.ArgumentParser(description="Copy files")\n    parser.add_argument(',
+    "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_",
+)
+
+
+def nine_kinds() -> dict[str, str]:
+    """A text of each kind, by its name."""
+    return {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip() for name in KINDS}
+
+
+def python_beginnings() -> dict[str, str]:
+    return {f"python_{i}": text for i, text in enumerate(PYTHON, 1)}
+
+
+def read_prompts(file: Path) -> dict[str, str]:
+    """The texts of a file, parted by lines of three dashes, under the numbers of their places.
+
+    Raises:
+        ValueError: It has none, or is not text.
+    """
+    try:
+        texts = file.read_text(encoding="utf-8").split("\n---\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{file} is not text in UTF-8: {e}") from e
+    prompts = {f"prompt_{i}": text for i, text in enumerate(texts, 1) if text.strip()}
+    if not prompts:
+        raise ValueError(f"{file} has no prompts: write texts, parted by lines of three dashes.")
+    return prompts
+
+
+def encode(tokenizer, text: str, context: int = 0) -> mx.array:
+    """
+    A prompt's tokens, [T], through the chat template where there is one.
+
+    Args:
+        tokenizer (TokenizerWrapper): The model's.
+        text (str): The prompt.
+        context (int): Put so much of this package's source before the text that there are about so many tokens.
+    """
+    if (n := context - len(_encode(tokenizer, text))) > 0:
+        source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # it is cut below
+        text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
+    return mx.array(_encode(tokenizer, text))
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+
+
+def _source() -> str:
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[1].glob("**/*.py")))

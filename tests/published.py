@@ -1,0 +1,50 @@
+"""The sizes of the published checkpoints, and their models without weights."""
+
+from importlib import import_module
+
+import mlx.core as mx
+
+# From the checkpoints' config.json
+QWEN35 = {
+    "vocab_size": 248320, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+NEXT = {
+    **QWEN35, "vocab_size": 151936, "rope_theta": 1e7, "partial_rotary_factor": 0.25, "max_position_embeddings": 262144,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "intermediate_size": 5632,
+}  # fmt: skip
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "linear_num_value_heads")
+DENSE, MOE = ("intermediate_size",), ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def dense(*sizes, tied=False):
+    return "qwen3_5", {**QWEN35, **dict(zip(SIZES + DENSE, sizes)), "tie_word_embeddings": tied}
+
+
+def moe(*sizes, family="qwen3_5_moe", base=QWEN35):
+    return family, {**base, **dict(zip(SIZES + MOE, sizes)), "shared_expert_intermediate_size": sizes[-1]}
+
+
+ARCHITECTURES = {
+    "0.8B": dense(1024, 24, 8, 2, 16, 3584, tied=True),
+    "2B": dense(2048, 24, 8, 2, 16, 6144, tied=True),
+    "4B": dense(2560, 32, 16, 4, 32, 9216, tied=True),
+    "9B": dense(4096, 32, 16, 4, 32, 12288),
+    "27B": dense(5120, 64, 24, 4, 48, 17408),
+    "35B-A3B": moe(2048, 40, 16, 2, 32, 256, 8, 512),
+    "122B-A10B": moe(3072, 48, 32, 2, 64, 256, 8, 1024),
+    "397B-A17B": moe(4096, 60, 32, 2, 64, 512, 10, 1024),
+    "80B-A3B": moe(2048, 48, 16, 2, 32, 512, 10, 512, family="qwen3_next", base=NEXT),
+}
+
+
+def model_of(name):
+    """A published model without its weights (none is ever evaluated), and its config."""
+    family, text = ARCHITECTURES[name]
+    text = {**text, "model_type": family, "mtp_num_hidden_layers": 1}
+    config = text if family == "qwen3_next" else {"model_type": family, "text_config": text}
+    module = import_module(f"mlx_mtp.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    return model, config

@@ -1,0 +1,491 @@
+"""The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
+
+import json
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import DATA, PROMPT, Scripted, at_rest, load_reference, mtp, plain, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_mtp
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.decoding import loop
+from mlx_mtp.decoding.depth import Depth
+from mlx_mtp.decoding.pace import DraftCounts
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+model_of = cache(tiny_model)
+
+
+# Identity
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(0, 3),
+    prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
+    depth=st.integers(0, 8) | st.just("auto"),
+    prefill=st.integers(1, 50),
+    max_tokens=st.integers(1, 40),
+)
+def test_greedy_tokens_are_mlx_lms(family, seed, prompt, depth, prefill, max_tokens):
+    model = model_of(family, seed)
+    options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
+    assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    right=st.lists(st.booleans(), min_size=1, max_size=12),
+    depth=st.integers(1, 8),
+    max_tokens=st.integers(1, 60),
+)
+def test_any_pattern_of_right_and_wrong_drafts(right, depth, max_tokens):
+    """The draft of token i is right where ``right`` says so, over and over."""
+    model = model_of("qwen3_5")
+    truth = plain(PROMPT, model, max_tokens=max_tokens + 20)
+    scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: right[i % len(right)])
+    prompt_cache, counts = make_prompt_cache(model), DraftCounts()
+    steps = list(
+        mtp_generate_step(
+            PROMPT, scripted, max_tokens=max_tokens, num_draft_tokens=depth, prompt_cache=prompt_cache, counts=counts
+        )
+    )
+    assert [token for token, _, _ in steps] == truth[:max_tokens]
+    # A token comes from a draft where its draft, and all before it in its window, were right.
+    position, n = 0, len(PROMPT)
+    for i, (_, _, from_draft) in enumerate(steps):
+        expected = i > 0 and position < depth and i < max_tokens - 1 and right[(n + i) % len(right)]
+        if i == max_tokens - 1:
+            break  # the last window is as short as what is left
+        assert from_draft == expected
+        position = position + 1 if expected else 0
+    assert sum(from_draft for _, _, from_draft in steps) <= sum(counts.accepted)
+    at_rest(model, prompt_cache, len(PROMPT) + max_tokens)
+
+
+@pytest.mark.parametrize("length", [1, 2, 255, 256, 257])
+@pytest.mark.parametrize("prefill", [64, 100, 2048])
+def test_prompt_lengths_around_the_cache_step(length, prefill):
+    model = model_of("qwen3_5")
+    prompt = [(7 * i * i + i) % 32 for i in range(length)]
+    assert mtp(prompt, model, max_tokens=24, num_draft_tokens=3, prefill_step_size=prefill) == plain(
+        prompt, model, max_tokens=24
+    )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_greedy_in_other_precisions(dtype, bits):
+    model = tiny_model("qwen3_5", 1, dtype=dtype)
+    if bits is not None:
+        nn.quantize(model, 32, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp" not in path)
+    for depth in (1, 4, 8):
+        assert mtp(PROMPT, model, max_tokens=40, num_draft_tokens=depth) == plain(PROMPT, model, max_tokens=40)
+
+
+def test_logprobs_are_mlx_lms():
+    model = model_of("qwen3_5")
+    ours = list(mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=3))
+    for (token, logprobs, _), (want, want_logprobs) in zip(ours, generate_step(PROMPT, model, max_tokens=20)):
+        assert token == want
+        assert logprobs.shape == want_logprobs.shape
+        assert mx.array_equal(logprobs, want_logprobs)
+
+
+def test_acceptance_on_a_trained_checkpoint():
+    """Ten prompts, 128 tokens each, of the first one, two and three drafts.
+
+    Other implementations at these depths: .914, .853, .808 at best, .865, .770, .711 without the prompt.
+    """
+    model = load_reference(DATA / "dense")
+    prompts = json.loads((DATA / "dense" / "prompts.json").read_text())
+    counts = DraftCounts()
+    for prompt in prompts:
+        mtp(prompt, model, max_tokens=128, num_draft_tokens=3, counts=counts)
+    for depth, floor in ((1, 0.91), (2, 0.845), (3, 0.80)):
+        assert sum(counts.accepted[:depth]) / sum(counts.drafted[:depth]) >= floor
+
+
+# Samplers and processors
+
+
+def second_best(logprobs):
+    return mx.argsort(logprobs, axis=-1)[..., -2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sampler_of_ones_own(family):
+    model = model_of(family)
+    assert mtp(PROMPT, model, max_tokens=30, num_draft_tokens=3, sampler=second_best) == plain(
+        PROMPT, model, max_tokens=30, sampler=second_best
+    )
+
+
+def test_samplers_and_processors_get_what_mlx_lm_gives_them():
+    model = model_of("qwen3_5")
+    shapes = set()
+
+    def sampler(logprobs):
+        shapes.add(logprobs.shape)
+        return mx.argmax(logprobs, axis=-1)
+
+    def shown(run):
+        calls = {}
+
+        def processor(tokens, logits):
+            assert logits.shape == (1, logits.shape[-1])
+            calls[tuple(tokens.tolist())] = logits.tolist()
+            return logits
+
+        out = run(processor)
+        return out, calls
+
+    options = dict(max_tokens=25, sampler=sampler, prefill_step_size=4)
+    want, theirs = shown(lambda p: plain(PROMPT, model, logits_processors=[p], **options))
+    got, ours = shown(lambda p: mtp(PROMPT, model, num_draft_tokens=3, logits_processors=[p], **options))
+    assert got == want
+    assert shapes == {(1, 32)}
+    # mlx-lm runs one token ahead of the last one.
+    history = [tuple(PROMPT.tolist() + want[:i]) for i in range(25)]
+    assert all(ours[h] == theirs[h] for h in history)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_penalties_that_write_into_their_logits(depth):
+    model = model_of("qwen3_5", 2)
+    processors = make_logits_processors(
+        logit_bias={5: 1.5}, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
+    )
+    options = dict(max_tokens=40, logits_processors=processors)
+    assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == plain(PROMPT, model, **options)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(0, 99),
+    depth=st.integers(0, 8) | st.just("auto"),
+    temp=st.sampled_from([0.5, 1.0, 1.5]),
+    options=st.fixed_dictionaries(
+        {},
+        optional=dict(
+            top_p=st.just(0.9),
+            top_k=st.just(5),
+            min_p=st.just(0.1),
+            xtc_probability=st.just(0.5),
+            xtc_threshold=st.just(0.1),
+        ),
+    ),
+    repetition_penalty=st.sampled_from([None, 1.3]),
+)
+def test_tokens_sampled_by_mlx_lms_sampler_are_those_of_mlx_lm_with_the_same_seed(
+    family, seed, depth, temp, options, repetition_penalty
+):
+    """Token match puts the random state back, so that chance falls as in plain decoding, whatever the depth."""
+    model = model_of(family)
+    options = dict(
+        max_tokens=25,
+        sampler=make_sampler(temp=temp, **options),
+        logits_processors=make_logits_processors(repetition_penalty=repetition_penalty),
+    )
+    mx.random.seed(seed)
+    want = plain(PROMPT, model, **options)
+    mx.random.seed(seed)
+    assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == want
+
+
+def test_rejection_sampling_is_reproducible_at_a_fixed_depth():
+    model = model_of("qwen3_5")
+    runs = []
+    for _ in range(2):
+        mx.random.seed(5)
+        sampler = mlx_mtp.make_sampler(temp=1.0, top_p=0.9, xtc_probability=0.5)
+        runs.append(mtp(PROMPT, model, max_tokens=30, num_draft_tokens=3, sampler=sampler))
+    assert runs[0] == runs[1]
+
+
+# Stopping and going on
+
+
+def stop_by_max_tokens(model, n, depth, prompt_cache):
+    return mtp(PROMPT, model, max_tokens=n, num_draft_tokens=depth, prompt_cache=prompt_cache)
+
+
+def stop_by_closing(model, n, depth, prompt_cache):
+    steps = mtp_generate_step(PROMPT, model, max_tokens=-1, num_draft_tokens=depth, prompt_cache=prompt_cache)
+    tokens = [next(steps)[0] for _ in range(n)]
+    steps.close()
+    return tokens
+
+
+@pytest.mark.parametrize("stop", [stop_by_max_tokens, stop_by_closing])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_going_on_after_any_stop_is_a_cold_start(stop, depth):
+    model = model_of("qwen3_5", 1)
+    more = [7, 2, 9]
+    for n in range(1, 41):
+        prompt_cache = make_prompt_cache(model)
+        tokens = stop(model, n, depth, prompt_cache)
+        at_rest(model, prompt_cache, len(PROMPT) + n)
+        cold = list(
+            mtp_generate_step(mx.array(PROMPT.tolist() + tokens + more), model, max_tokens=6, num_draft_tokens=depth)
+        )
+        warm = list(
+            mtp_generate_step(mx.array(more), model, max_tokens=6, num_draft_tokens=depth, prompt_cache=prompt_cache)
+        )
+        # The drafts too are those of a cold start: the head's rows are right.
+        assert [(t, d) for t, _, d in warm] == [(t, d) for t, _, d in cold]
+        assert [t for t, _, _ in warm] == plain(PROMPT.tolist() + tokens + more, model, max_tokens=6)
+
+
+def test_going_on_from_a_saved_cache(tmp_path):
+    model = model_of("qwen3_next")
+    prompt_cache = make_prompt_cache(model)
+    tokens = mtp(PROMPT, model, max_tokens=9, num_draft_tokens=3, prompt_cache=prompt_cache)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), prompt_cache)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert mtp([4, 2], model, max_tokens=12, num_draft_tokens=3, prompt_cache=loaded) == plain(
+        PROMPT.tolist() + tokens + [4, 2], model, max_tokens=12
+    )
+
+
+def test_a_generator_never_started_leaves_the_cache_alone():
+    model = model_of("qwen3_5")
+    prompt_cache = make_prompt_cache(model)
+    mtp_generate_step(PROMPT, model, prompt_cache=prompt_cache).close()
+    assert all(c.empty() for c in prompt_cache)
+    assert mtp(PROMPT, model, max_tokens=0, prompt_cache=prompt_cache) == []
+    at_rest(model, prompt_cache, len(PROMPT))
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("n_calls", range(1, 16))
+def test_a_failing_sampler_leaves_the_cache_of_what_was_yielded(n_calls):
+    model = model_of("qwen3_5")
+    calls = 0
+
+    def sampler(logprobs):
+        nonlocal calls
+        calls += 1
+        if calls == n_calls:
+            raise Failure
+        return mx.argmax(logprobs, axis=-1)
+
+    prompt_cache, tokens = make_prompt_cache(model), []
+    with pytest.raises(Failure):
+        for token, _, _ in mtp_generate_step(
+            PROMPT, model, num_draft_tokens=3, sampler=sampler, prompt_cache=prompt_cache
+        ):
+            tokens.append(token)
+    at_rest(model, prompt_cache, len(PROMPT) + len(tokens))
+    assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain(
+        PROMPT.tolist() + tokens + [7, 2], model, max_tokens=8
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("n_calls", [1, 3, 4, 5, 6, 8])
+def test_a_failure_inside_a_pass_leaves_the_cache_of_what_was_yielded(layer, n_calls, monkeypatch):
+    """Three calls prefill; the first verify pass is the fourth."""
+    model = model_of("qwen3_5")
+    prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
+    broken = model.layers[layer].mlp
+    original = type(broken).__call__
+
+    def fail(self, x):
+        nonlocal calls
+        calls += self is broken
+        if self is broken and calls == n_calls:
+            raise Failure
+        return original(self, x)
+
+    monkeypatch.setattr(type(broken), "__call__", fail)
+    with pytest.raises(Failure):
+        for token, _, _ in mtp_generate_step(
+            PROMPT, model, num_draft_tokens=3, prompt_cache=prompt_cache, prefill_step_size=4
+        ):
+            tokens.append(token)
+    monkeypatch.undo()
+    n_cached = {1: 0, 3: 8, 4: 10}.get(n_calls, 11 + len(tokens))
+    history = (PROMPT.tolist() + tokens)[:n_cached]
+    assert n_calls < 6 or tokens
+    if history:
+        at_rest(model, prompt_cache, n_cached)
+    assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain([*history, 7, 2], model, max_tokens=8)
+
+
+# Options
+
+
+@pytest.mark.parametrize("start", [0, 5, 14, 23, 1000])
+def test_a_quantized_cache_begins_where_mlx_lms_does(start):
+    model = model_of("qwen3_5")
+    options = dict(max_tokens=30, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
+    assert mtp(PROMPT, model, num_draft_tokens=4, **options) == plain(PROMPT, model, **options)
+
+
+def test_the_first_pass_over_one_token_reads_what_mlx_lms_reads():
+    """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
+    model = model_of("qwen3_5")
+    options = dict(max_tokens=12, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
+    for token in range(32):
+        ours, theirs = make_prompt_cache(model), model.make_cache()
+        assert mtp([token], model, num_draft_tokens=2, **options) == plain([token], model, **options)
+        mtp(PROMPT, model, max_tokens=0, prompt_cache=ours)
+        plain(PROMPT, model, max_tokens=0, prompt_cache=theirs)
+        got = mtp([token], model, num_draft_tokens=2, prompt_cache=ours, **options)
+        assert got == plain([token], model, prompt_cache=theirs, **options)
+
+
+def test_input_embeddings():
+    model = model_of("qwen3_5")
+    embeddings = model.model.embed_tokens(PROMPT) * 0.9
+    for prompt in (PROMPT, mx.array([], mx.uint32)):
+        options = dict(max_tokens=20, prefill_step_size=4, input_embeddings=embeddings)
+        assert mtp(prompt, model, num_draft_tokens=3, **options) == plain(prompt, model, **options)
+    with pytest.raises(ValueError, match="must match"):
+        mtp(PROMPT[1:], model, input_embeddings=embeddings)
+    with pytest.raises(ValueError, match="does not support input embeddings"):
+        mtp(PROMPT, model_of("qwen3_next"), input_embeddings=embeddings)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+def test_the_progress_callback_is_called_as_mlx_lms(prompt, max_tokens):
+    model = model_of("qwen3_5")
+
+    def progress(run):
+        calls = []
+        run(
+            prompt,
+            model,
+            max_tokens=max_tokens,
+            prefill_step_size=4,
+            prompt_progress_callback=lambda *x: calls.append(x),
+        )
+        return calls
+
+    assert progress(mtp) == progress(plain)
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(temp=1.0)])
+def test_drafting_stops_where_the_head_is_unsure(sampler):
+    model = load_reference(DATA / "dense")
+    runs = {}
+    for p_min in (0.0, 0.5, 0.9, 1.0):
+        counts = DraftCounts()
+        mx.random.seed(1)
+        options = dict(max_tokens=80, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        runs[p_min] = (
+            mtp(PROMPT, model, **options),
+            sum(counts.drafted),
+            sum(counts.accepted) / max(sum(counts.drafted), 1),
+        )
+    tokens, drafted, rates = zip(*runs.values())
+    assert all(t == tokens[0] for t in tokens)
+    assert list(drafted) == sorted(drafted, reverse=True)
+    assert drafted[0] > drafted[2] > 0
+    assert rates[2] > rates[0]
+
+
+def test_bad_arguments_are_refused():
+    model = model_of("qwen3_5")
+    with pytest.raises(ValueError, match="draft_p_min must be a probability"):
+        mtp(PROMPT, model, draft_p_min=1.1)
+    for depth in (9, -1, "3", "all", 2.5):
+        with pytest.raises(ValueError, match="num_draft_tokens must be auto or from 0 to 8"):
+            mtp(PROMPT, model, num_draft_tokens=depth)
+    with pytest.raises(ValueError, match="must be provided"):
+        mtp([], model)
+    with pytest.raises(ValueError, match="max_kv_size"):
+        mtp(PROMPT, model, max_kv_size=100)
+    headless = tiny_model("qwen3_5", mtp_num_hidden_layers=0)
+    with pytest.raises(ValueError, match="no MTP head"):
+        mtp(PROMPT, headless)
+
+
+# Cost
+
+
+def test_one_synchronisation_a_step(monkeypatch):
+    model = model_of("qwen3_5")
+    counts, evals = DraftCounts(), 0
+    original = mx.eval
+
+    def counted(*args):
+        nonlocal evals
+        evals += 1
+        return original(*args)
+
+    monkeypatch.setattr(loop.mx, "eval", counted)
+    scripted = Scripted(model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=60), lambda i: i % 3 > 0)
+    evals = 0
+    steps = list(mtp_generate_step(PROMPT, scripted, max_tokens=40, num_draft_tokens=3, counts=counts))
+    n_steps = 40 - sum(d for _, _, d in steps)
+    assert evals == 1 + n_steps  # one for the prefill
+
+
+def test_memory_does_not_grow_with_what_is_generated():
+    """Beyond the keys and values, which have room for 256 tokens here."""
+    model = model_of("qwen3_5")
+    active = []
+    steps = mtp_generate_step(PROMPT, model, max_tokens=-1, num_draft_tokens=4)
+    for n, _ in enumerate(steps):
+        if n in (60, 200):
+            mx.synchronize()
+            active.append(mx.get_active_memory())
+        if n == 200:
+            break
+    steps.close()
+    assert active[1] - active[0] < 200_000  # one window of this model is about that
+
+
+def test_auto_is_one_depth_for_all_generations_of_a_model(monkeypatch):
+    class Watched(Depth):
+        AGREES = float("inf")  # however unsteady the machine: no time is forgotten
+        n_texts = 0
+
+        def begin(self):
+            self.n_texts += 1
+            super().begin()
+
+    model = model_of("qwen3_5")
+    depth = Watched(8)
+    monkeypatch.setattr(model, "depth", depth)
+    truth = plain(PROMPT, model, max_tokens=60)
+    scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)
+    for n_texts in (2, 3):
+        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens="auto") == truth[:40]
+        assert depth.n_texts == n_texts
+        assert depth.times.n_drafting > 2
+    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=Depth(8))  # of one's own
+    assert depth.n_texts == 3
+
+
+def test_what_the_head_was_unsure_of_counts_as_asked_for_and_fallen():
+    model = model_of("qwen3_5")
+    seen = []
+
+    class Watched(Depth):
+        def next(self):
+            return 3
+
+        def observe(self, k, n_accepted, seconds):
+            seen.append((k, n_accepted, seconds))
+
+    counts = DraftCounts()
+    mtp(PROMPT, model, max_tokens=40, num_draft_tokens=Watched(3), draft_p_min=1.0, counts=counts)
+    assert counts.drafted == []
+    assert len(seen) > 30
+    assert all(k == 3 and n == 0 and seconds is None for k, n, seconds in seen[:-3])
