@@ -10,7 +10,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.models.cache import ArraysCache, adopt_prompt_cache, begin, first_row, rollback
+from mlx_mtp.models.cache import ArraysCache, begin, open_prompt_cache, rollback
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -142,7 +142,7 @@ def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
     cache[-1][0], cache[-1][1] = hidden[:, -1:], mx.array(len(PROMPT))
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
-    adopt_prompt_cache(model, loaded)
+    open_prompt_cache(model, loaded)
     assert len(loaded) == len(cache)
     a = model(tokens(WINDOW), cache=cache, n_confirmed=1)
     b = model(tokens(WINDOW), cache=loaded, n_confirmed=1)
@@ -155,7 +155,7 @@ def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
 def test_an_empty_cache_of_the_backbone_gets_a_head():
     model = tiny_model("qwen3_5")
     cache = stock.make_prompt_cache(model)
-    adopt_prompt_cache(model, cache)
+    open_prompt_cache(model, cache)
     assert len(cache) == len(model.layers) + 2
 
 
@@ -167,25 +167,25 @@ def test_tokens_that_the_head_has_not_seen_leave_it_to_begin_after_them(family):
     list(mtp_generate_step(tokens([1, 2, 3])[0], model, max_tokens=2, prompt_cache=begun))
     model(tokens(PROMPT), cache=begun)
     for cache, n in ((filled(model, PROMPT), len(PROMPT)), (begun, 5 + len(PROMPT))):
-        adopt_prompt_cache(model, cache)
+        open_prompt_cache(model, cache)
         assert len(cache) == len(model.layers) + 2
         assert cache[len(model.layers) - 1].offset == n
         assert cache[-2].empty()
         assert cache[-1].empty()
-        assert first_row(cache, len(model.layers)) == n
+        assert open_prompt_cache(model, cache).first_row == n
         assert len(list(mtp_generate_step(tokens([7])[0], model, max_tokens=4, prompt_cache=cache))) == 4
         assert cache[-2].offset == 4
         # From there on it is in step, whoever adopts it.
-        adopt_prompt_cache(model, cache)
+        open_prompt_cache(model, cache)
         assert cache[-2].offset == 4
-        assert first_row(cache, len(model.layers)) == n
+        assert open_prompt_cache(model, cache).first_row == n
 
 
 def test_the_cache_of_another_model_is_refused():
     model = tiny_model("qwen3_5")
     with pytest.raises(ValueError, match="5 entries and this model's 6"):
-        adopt_prompt_cache(model, make_prompt_cache(model)[1:])
+        open_prompt_cache(model, make_prompt_cache(model)[1:])
     with pytest.raises(
         ValueError, match="Entry 0 of the prompt cache is a KVCache, where this model's is a ArraysCache"
     ):
-        adopt_prompt_cache(model, make_prompt_cache(model)[:4][::-1])
+        open_prompt_cache(model, make_prompt_cache(model)[:4][::-1])

@@ -7,10 +7,10 @@ import pytest
 from helpers import PROMPT, Scripted, at_rest, mtp, plain, tiny_model
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.decoding import decoder, drafter, loop
 from mlx_mtp.models import cache
 
-FILES = {module.__file__ for module in (cache, decoder, loop)}
+FILES = {module.__file__ for module in (cache, decoder, drafter, loop)}
 
 
 def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
@@ -20,7 +20,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
     def call(frame, event, arg):
         inside, outer = frame.f_code.co_filename in FILES, frame
         while inside and outer is not None:
-            inside = outer.f_code.co_name != "rest"  # what comes after
+            inside = outer.f_code.co_name != "finalize"  # what comes after
             outer = outer.f_back
         return line if inside else None
 
@@ -28,7 +28,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
         nonlocal count
         # Between the line before and that of a yield there is no call, and so none of the points where signals are handled.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith(("yield", "decoder.rest()")):
+        if event == "line" and not text.startswith(("yield token", "decoder.finalize()")):
             count += 1
             if count == n:
                 raise KeyboardInterrupt

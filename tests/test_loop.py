@@ -462,7 +462,7 @@ def test_auto_is_one_depth_for_all_generations_of_a_model(monkeypatch):
 
     model = model_of("qwen3_5")
     depth = Watched(8)
-    monkeypatch.setattr(model, "depth", depth)
+    monkeypatch.setattr(model.drafting, "depth", depth)
     truth = plain(PROMPT, model, max_tokens=60)
     scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)
     for n_texts in (2, 3):

@@ -135,9 +135,9 @@ def test_xtcs_coin_is_shared_by_draft_and_verification():
     mx.random.seed(3)
     rows = [log(TARGET)[None]] * 8
     for _ in range(50):
-        drafts, records = zip(*(acceptance.draft(row) for row in rows))
-        verdict = acceptance.judge([*rows, rows[0]], mx.concatenate(drafts), records)
-        assert all(verdict.stands.tolist())
+        drafts, records = zip(*(acceptance.draft(row, 0) for row in rows))
+        verdict = acceptance.accept([*rows, rows[0]], mx.concatenate(drafts), records, 0)
+        assert all(verdict.accepted.tolist())
 
 
 def test_greedy_is_mlx_lms():

@@ -1,34 +1,70 @@
-"""Which drafts stand, and what takes the place of the first that does not.
+"""Which drafts are accepted, and what takes the place of the first that is rejected.
 
-Rejection sampling, for a sampler whose distribution is known (Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023,
-arXiv:2302.01318; p is the target's distribution and q the draft's): a draft x ~ q stands with probability
-min(1, p(x) / q(x)); in the place of one that does not, a token is drawn from the normalized positive part of p - q.
+p is the target's distribution and q the draft's. There are three ways, and all emit tokens of exactly the distribution p:
 
-Token match, for any other sampler: it chooses a token at every position, and a draft stands while it is that choice. The
-random state is then put back to what it was after the last choice that counts, so that the tokens are those of plain
-decoding with the same seed.
+``RejectionSampling``, for a sampler whose distribution is known (Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023,
+arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)); in place of a rejected one, a token is
+drawn from the residual, the normalized positive part of p - q.
 
-Both emit tokens of exactly the distribution of plain decoding. This module knows nothing of models and caches.
+``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
+arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
+the position. The token does not depend on the draft, so the text is a function of the seed and the prompt alone.
+
+``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted where it is that choice.
+The random state is then put back to what it was after the last choice that counts, so that the tokens are those of plain
+decoding with the same random state.
+
+This module knows nothing of models and caches.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
+from .noise import coin, gumbel
 from .processors import keeps_state
-from .sampling import Sampler
+from .sampling import Sampler, SeededSampler
 
 
 class Verdict(NamedTuple):
     """On a window of T positions with k drafts, at the first k of them."""
 
-    tokens: mx.array  # [T]: the drafts that stand; where the first falls, and after the last, the target's
-    stands: mx.array  # [k], bool; those after the first False mean nothing
-    random_states: list[mx.array]  # after each position's choice, [2]; empty where nothing is to be put back
+    tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
+    accepted: mx.array  # [k], bool; those after the first False mean nothing
+    random_states: list[
+        mx.array
+    ]  # after each position's choice, [2]; empty where the random state need not be put back
+
+
+class Acceptance(Protocol):
+    """How drafts are made from the head's distribution and accepted by the target's."""
+
+    keeps_state: bool  # whether positions must be accepted one at a time, in order
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, Any]:
+        """
+        Args:
+            logprobs (mx.array): The head's log probabilities, [1, V].
+            position (int): Of the draft, counted from the first generated token.
+
+        Returns:
+            Tuple[mx.array, Any]: A draft [1], and the record of it that ``accept`` needs.
+        """
+        ...
+
+    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any], position: int) -> Verdict:
+        """
+        Args:
+            logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
+            drafts (mx.array): [k], with k <= T.
+            records (Sequence[Any]): What ``draft`` returned with each.
+            position (int): Of the first.
+        """
+        ...
 
 
 class TokenMatch:
@@ -36,17 +72,10 @@ class TokenMatch:
         self.sampler = sampler
         self.keeps_state = keeps_state(sampler)
 
-    def draft(self, logprobs: mx.array) -> tuple[mx.array, Any]:
-        """Log probabilities [1, V] -> a draft [1], and what ``judge`` needs to know of it."""
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, None]:
         return mx.argmax(logprobs, axis=-1), None
 
-    def judge(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any]) -> Verdict:
-        """
-        Args:
-            logprobs (List[mx.array]): The target's, T times [1, V].
-            drafts (mx.array): [k], with k <= T.
-            records (Sequence[Any]): What ``draft`` gave with each.
-        """
+    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
         choices: list[mx.array] = []
         states: list[mx.array] = []
         for row in logprobs:  # one at a time, as mlx-lm hands them to samplers
@@ -63,19 +92,18 @@ class RejectionSampling:
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
 
-    def draft(self, logprobs: mx.array) -> tuple[mx.array, Any]:
-        """Log probabilities [1, V] -> a draft [1], and what ``judge`` needs to know of it."""
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         coin = self.sampler.coins(1)
         log_q = self.sampler.distribution(logprobs, coin)
         return mx.random.categorical(log_q), (log_q, coin)
 
-    def judge(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any]) -> Verdict:
-        """
-        Args:
-            logprobs (List[mx.array]): The target's, T times [1, V].
-            drafts (mx.array): [k], with k <= T.
-            records (Sequence[Any]): What ``draft`` gave with each.
-        """
+    def accept(
+        self,
+        logprobs: list[mx.array],
+        drafts: mx.array,
+        records: Sequence[tuple[mx.array, mx.array]],
+        position: int,
+    ) -> Verdict:
         k, T = len(drafts), len(logprobs)
         # A position's coin is the same for its draft and for its verification.
         coins = mx.concatenate([coin for _, coin in records] + [self.sampler.coins(T - k)])  # [T, 1]
@@ -83,14 +111,40 @@ class RejectionSampling:
         if k == 0:
             return Verdict(mx.random.categorical(log_p), drafts == drafts, [])
         log_q = mx.concatenate([log_q for log_q, _ in records])  # [k, V]
-        stands = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
+        accepted = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
         others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))  # [T]
-        tokens = mx.concatenate([mx.where(stands, drafts, others[:k]), others[k:]])
-        return Verdict(tokens, stands, [])
+        tokens = mx.concatenate([mx.where(accepted, drafts, others[:k]), others[k:]])
+        return Verdict(tokens, accepted, [])
+
+
+class Coupled:
+    keeps_state = False
+
+    def __init__(self, sampler: SeededSampler):
+        self.sampler = sampler
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        noise = self._noise(position, logprobs.shape[-1])
+        return mx.argmax(self.sampler.distribution(logprobs, self._coins(position, 1)) + noise, axis=-1), noise
+
+    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array], position: int) -> Verdict:
+        k, T = len(drafts), len(logprobs)
+        V = logprobs[0].shape[-1]
+        noise = mx.stack([*records, *(self._noise(position + t, V) for t in range(k, T))])  # [T, V]
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
+        tokens = mx.argmax(log_p + noise, axis=-1)
+        return Verdict(tokens, tokens[:k] == drafts, [])
+
+    def _noise(self, position: int, size: int) -> mx.array:
+        return gumbel(self.sampler.seed, self.sampler.position + position, size)
+
+    def _coins(self, position: int, n: int) -> mx.array:
+        first = self.sampler.position + position
+        return mx.array([[coin(self.sampler.seed, first + t)] for t in range(n)])  # [n, 1]
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
-    """Whether each draft stands, with probability min(1, p(x) / q(x)).
+    """Accept each draft with probability min(1, p(x) / q(x)).
 
     Args:
         log_p (mx.array): The target's log probabilities, [k, V].
@@ -99,7 +153,7 @@ def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> m
         u (mx.array): Uniform in [0, 1), [k].
 
     Returns:
-        mx.array: [k], bool.
+        mx.array: Whether each is accepted, [k], bool.
     """
     p = mx.exp(mx.take_along_axis(log_p, drafts[:, None], axis=-1)).squeeze(-1)  # [k]
     q = mx.exp(mx.take_along_axis(log_q, drafts[:, None], axis=-1)).squeeze(-1)
@@ -112,9 +166,9 @@ def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
     return mx.where(rest.sum(axis=-1, keepdims=True) > 0, mx.log(rest), log_p)
 
 
-def n_leading(stands: Sequence[bool]) -> int:
-    """The number of drafts that stand: those before the first that does not."""
-    return list(stands).index(False) if False in stands else len(stands)
+def n_leading(accepted: Sequence[bool]) -> int:
+    """The number of accepted drafts: those before the first that is rejected."""
+    return list(accepted).index(False) if False in accepted else len(accepted)
 
 
 def rewind(random_states: Sequence[mx.array], n: int) -> None:
@@ -124,5 +178,7 @@ def rewind(random_states: Sequence[mx.array], n: int) -> None:
         mx.random.seed(high << 32 | low)  # which sets the state to just these two words
 
 
-def make_acceptance(sampler: AnySampler | None) -> TokenMatch | RejectionSampling:
+def make_acceptance(sampler: AnySampler | None) -> Acceptance:
+    if isinstance(sampler, SeededSampler):
+        return Coupled(sampler.at(sampler.position))
     return RejectionSampling(sampler) if isinstance(sampler, Sampler) else TokenMatch(sampler or greedy_sampler)

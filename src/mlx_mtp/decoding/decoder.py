@@ -1,219 +1,315 @@
-"""The moves of speculative decoding on one prompt cache: prefill, verify, judge, draft, settle, rest.
+"""The moves of speculative decoding on one prompt cache: prefill, draft, verify, accept, roll back, finalize.
 
-This module knows nothing of temperatures or layers, nor of when to stop.
+A *window* is what one backbone pass verifies: the last decided token and the drafts after it. A *step* is what it yields: the
+accepted drafts and one more token, the target's own. A step's tokens are *handed over* one by one; the caller may stop at any
+of them, and the prompt cache is then that of the tokens handed over.
+
+This module knows nothing of temperatures, layers and heads, nor of when to stop.
 """
 
-from typing import Any
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.sample_utils import LogitsProcessor
 
-from ..models.cache import first_row, go_back, n_tokens, positions, rollback
-from ..models.draft_lm_head import draft_logits
-from .acceptance import RejectionSampling, TokenMatch, Verdict, n_leading
-from .processors import for_drafts
+from ..models.cache import PromptCache, restore, rollback, snapshot, trim
+from ..models.protocol import MTPModel
+from .acceptance import Acceptance, Verdict, n_leading, rewind
+from .depth import MAX_DRAFT_TOKENS
+from .drafter import NO_DRAFTS, DraftSource
+from .processors import keeps_state
 
-MAX_UNSEEN = 512  # positions that steps without drafts leave to the head for later
+CLEAR_EVERY = 256  # tokens, as mlx-lm
+
+Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
+
+
+class KVOptions(NamedTuple):
+    """When and how to quantize keys and values, as in mlx-lm's ``maybe_quantize_kv_cache``."""
+
+    quantized_kv_start: int
+    kv_group_size: int
+    kv_bits: int | None
+
+
+@dataclass
+class Step:
+    """What a window yielded."""
+
+    tokens: mx.array  # [n + 1]: n accepted drafts, and the target's token after them
+    logprobs: list[mx.array]  # n + 1 times [V]
+    n_drafted: int
+
+    @property
+    def n_accepted(self) -> int:
+        return len(self.tokens) - 1
 
 
 class Decoder:
     """A prompt cache between two moves.
 
     Args:
-        model (nn.Module): A model with a head.
-        prompt_cache (List[Any]): Of ``make_prompt_cache``, updated in place.
-        acceptance: Says which drafts stand.
-        logits_processors (List[LogitsProcessor]): As of mlx-lm.
-        kv_options (Tuple): ``quantized_kv_start``, ``kv_group_size`` and ``kv_bits``.
-        exact (bool): Verify with the very operations of plain decoding.
-        draft_p_min (float): Stop drafting where the head gives no token this probability.
+        model (MTPModel): Its backbone verifies.
+        cache (PromptCache): Updated in place.
+        source (DraftSource): Proposes drafts.
+        acceptance (Acceptance): Says which are accepted.
+        logits_processors (List[LogitsProcessor]): As in mlx-lm.
+        kv (KVOptions): When and how to quantize keys and values.
+        exact (bool): Verify with the same operations as plain decoding.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        prompt_cache: list[Any],
-        acceptance: TokenMatch | RejectionSampling,
+        model: MTPModel,
+        cache: PromptCache,
+        source: DraftSource,
+        acceptance: Acceptance,
         logits_processors: list[LogitsProcessor],
-        kv_options: tuple,
+        kv: KVOptions,
         exact: bool,
-        draft_p_min: float,
     ):
-        self.model, self.prompt_cache = model, prompt_cache
-        self.acceptance, self.logits_processors = acceptance, logits_processors
-        self.kv_options, self.exact, self.draft_p_min = kv_options, exact, draft_p_min
-        self.n_layers = len(model.layers)
-        self.head_cache, self.last = prompt_cache[self.n_layers :]
-        self.draft_head = model.drafting.lm_head  # with the text's own tokens, as it grows
-        self.n_cached = n_tokens(prompt_cache[: self.n_layers])  # tokens that are final
-        self.first_row = first_row(prompt_cache, self.n_layers)
+        self.model, self.cache, self.source = model, cache, source
+        self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
+        self.in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
 
-        self.seen = mx.array([], mx.uint32)  # final tokens that the logits processors have been shown
-        # The window that is not settled: its tokens [T], hidden states [1, T, H], drafts [k], and what is known of each.
-        self.window: Any = None
-        self.n_given = 0  # the window's leading tokens that are the prompt's or were handed out
-        self.settling = False
-        # Where the caches were, until a pass is done and the first of its tokens handed out. Of keys and values that is a
+        self.n_cached = cache.n_tokens  # tokens that are final
+        self.history = NO_DRAFTS.tokens  # final tokens that the logits processors are shown, [N]
+        self.n_decided = 0  # generated tokens, handed over or not
+        self.n_cleared = 0  # of these, when MLX's buffer cache was last cleared
+
+        # The window, from ``verify`` until the next one: its tokens [T] and hidden states [1, T, H], its drafts, its outcome.
+        self.window: mx.array | None = None
+        self.hidden: mx.array = NO_DRAFTS.tokens
+        self.logits: mx.array = NO_DRAFTS.tokens  # [1, T, V]
+        self.drafts = NO_DRAFTS
+        self.next_drafts = NO_DRAFTS
+        self.step: Step | None = None
+        self.n_kept = 0  # the window's leading tokens that are the prompt's or were handed over
+        self.is_committing = False
+        # Where the caches were, until a pass is done and the first of its tokens handed over. Of keys and values that is a
         # number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
-        self.before: Any = None
-        self.hidden: Any = None
-        self.drafts = self.seen
-        self.n_asked = 0  # drafts that were asked for; the head may have been unsure of the last ones
-        self.records: list[Any] = []
-        # Positions that the head has not seen: hidden states [1, t, H], and the tokens [t] after them.
-        self.unseen: list[tuple[mx.array, mx.array]] = []
+        self.before: list[Any] | None = None
 
-    def _backbone(self, tokens, embeddings=None, n_confirmed=0):
-        """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
-        kwargs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        kwargs |= {"return_hidden": True, "n_confirmed": n_confirmed, "exact": self.exact and n_confirmed > 0}
-        return self.model(tokens[None], cache=self.prompt_cache, **kwargs)
+    # Prefill
 
-    def _head(self, hidden, tokens, embeddings=None):
-        """hidden [1, T, H] and the tokens [T] after each -> the head's hidden for the last, [1, 1, H]"""
-        embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
-        return self.model.mtp(embeddings, hidden, self.head_cache, last_only=True)
+    def prefill(
+        self, prompt: mx.array, embeddings: mx.array | None, step_size: int, progress: Callable[[int, int], Any]
+    ) -> None:
+        """Read a prompt [T], or its embeddings [T, H], in chunks, and verify a window of its last token alone."""
+        self.cache.in_use = True
+        n_prompt, done = len(prompt if embeddings is None else embeddings), 0
+        progress(0, n_prompt)
+        while (n := min(step_size, n_prompt - 1 - done)) > 0:
+            self._read(prompt[done : done + n], None if embeddings is None else embeddings[done : done + n])
+            done += n
+            progress(done, n_prompt)
+        last = None if embeddings is None else embeddings[done:]
+        self.before = snapshot(self.cache.entries)
+        self.source.prefill(self.cache.last_hidden, prompt[done:], last)
+        self._verify(prompt[done:], last)
+        mx.eval(self.hidden)  # not the logits: a prompt alone needs none
+        self.n_kept, self.before = 1, None
+        self.source.read(prompt.tolist())  # type: ignore[arg-type]
+        progress(n_prompt, n_prompt)
 
-    def see(self, tokens: list[int]) -> None:
-        """Let drafts be chosen from these tokens of the text, too."""
-        if self.draft_head is not None:
-            self.draft_head = self.draft_head.with_tokens(tokens)
-
-    def _quantize(self):
-        caches = self.prompt_cache[: self.n_layers]
-        maybe_quantize_kv_cache(caches, *self.kv_options)
-        self.prompt_cache[: self.n_layers] = caches
-
-    def prefill(self, tokens: mx.array, embeddings: mx.array | None) -> None:
-        """Tokens [T] of the prompt, or their embeddings [T, H], which are final, into all caches."""
-        self.before = positions(self.prompt_cache)
+    def _read(self, tokens: mx.array, embeddings: mx.array | None) -> None:
+        """Read a chunk [T] of the prompt, which is final, into all caches."""
+        self.before = snapshot(self.cache.entries)
         _, hidden = self._backbone(tokens, embeddings)
-        # A token's row is fed the hidden state before it: that of the first waits from an earlier call, if there was one.
-        previous = hidden[:, :-1]
-        if not self.last.empty():
-            previous = mx.concatenate([self.last[0], previous], axis=1)
-        if (n := previous.shape[1]) > 0:
-            self._head(previous, tokens[-n:], None if embeddings is None else embeddings[-n:])
-        self.last[0] = mx.contiguous(hidden[:, -1:])
+        # A token's row of the head is fed the hidden state before it. That of the first is from an earlier call, if any.
+        previous, last = hidden[:, :-1], self.cache.last_hidden
+        self.source.prefill(previous if last is None else mx.concatenate([last, previous], axis=1), tokens, embeddings)
+        self.cache.last_hidden = mx.contiguous(hidden[:, -1:])
         if self.logits_processors:
-            self.seen = mx.concatenate([self.seen, tokens])
+            self.history = mx.concatenate([self.history, tokens])
         self._quantize()
-        mx.eval([c.state for c in self.prompt_cache])
+        mx.eval([c.state for c in self.cache.entries])
         self.n_cached, self.before = self.n_cached + hidden.shape[1], None
         mx.clear_cache()
 
-    def verify_prompt(self, token: mx.array, embedding: mx.array | None) -> mx.array:
-        """Open the first window, over the prompt's last token [1] or its embedding [1, H] -> logits [1, 1, V]"""
-        self.before = positions(self.prompt_cache)
-        if not self.last.empty():
-            self._head(self.last[0], token, embedding)
-        logits = self._verify(token, embedding)
-        self.n_given, self.before = 1, None
-        return logits
+    # Draft
 
-    def verify(self, token: mx.array) -> mx.array:
-        """Open a window: the confirmed token [1] and the k drafts -> logits [1, k + 1, V]"""
+    def draft(self, k: int) -> None:
+        """Tell the source what the step decided, and have it draft up to k tokens for the next window."""
+        assert self.step is not None
+        n = len(self.step.tokens)
+        self.source.extend(self.hidden[:, :n], self.step.tokens)
+        self.next_drafts = self.source.propose(k, self.n_decided)
+        if len(self.next_drafts) > 0:
+            mx.async_eval(self.next_drafts.tokens)
+
+    def max_drafts(self, n_left: int | None) -> int:
+        """The most drafts for the next window, when ``n_left`` tokens may follow the step; ``None`` for any number."""
+        assert self.step is not None
+        k = MAX_DRAFT_TOKENS
+        if n_left is not None:
+            k = min(k, max(n_left - 1, 0))  # a window yields one more token than it accepts
+        n_cached = self.n_cached + len(self.step.tokens)
+        if self.kv.kv_bits is not None and n_cached < self.kv.quantized_kv_start:
+            k = min(
+                k, self.kv.quantized_kv_start - n_cached - 1
+            )  # mlx-lm quantizes between two tokens: never in a window
+        return k
+
+    # Verify
+
+    def verify(self) -> None:
+        """Commit the tokens handed over, and start a pass over the step's last token and the next drafts."""
+        assert self.step is not None
+        token = self.step.tokens[-1:]
+        self._commit()
+        self.drafts, self.next_drafts = self.next_drafts, NO_DRAFTS
         self._quantize()  # what the pass before has added, as mlx-lm does
-        self.before = positions(self.prompt_cache)
-        self.n_given = 0
-        return self._verify(mx.concatenate([token, self.drafts]) if len(self.drafts) > 0 else token)
+        self.before = snapshot(self.cache.entries)
+        self.n_kept = 0
+        self._verify(mx.concatenate([token, self.drafts.tokens]) if len(self.drafts) > 0 else token)
+        mx.async_eval(self.logits, self.hidden)
 
-    def _verify(self, tokens, embeddings=None):
-        logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
+    def _verify(self, tokens: mx.array, embeddings: mx.array | None = None) -> None:
+        self.logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
         self.window = tokens
-        return logits
 
-    def judge(self, logits: mx.array, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
-        """Logits [1, T, V] -> the verdict on positions i to j of the window, and their log probabilities, each [V]"""
+    def _backbone(
+        self, tokens: mx.array, embeddings: mx.array | None = None, n_confirmed: int = 0
+    ) -> tuple[mx.array, mx.array]:
+        """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
+        kwargs: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        kwargs |= {"return_hidden": True, "n_confirmed": n_confirmed, "exact": self.exact and n_confirmed > 0}
+        logits, hidden = self.model(tokens[None], cache=self.cache.entries, **kwargs)
+        return logits, hidden
+
+    def _quantize(self) -> None:
+        caches = self.cache.backbone
+        maybe_quantize_kv_cache(caches, *self.kv)
+        self.cache.backbone = caches
+
+    # Accept
+
+    def accept(self) -> Generator[Token, None, Step]:
+        """Accept or reject the window's drafts: all at once, or one after the other where a processor keeps state."""
+        if self.in_order and len(self.drafts) > 0:
+            step = yield from self._accept_in_order()
+        else:
+            step = self._accept_at_once()
+        self.step = step
+        self.n_decided += len(step.tokens)
+        return step
+
+    def _accept_at_once(self) -> Step:
+        """Without drafts this does not wait for the device."""
+        k, n = len(self.drafts), 0
+        (tokens, accepted, random_states), logprobs = self._verdict(0, k + 1)
+        if k > 0:
+            mx.eval(tokens, accepted, random_states)
+            n = n_leading(accepted.tolist())  # type: ignore[arg-type]
+            rewind(random_states, n)
+        else:
+            mx.async_eval(tokens)  # apart from the next pass, which it would be waited for with
+        return Step(tokens[: n + 1], logprobs[: n + 1], k)
+
+    def _accept_in_order(self) -> Generator[Token, None, Step]:
+        """Call each processor and the sampler once a token, in order. Hands over each accepted draft."""
+        k = len(self.drafts)
+        tokens: list[mx.array] = []
+        logprobs: list[mx.array] = []
+        for i in range(k + 1):
+            verdict, (row,) = self._verdict(i, i + 1)
+            tokens.append(verdict.tokens)
+            logprobs.append(row)
+            if i == k or not verdict.accepted.item():
+                break
+            token: Any = verdict.tokens.item()
+            self.n_kept = 2 + i
+            yield token, row, True
+        return Step(mx.concatenate(tokens), logprobs, k)
+
+    def _verdict(self, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
+        """The verdict on positions i to j of the window, and their log probabilities, each [V]"""
+        assert self.window is not None
         rows = []
         for t in range(i, j):
             # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-            row = logits[:, t]
+            row = self.logits[:, t]
             if len(self.window) > 0:
                 for processor in self.logits_processors:
-                    row = processor(mx.concatenate([self.seen, self.window[: t + 1]]), row)
+                    row = processor(mx.concatenate([self.history, self.window[: t + 1]]), row)
             rows.append(row - mx.logsumexp(row, keepdims=True))
-        verdict = self.acceptance.judge(rows, self.drafts[i:j], self.records[i:j])
+        verdict = self.acceptance.accept(rows, self.drafts.tokens[i:j], self.drafts.records[i:j], self.n_decided + i)
         return verdict, [row.squeeze(0) for row in rows]
 
-    def draft(self, choices: mx.array, k: int) -> None:
-        """Draft up to k tokens after the window's first n, which stand: the drafts of the next window.
+    # Hand over
 
-        Args:
-            choices (mx.array): The tokens after each of those n, [n].
-            k (int): With 0, the head is left for later.
-        """
-        n = len(choices)
-        self.unseen.append((self.hidden[:, :n], choices))
-        self.drafts, self.records, self.n_asked = self.seen[:0], [], k
-        if k == 0:
-            if len(self.unseen) == MAX_UNSEEN:
-                self._catch_up()
-                mx.async_eval(self.head_cache.state)
+    def hand_over_accepted(self) -> Generator[Token, None, None]:
+        """Yield the accepted drafts that were not handed over yet, while the device drafts."""
+        step = self.step
+        assert step is not None
+        if self.n_kept > step.n_accepted:
             return
-        asked, rolled_back = for_drafts(self.logits_processors)
-        tokens = [self.seen, self.window[:1], choices] if asked else []
-        drafts: list[mx.array] = []
-        sure: list[mx.array] = []
-        out = self._catch_up()  # [1, 1, H]
-        for i in range(k):
-            if i > 0:
-                out = self._head(out, drafts[-1])
-            logits = draft_logits(self.model, self.draft_head, out)  # [1, V]
-            for processor in asked:
-                logits = processor(mx.concatenate([*tokens, *drafts]), logits)
-            logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            token, record = self.acceptance.draft(logprobs)
-            drafts.append(token)  # [1]
-            # By the likeliest token, not by the one drafted: to drop a draft for what it is would change the distribution.
-            sure.append(mx.exp(logprobs.max(axis=-1)) >= self.draft_p_min)
-            self.records.append(record)
-        for processor in rolled_back:
-            processor.rollback(k)
-        self.head_cache.trim(k - 1)
-        n_sure = n_leading(mx.concatenate(sure).tolist()) if self.draft_p_min > 0 else k  # type: ignore[arg-type]
-        self.records = self.records[:n_sure]
-        if n_sure > 0:
-            self.drafts = mx.concatenate(drafts[:n_sure])
+        tokens: Any = step.tokens.tolist()
+        for i in range(step.n_accepted):
+            self.n_kept = 2 + i
+            yield tokens[i], step.logprobs[i], True
 
-    def _catch_up(self, n: int | None = None):
-        """Show the head the first n positions that it has not seen, and forget the others -> its last hidden, [1, 1, H]"""
-        hidden = mx.concatenate([h for h, _ in self.unseen], axis=1)
-        tokens = mx.concatenate([t for _, t in self.unseen])
-        out = self._head(hidden[:, :n], tokens[:n])
-        self.unseen.clear()
-        return out
+    def wait(self) -> None:
+        """Wait for the step's token, while the device runs the next pass."""
+        assert self.step is not None
+        self.source.read(self.step.tokens.tolist())  # type: ignore[arg-type]
 
-    def settle(self) -> None:
-        """Close the window: its tokens that were handed out are final, the others never were."""
-        n = self.n_given
+    def hand_over_last(self) -> Generator[Token, None, None]:
+        """Yield the step's last token, which is the first of the window that is being verified."""
+        step = self.step
+        assert step is not None
+        token: Any = step.tokens[-1].item()
+        # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
+        self.n_kept, self.before = 1, None
+        yield token, step.logprobs[-1], False
+
+    # Roll back
+
+    def roll_back(self) -> None:
+        """Take the rejected drafts out of the backbone's keys and values.
+
+        The recurrent layers are rolled back in ``verify``: the head's next drafts need nothing of them, and so reach the device
+        first; and a caller who stops at an accepted draft leaves fewer to keep.
+        """
+        assert self.step is not None
+        if self.step.n_drafted > 0:
+            trim(self.cache.backbone, self.n_cached + len(self.step.tokens))
+
+    def _commit(self) -> None:
+        """Make the tokens handed over final, and roll the caches back to them."""
+        assert self.window is not None
+        n = self.n_kept
         if len(self.window) > 1:
-            again, self.settling = self.settling, True
-            rollback(self.prompt_cache[: self.n_layers], self.n_cached, n, again)
-        self.last[0] = self.hidden[:, n - 1 : n]
+            again, self.is_committing = self.is_committing, True
+            rollback(self.cache.backbone, self.n_cached, n, again)
+        self.cache.last_hidden = self.hidden[:, n - 1 : n]
         if self.logits_processors:
-            self.seen = mx.concatenate([self.seen, self.window[:n]])
+            self.history = mx.concatenate([self.history, self.window[:n]])
         # At once: an interrupt finds all of it done, or to be done again.
-        self.n_cached, self.window, self.settling = self.n_cached + n, None, False
+        self.n_cached, self.window, self.is_committing = self.n_cached + n, None, False
+        if self.n_decided - self.n_cleared >= CLEAR_EVERY:
+            mx.clear_cache()
+            self.n_cleared = self.n_decided
 
-    def rest(self) -> None:
-        """Keep the tokens that were handed out, take back all others, and give the head a row for each but the last.
+    # Finalize
+
+    def finalize(self) -> None:
+        """Keep the tokens handed over, take back all others, and give the head a row for each but the last.
 
         This may come at any point of the moves above, after an error or an interrupt.
         """
         if self.before is not None:
-            go_back(self.prompt_cache, self.before)
+            restore(self.cache.entries, self.before)
             self.window = None
         if self.window is not None:
-            # Where the head was left these by a draft, they stand before, and the same once more behind changes nothing.
-            self.unseen.append((self.hidden[:, : self.n_given - 1], self.window[1 : self.n_given]))
-            self.settle()
+            # Where the source was given these by ``draft``, they come first, and the same once more behind changes nothing.
+            self.source.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
+            self._commit()
         self._quantize()  # as mlx-lm does after every pass
-        self.last[1] = mx.array(self.n_cached)
-        n_missing = max(self.n_cached - 1 - self.first_row, 0) - self.head_cache.offset
-        if n_missing > 0:
-            self._catch_up(n_missing)
-        else:
-            self.head_cache.trim(-n_missing)
+        self.cache.record(self.n_cached)
+        self.source.finalize(self.n_cached)
+        self.cache.in_use = False

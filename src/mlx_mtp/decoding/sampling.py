@@ -1,15 +1,32 @@
-"""Samplers that can say what distribution they draw from, which rejection sampling needs."""
+"""Samplers that can say what distribution they draw from, which rejection sampling and coupled drafts need."""
+
+import copy
+import secrets
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
+from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
+
+from .noise import check_seed, coin, gumbel
+
+AcceptanceName = Literal["rejection", "coupled", "match"]
 
 
 class Sampler:
     """mlx-lm's sampler of the same arguments, with ``distribution``. Made by ``make_sampler``."""
 
     def __init__(
-        self, temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens
+        self,
+        temp: float,
+        top_p: float,
+        min_p: float,
+        min_tokens_to_keep: int,
+        top_k: int,
+        xtc_probability: float,
+        xtc_threshold: float,
+        xtc_special_tokens: list[int],
     ):
         self.temp = temp
         self.top_p, self.top_k = top_p, top_k
@@ -22,15 +39,15 @@ class Sampler:
         return mx.random.categorical(self.distribution(logprobs, self.coins(logprobs.shape[0])))
 
     def coins(self, n: int) -> mx.array:
-        """What chance adds to n distributions before a token is drawn from them, [n, 1]: whether XTC applies."""
+        """n uniform numbers that decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def distribution(self, logprobs: mx.array, coins: mx.array) -> mx.array:
-        """The distribution that a token is drawn from.
+        """The distribution that a token is drawn from. Draws no random number.
 
         Args:
             logprobs (mx.array): Log probabilities, [B, V].
-            coins (mx.array): Of ``coins``, [B, 1].
+            coins (mx.array): A uniform number for each row, [B, 1].
 
         Returns:
             mx.array: Log probabilities after all filters and the temperature, float32, [B, V]; -inf where filtered out.
@@ -41,13 +58,61 @@ class Sampler:
         if self.min_p != 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
-            # mlx-lm tosses one coin a call: with a probability of 1 it always applies, and the coin is ours.
-            always = apply_xtc(x, 1.0, self.xtc_threshold, self.xtc_special_tokens)
-            x = mx.where(coins > self.xtc_probability, x, always)
+            x = mx.where(
+                coins > self.xtc_probability, x, exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
+            )
         if self.top_k > 0:
             x = apply_top_k(x, self.top_k)
         x = x.astype(mx.float32) * (1 / self.temp)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+class SeededSampler(Sampler):
+    """A sampler whose token at a position depends on the seed, the position and the distribution there, and on nothing else.
+
+    It draws argmax(log p + g), where g is the Gumbel noise of the position. MLX's random state is neither read nor written.
+
+    Args:
+        seed (int): From 0 to 2**64 - 1.
+        args: Those of ``Sampler``.
+    """
+
+    def __init__(self, seed: int, *args: Any):
+        super().__init__(*args)
+        self.seed = seed
+        self.position = 0
+
+    def at(self, position: int) -> "SeededSampler":
+        """A copy whose first call draws the token at this position, counted from the first generated token."""
+        sampler = copy.copy(self)
+        sampler.position = position
+        return sampler
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Log probabilities [B, V] -> tokens [B]. Each call moves on by a position, as plain decoding does."""
+        rows = [self.draw(logprobs[b : b + 1], self.position, b) for b in range(logprobs.shape[0])]
+        self.position += 1
+        return mx.concatenate(rows)
+
+    def draw(self, logprobs: mx.array, position: int, row: int = 0) -> mx.array:
+        """Log probabilities [1, V] -> the token at a position, [1]."""
+        x = self.distribution(logprobs, mx.array([[coin(self.seed, position, row)]]))
+        return mx.argmax(x + gumbel(self.seed, position, x.shape[-1], row), axis=-1)
+
+
+def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: list[int]) -> mx.array:
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, which draws a random number all the same.
+
+    Args:
+        logits (mx.array): [B, V].
+        threshold (float): Of the tokens more likely than this, only the least likely stays.
+        special_tokens (List[int]): Tokens that always stay.
+    """
+    probs = mx.softmax(logits, -1)
+    mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)
+    if special_tokens:
+        mask[..., special_tokens] = False
+    return mx.where(mask, -mx.inf, logits)
 
 
 def make_sampler(
@@ -59,20 +124,51 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: list[int] | None = None,
+    *,
+    seed: int | None = None,
+    acceptance: AcceptanceName | None = None,
 ) -> AnySampler:
     """
-    Make a sampler function, as mlx-lm's ``make_sampler`` of the same arguments, whose drafts stand more often.
+    Make a sampler function, as mlx-lm's ``make_sampler``, that also says how its drafts are accepted.
 
-    It draws from the same distribution. Since it can also say which that is, drafts go by rejection sampling.
+    Args:
+        seed (int, optional): Make the text a function of the seed and the prompt alone, from 0 to 2**64 - 1: the same at every
+          depth, with and without MTP, alone and beside other requests. Default: ``None``.
+        acceptance (str, optional): ``"rejection"`` accepts most drafts, ``"coupled"`` is what a seed needs, ``"match"`` is
+          mlx-lm's own sampler, which draws from MLX's random state. Default: ``None``, which is ``"coupled"`` with a seed and
+          ``"rejection"`` without. ``"coupled"`` without a seed takes a random one.
+
+    The other arguments are those of mlx-lm. The distribution is the same with each ``acceptance``.
 
     Returns:
         Sampler: A sampler which takes log-probabilities and returns tokens.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the seed does not go with ``acceptance``.
     """
+    if acceptance is not None and acceptance not in get_args(AcceptanceName):
+        raise ValueError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")
+    acceptance = acceptance or ("rejection" if seed is None else "coupled")
+    if seed is not None and acceptance != "coupled":
+        raise ValueError(
+            f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.'
+        )
+    if seed is not None:
+        check_seed(seed)
     if temp == 0:
         return greedy_sampler
+    if not temp > 0:  # or nan
+        raise ValueError(f"temp must be 0 or more, not {temp}.")
+    _check_range(min_p, min_tokens_to_keep, xtc_probability, xtc_threshold)
+    args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens or [])
+    if acceptance == "match":
+        return sample_utils.make_sampler(*args)
+    if acceptance == "coupled":
+        return SeededSampler(secrets.randbits(64) if seed is None else seed, *args)
+    return Sampler(*args)
+
+
+def _check_range(min_p: float, min_tokens_to_keep: int, xtc_probability: float, xtc_threshold: float) -> None:
     # Here, since mlx-lm raises inside compiled functions, which then leave a random state that nothing can be drawn from.
     limits: dict[str, tuple[float, float]] = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
     if xtc_probability > 0:
@@ -80,6 +176,5 @@ def make_sampler(
     for name, (value, limit) in limits.items():
         if not 0 <= value <= limit:
             raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
-    return Sampler(
-        temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens or []
-    )
+    if min_tokens_to_keep < 1:
+        raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")

@@ -16,19 +16,19 @@ ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 class DraftLMHead:
-    """An output layer of the drafts' own.
+    """The output layer of drafts.
 
-    No ``nn.Module``: its arrays are made from the model's at load time and are no parameters of it.
+    Not an ``nn.Module``: its arrays are made from the model's at load time and are not parameters of the model.
 
     Args:
         layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
-        ids (List[int], optional): The rows to copy from it, in ascending order, so that of equal logits the first is that
-          of the whole layer. Default: ``None``, which is all.
-        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, which is as they are.
+        ids (List[int], optional): The rows to copy from it, in ascending order, so that of equal logits the first wins, as in
+          the whole layer. Default: ``None``, all rows.
+        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, no quantization.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
-        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # of a LoRA adapter's, with it
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
         self._known = frozenset(ids or ())
         self._more: tuple[int, ...] = ()
@@ -41,13 +41,13 @@ class DraftLMHead:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
-        """A head with the rows of these tokens, too: a text repeats its own words, rare as they may be in others.
+        """Add the rows of these tokens: a text repeats its own words, however rare they are elsewhere.
 
         Args:
-            tokens (Iterable[int]): Of the prompt, or those that have been added to it.
+            tokens (Iterable[int]): The prompt's tokens, or those that were added to it.
 
         Returns:
-            DraftLMHead: This one, where it has them all. The tokens that it had not come last in ``ids``.
+            DraftLMHead: This one if it has them all. New tokens come last in ``ids``.
         """
         new = tuple(i for i in dict.fromkeys(tokens) if i not in self._known and i not in self._more)
         if self.ids is None or not new:
@@ -78,30 +78,51 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, lm_head.ids[None], logits, axis=-1)
 
 
-def _quantized(layer: nn.Module, bits: int) -> nn.Module:
+class QuantizedRows(nn.Module):
+    """A quantized linear layer made from arrays: ``nn.QuantizedLinear`` draws random numbers when it is constructed.
+
+    Args:
+        weight (mx.array): [n, H].
+        bias (mx.array, optional): [n].
+        group_size (int): Of the quantization.
+        bits (int): Of the quantization.
+    """
+
+    def __init__(self, weight: mx.array, bias: mx.array | None, group_size: int, bits: int):
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, "affine"
+        self.weight, self.scales, self.biases = mx.quantize(weight, group_size, bits)
+        self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., H] -> [..., n]"""
+        out = mx.quantized_matmul(
+            x, self.weight, self.scales, self.biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
+        return out if self.bias is None else out + self.bias
+
+
+def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
+    weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
-            raise ValueError(f"The model's lm_head has {layer.bits} bits: leave out draft_head_bits, or give it fewer.")
-        weight = mx.dequantize(
-            layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode
-        )
-        layer = nn.Linear(1, 1, bias=False)
-        layer.weight = weight
-    return layer.to_quantized(**_parameters(layer, bits))
+            raise ValueError(f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}.")
+        weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
+    return QuantizedRows(weight, layer.get("bias"), _group_size(weight), bits)
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:
     """Quantize the decoder layer of an MTP head in place; never ``fc`` nor a router."""
     if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
-        raise ValueError("The MTP head of this checkpoint is quantized already: leave out mtp_bits.")
+        raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
             return False
-        return _parameters(module, bits)
+        return {"group_size": _group_size(module.weight), "bits": bits, "mode": "affine"}
 
     nn.quantize(mtp, class_predicate=predicate)
 
 
-def _parameters(module: nn.Module, bits: int) -> dict[str, Any]:
-    return {"group_size": 64 if module.weight.shape[-1] % 64 == 0 else 32, "bits": bits, "mode": "affine"}
+def _group_size(weight: mx.array) -> int:
+    return 64 if weight.shape[-1] % 64 == 0 else 32

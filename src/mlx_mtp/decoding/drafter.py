@@ -1,0 +1,161 @@
+"""Who drafts: a source of drafts proposes tokens, and is told what was accepted. Here it is the model's MTP head.
+
+The head's cache has a row for each of the backbone's tokens but the last, each made from a verified hidden state:
+
+    row i      hidden h_i, token t_i+1  ->  a draft of t_i+2
+    further drafts feed the head's own output, and their rows are trimmed
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import LogitsProcessor
+
+from ..models.cache import PromptCache
+from ..models.draft_lm_head import draft_logits
+from ..models.protocol import MTPModel
+from .acceptance import Acceptance, n_leading
+from .processors import for_drafts
+
+MAX_PENDING = 512  # positions that steps without drafts leave to the head for later
+
+
+class Drafts(NamedTuple):
+    """k drafts for the positions after the last token that was decided."""
+
+    tokens: mx.array  # [k]
+    records: list[Any]  # what ``Acceptance.draft`` returned with each
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+NO_DRAFTS = Drafts(mx.array([], mx.uint32), [])
+
+
+class DraftSource(Protocol):
+    """Proposes drafts. The decoder tells it of the prompt, of accepted tokens, and when generation ends."""
+
+    def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
+        """
+        Args:
+            hidden (mx.array, optional): The backbone's at the positions before the last t tokens, [1, t, H], with t = T, or
+              T - 1 at the beginning of a text.
+            tokens (mx.array): A chunk of the prompt, [T].
+            embeddings (mx.array, optional): In place of the tokens', [T, H].
+        """
+        ...
+
+    def extend(self, hidden: mx.array, tokens: mx.array) -> None:
+        """Take n decided tokens [n], and the backbone's hidden states of the tokens before them, [1, n, H]."""
+        ...
+
+    def propose(self, k: int, position: int) -> Drafts:
+        """Up to k drafts, the first for this position of the generated text."""
+        ...
+
+    def read(self, tokens: Iterable[int]) -> None:
+        """Take the text's tokens as the host learns of them: the prompt, then those decided."""
+        ...
+
+    def finalize(self, n_tokens: int) -> None:
+        """Leave the prompt cache as that of its first ``n_tokens`` tokens. May come at any point, after an interrupt."""
+        ...
+
+
+class HeadDrafter:
+    """The MTP head as a source of drafts.
+
+    Args:
+        model (MTPModel): Its head, embedding and output layer.
+        cache (PromptCache): Has the head's keys and values.
+        acceptance (Acceptance): Draws drafts from the head's distribution.
+        logits_processors (List[LogitsProcessor]): Applied to the head's logits where they can be.
+        p_min (float): Drop drafts from the first on where the head gives no token this probability. It costs a
+          synchronization with the host; ``0`` keeps all.
+    """
+
+    def __init__(
+        self,
+        model: MTPModel,
+        cache: PromptCache,
+        acceptance: Acceptance,
+        logits_processors: list[LogitsProcessor],
+        p_min: float = 0.0,
+    ):
+        self.model, self.cache = model, cache
+        self.acceptance, self.logits_processors, self.p_min = acceptance, logits_processors, p_min
+        self.lm_head = model.drafting.lm_head
+        self.first_row = cache.first_row
+        self.context = NO_DRAFTS.tokens  # [N], for the logits processors
+        # Positions without a row yet: hidden states [1, t, H], and the tokens [t] after them.
+        self.pending: list[tuple[mx.array, mx.array]] = []
+
+    def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
+        self._note(tokens)
+        if hidden is not None and (t := hidden.shape[1]) > 0:
+            self._append(hidden, tokens[-t:], None if embeddings is None else embeddings[-t:])
+
+    def extend(self, hidden: mx.array, tokens: mx.array) -> None:
+        self._note(tokens)
+        self.pending.append((hidden, tokens))
+
+    def propose(self, k: int, position: int) -> Drafts:
+        if k == 0:
+            if len(self.pending) == MAX_PENDING:
+                self._catch_up()
+                mx.async_eval(self.cache.head.state)
+            return NO_DRAFTS
+        processors, rolled_back = for_drafts(self.logits_processors)
+        drafts: list[mx.array] = []
+        sure: list[mx.array] = []
+        records: list[Any] = []
+        out = self._catch_up()  # [1, 1, H]
+        for i in range(k):
+            if i > 0:
+                out = self._append(out, drafts[-1])
+            logits = draft_logits(self.model, self.lm_head, out)  # [1, V]
+            for processor in processors:
+                logits = processor(mx.concatenate([self.context, *drafts]), logits)
+            logprobs = logits - mx.logsumexp(logits, keepdims=True)
+            token, record = self.acceptance.draft(logprobs, position + i)
+            drafts.append(token)  # [1]
+            records.append(record)
+            # By the likeliest token, not by the one drafted: to drop a draft for what it is would change the distribution.
+            sure.append(mx.exp(logprobs.max(axis=-1)) >= self.p_min)
+        for processor in rolled_back:
+            processor.rollback(k)
+        self.cache.head.trim(k - 1)
+        n = n_leading(mx.concatenate(sure).tolist()) if self.p_min > 0 else k  # type: ignore[arg-type]
+        return Drafts(mx.concatenate(drafts[:n]), records[:n]) if n > 0 else NO_DRAFTS
+
+    def read(self, tokens: Iterable[int]) -> None:
+        """Drafts can be any token of the text, whatever the draft vocabulary."""
+        if self.lm_head is not None:
+            self.lm_head = self.lm_head.with_tokens(tokens)
+
+    def finalize(self, n_tokens: int) -> None:
+        """A row for each token but the last: whatever part of a move was done, the number of rows tells what is missing."""
+        n_missing = max(n_tokens - 1 - self.first_row, 0) - self.cache.head.offset
+        if n_missing > 0:
+            self._catch_up(n_missing)
+        else:
+            self.cache.head.trim(-n_missing)
+
+    def _note(self, tokens: mx.array) -> None:
+        if self.logits_processors:
+            self.context = mx.concatenate([self.context, tokens])
+
+    def _append(self, hidden: mx.array, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """hidden [1, T, H] and the tokens [T] after each -> the head's output for the last, [1, 1, H]"""
+        embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
+        return self.model.mtp(embeddings, hidden, self.cache.head, last_only=True)
+
+    def _catch_up(self, n: int | None = None) -> mx.array:
+        """Make rows of the first n pending positions, and forget the others -> the head's output for the last, [1, 1, H]"""
+        hidden = mx.concatenate([h for h, _ in self.pending], axis=1)
+        tokens = mx.concatenate([t for _, t in self.pending])
+        out = self._append(hidden[:, :n], tokens[:n])
+        self.pending.clear()
+        return out
