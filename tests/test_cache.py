@@ -84,7 +84,7 @@ def test_going_back_multiplies_with_no_weight(monkeypatch):
 def test_what_was_not_recorded_raises():
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
-    with pytest.raises(ValueError, match="nothing to go back to"):
+    with pytest.raises(ValueError, match="nothing to roll back"):
         rollback(cache, len(PROMPT) - 1, 1)
     cache = filled(model, PROMPT)
     model(tokens(WINDOW[:4]), cache=cache, n_confirmed=2)
@@ -92,7 +92,7 @@ def test_what_was_not_recorded_raises():
         with pytest.raises(ValueError, match="Cannot keep"):
             cache[0].rollback(n)
     cache[0].rollback(3)
-    with pytest.raises(ValueError, match="nothing to go back to"):
+    with pytest.raises(ValueError, match="nothing to roll back"):
         cache[0].rollback(3)
 
 
@@ -100,7 +100,7 @@ def test_a_window_must_be_closed_before_the_next():
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
     model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
-    with pytest.raises(ValueError, match="still open"):
+    with pytest.raises(ValueError, match="was not finished"):
         model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
 
 

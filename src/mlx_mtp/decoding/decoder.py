@@ -7,15 +7,17 @@ of them, and the prompt cache is then that of the tokens handed over.
 This module knows nothing of temperatures, layers and heads, nor of when to stop.
 """
 
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.sample_utils import LogitsProcessor
 
-from ..models.cache import PromptCache, restore, rollback, snapshot, trim
+from ..models.cache import PromptCache, recurrent_states, restore, rollback, snapshot, trim
 from ..models.protocol import MTPModel
 from .acceptance import Acceptance, Verdict, n_leading, rewind
 from .depth import MAX_DRAFT_TOKENS
@@ -25,6 +27,21 @@ from .processors import keeps_state
 CLEAR_EVERY = 256  # tokens, as mlx-lm
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_stream(move: "Callable[Concatenate[Decoder, P], R]") -> "Callable[Concatenate[Decoder, P], R]":
+    """Run a move on the decoder's stream, as mlx-lm does: what the caller does between two tokens stays on its own."""
+
+    @wraps(move)
+    def wrapped(self: "Decoder", *args: P.args, **kwargs: P.kwargs) -> R:
+        with mx.stream(self.stream):
+            return move(self, *args, **kwargs)
+
+    return wrapped
 
 
 class KVOptions(NamedTuple):
@@ -59,6 +76,7 @@ class Decoder:
         logits_processors (List[LogitsProcessor]): As in mlx-lm.
         kv (KVOptions): When and how to quantize keys and values.
         exact (bool): Verify with the same operations as plain decoding.
+        stream (Union[mx.Stream, mx.ThreadLocalStream]): Where the moves run.
     """
 
     def __init__(
@@ -70,9 +88,11 @@ class Decoder:
         logits_processors: list[LogitsProcessor],
         kv: KVOptions,
         exact: bool,
+        stream: mx.Stream | mx.ThreadLocalStream,
     ):
         self.model, self.cache, self.source = model, cache, source
         self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
+        self.stream, self.thread = stream, threading.get_ident()
         self.in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
 
         self.n_cached = cache.n_tokens  # tokens that are final
@@ -87,6 +107,7 @@ class Decoder:
         self.drafts = NO_DRAFTS
         self.next_drafts = NO_DRAFTS
         self.step: Step | None = None
+        self.tokens: list[int] = []  # the step's, once the host knows them
         self.n_kept = 0  # the window's leading tokens that are the prompt's or were handed over
         self.is_committing = False
         # Where the caches were, until a pass is done and the first of its tokens handed over. Of keys and values that is a
@@ -95,6 +116,7 @@ class Decoder:
 
     # Prefill
 
+    @on_stream
     def prefill(
         self, prompt: mx.array, embeddings: mx.array | None, step_size: int, progress: Callable[[int, int], Any]
     ) -> None:
@@ -110,7 +132,8 @@ class Decoder:
         self.before = snapshot(self.cache.entries)
         self.source.prefill(self.cache.last_hidden, prompt[done:], last)
         self._verify(prompt[done:], last)
-        mx.eval(self.hidden)  # not the logits: a prompt alone needs none
+        # Not the logits: a prompt alone needs none.
+        mx.eval(self.hidden, recurrent_states(self.cache.backbone), self.cache.head.state)
         self.n_kept, self.before = 1, None
         self.source.read(prompt.tolist())  # type: ignore[arg-type]
         progress(n_prompt, n_prompt)
@@ -132,6 +155,7 @@ class Decoder:
 
     # Draft
 
+    @on_stream
     def draft(self, k: int) -> None:
         """Tell the source what the step decided, and have it draft up to k tokens for the next window."""
         assert self.step is not None
@@ -156,6 +180,7 @@ class Decoder:
 
     # Verify
 
+    @on_stream
     def verify(self) -> None:
         """Commit the tokens handed over, and start a pass over the step's last token and the next drafts."""
         assert self.step is not None
@@ -166,7 +191,8 @@ class Decoder:
         self.before = snapshot(self.cache.entries)
         self.n_kept = 0
         self._verify(mx.concatenate([token, self.drafts.tokens]) if len(self.drafts) > 0 else token)
-        mx.async_eval(self.logits, self.hidden)
+        # The states as well: nothing may be left to compute on this thread's stream, should another thread close the generator.
+        mx.async_eval(self.logits, self.hidden, recurrent_states(self.cache.backbone))
 
     def _verify(self, tokens: mx.array, embeddings: mx.array | None = None) -> None:
         self.logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
@@ -198,6 +224,7 @@ class Decoder:
         self.n_decided += len(step.tokens)
         return step
 
+    @on_stream
     def _accept_at_once(self) -> Step:
         """Without drafts this does not wait for the device."""
         k, n = len(self.drafts), 0
@@ -226,6 +253,7 @@ class Decoder:
             yield token, row, True
         return Step(mx.concatenate(tokens), logprobs, k)
 
+    @on_stream
     def _verdict(self, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
         """The verdict on positions i to j of the window, and their log probabilities, each [V]"""
         assert self.window is not None
@@ -249,23 +277,23 @@ class Decoder:
         if self.n_kept > step.n_accepted:
             return
         tokens: Any = step.tokens.tolist()
-        for i in range(step.n_accepted):
+        for i, token in enumerate(tokens[:-1]):
             self.n_kept = 2 + i
-            yield tokens[i], step.logprobs[i], True
+            yield token, step.logprobs[i], True
 
     def wait(self) -> None:
         """Wait for the step's token, while the device runs the next pass."""
         assert self.step is not None
-        self.source.read(self.step.tokens.tolist())  # type: ignore[arg-type]
+        self.tokens = self.step.tokens.tolist()  # type: ignore[assignment]
+        self.source.read(self.tokens)
 
     def hand_over_last(self) -> Generator[Token, None, None]:
         """Yield the step's last token, which is the first of the window that is being verified."""
         step = self.step
         assert step is not None
-        token: Any = step.tokens[-1].item()
         # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
         self.n_kept, self.before = 1, None
-        yield token, step.logprobs[-1], False
+        yield self.tokens[-1], step.logprobs[-1], False
 
     # Roll back
 
@@ -297,6 +325,7 @@ class Decoder:
 
     # Finalize
 
+    @on_stream
     def finalize(self) -> None:
         """Keep the tokens handed over, take back all others, and give the head a row for each but the last.
 
@@ -312,4 +341,8 @@ class Decoder:
         self._quantize()  # as mlx-lm does after every pass
         self.cache.record(self.n_cached)
         self.source.finalize(self.n_cached)
+        if threading.get_ident() != self.thread:
+            mx.eval(
+                [c.state for c in self.cache.entries]
+            )  # MLX's streams end with their thread, and this one may end first
         self.cache.in_use = False

@@ -64,28 +64,28 @@ def mtp_generate_step(
     """
     A generator producing the tokens of mlx-lm's ``generate_step``, with the model's MTP head as the draft model.
 
-    When it ends, is closed, interrupted or fails, the prompt cache holds the prompt and exactly the tokens that it has yielded.
+    When it ends, is closed, interrupted or fails, the prompt cache holds the prompt and exactly the tokens it has yielded.
 
     Args:
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` is
-          chosen at every step for speed, see ``mlx_mtp.depth``; the model keeps the times of steps from one generation to
-          the next, and a ``Depth`` of one's own keeps them apart. Default: ``None``, which is that of the settings that
-          ``load`` has found, or ``"auto"``.
-        draft_p_min (float, optional): Stop drafting where the head gives no token this probability, at the price of one more
-          synchronization a step. Default: ``None``, which is that of the settings, or ``0.0``.
-        exact (bool): Verify with the very operations of plain decoding, so that the tokens are its tokens also where two
-          logits are nearly equal; ``models/exact.py`` says how, and at what price. Default: ``False``.
-        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. With one of
-          ``mlx_mtp.make_sampler`` drafts go by rejection sampling, with any other they stand where they are its choice.
-          Default: ``None``, the most likely token.
+          chosen at every step for speed, see ``mlx_mtp.Depth``; the model keeps the times of steps from one generation to
+          the next, and a ``Depth`` of your own keeps them apart. Default: ``None``, the tuned settings that ``load`` found,
+          or ``"auto"``.
+        draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Costs one more
+          synchronization a step. Default: ``None``, the tuned settings, or ``0.0``.
+        exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even where two logits are
+          nearly equal; see ``models/exact.py`` for the cost. Default: ``False``.
+        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. One of
+          ``mlx_mtp.make_sampler`` says how its drafts are accepted; with any other, a draft is accepted where it is the
+          sampler's own choice. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return
-          the processed logits. A function is called at every position of a window, with the drafts before it among the
-          tokens, also at positions that are then rejected, and for the drafts. If one is an object, which may keep state
-          (see ``mlx_mtp.processors``), all are called once a token, in order. Default: ``None``.
-        max_kv_size (int, optional): Must be ``None``: mlx-lm, too, has no rotating cache for these models.
+          the processed logits. A function is called at every position of a window, also at positions that are then
+          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.decoding.processors``): if there is one, all
+          are called once a token, in order. Default: ``None``.
+        max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
         prefill_step_size (int): Step size for processing the prompt.
@@ -111,36 +111,35 @@ def mtp_generate_step(
     cache = open_prompt_cache(model, prompt_cache)
     drafter = HeadDrafter(mtp_model, cache, acceptance, processors, p_min)
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(mtp_model, cache, drafter, acceptance, processors, kv, exact)
+    decoder = Decoder(mtp_model, cache, drafter, acceptance, processors, kv, exact, stream)
     pace = Pace(depth, counts or DraftCounts())
     progress = prompt_progress_callback or (lambda *_: None)
 
-    with mx.stream(stream):
-        try:
-            decoder.prefill(prompt.astype(mx.uint32), input_embeddings, prefill_step_size, progress)
-            if max_tokens == 0:
+    try:
+        decoder.prefill(prompt.astype(mx.uint32), input_embeddings, prefill_step_size, progress)
+        if max_tokens == 0:
+            return
+        step = yield from decoder.accept()  # of the prompt's last token, which gives the first
+        n = len(step.tokens)
+        while True:
+            n_left = max_tokens - n if max_tokens > 0 else None
+            decoder.draft(pace.next(decoder.max_drafts(n_left)))  # draft
+            yield from decoder.hand_over_accepted()  # while the device drafts
+
+            decoder.verify()  # verify
+            decoder.wait()
+            pace.record_plain(step)
+            yield from decoder.hand_over_last()  # while the device verifies
+            if n == max_tokens:
                 return
-            step = yield from decoder.accept()  # of the prompt's last token, which gives the first
-            n = len(step.tokens)
-            while True:
-                n_left = max_tokens - n if max_tokens > 0 else None
-                decoder.draft(pace.next(decoder.max_drafts(n_left)))  # draft
-                yield from decoder.hand_over_accepted()  # while the device drafts
 
-                decoder.verify()  # verify
-                decoder.wait()
-                pace.record_plain(step)
-                yield from decoder.hand_over_last()  # while the device verifies
-                if n == max_tokens:
-                    return
+            step = yield from decoder.accept()  # accept
+            n += len(step.tokens)
+            pace.record_drafting(step)
 
-                step = yield from decoder.accept()  # accept
-                n += len(step.tokens)
-                pace.record_drafting(step)
-
-                decoder.roll_back()  # roll back
-        finally:
-            decoder.finalize()
+            decoder.roll_back()  # roll back
+    finally:
+        decoder.finalize()
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:

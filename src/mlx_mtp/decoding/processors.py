@@ -1,8 +1,8 @@
-"""Logits processors on a window of which some positions will be rejected.
+"""Logits processors on a window, some of whose positions will be rejected.
 
 A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call (a grammar
 does): it is called once for every token, in order, never for a position that is then rejected. If it has a method ``copy()``,
-or ``rollback(n)`` that takes its last n calls back, it is also asked about the drafts, which then stand more often.
+or ``rollback(n)`` that takes its last n calls back, it is also asked about the drafts, so that more of them are accepted.
 """
 
 import functools

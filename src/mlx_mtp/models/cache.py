@@ -156,12 +156,16 @@ def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> Non
     With ``again``, after a call that was interrupted: those where the window is closed already stay as they are.
     """
     trim(caches, offset + n)
-    recurrent = [c for c in caches if isinstance(c, ArraysCache)]
-    for c in recurrent:
-        if not (again and c.window is None):
+    for c in caches:
+        if isinstance(c, ArraysCache) and not (again and c.window is None):
             c.rollback(n)
     # So that the device does not wait while the next pass is being built.
-    mx.async_eval([c.cache for c in recurrent])
+    mx.async_eval(recurrent_states(caches))
+
+
+def recurrent_states(caches: list[Any]) -> list[list[Any]]:
+    """The arrays of the recurrent layers' caches."""
+    return [c.cache for c in caches if isinstance(c, ArraysCache)]
 
 
 def snapshot(caches: list[Any]) -> list[Any]:
@@ -290,7 +294,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     if cache.in_use:
         raise ValueError(
             "A generation is open on this prompt cache, or ended in another thread: close its generator first, in the thread "
-            "that runs it, or give each generation a copy.deepcopy of its own from before."
+            "that runs it, or give each generation its own copy.deepcopy of the cache."
         )
     if cache.n_recorded != cache.n_tokens:
         entries[n_layers:] = _make_head_cache()
@@ -299,7 +303,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
 
 
 def _adopt(entry: Any, own: Any, i: int) -> Any:
-    """Layer i's entry of a prompt cache as one of ours; ``own`` is the model's, empty."""
+    """The entry of layer i, as a cache that can roll back; ``own`` is an empty one of the model's."""
     kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
     if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
         raise ValueError(

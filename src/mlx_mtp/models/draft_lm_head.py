@@ -106,7 +106,9 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
-            raise ValueError(f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}.")
+            raise ValueError(
+                f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+            )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
     return QuantizedRows(weight, layer.get("bias"), _group_size(weight), bits)
 

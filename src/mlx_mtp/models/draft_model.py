@@ -3,16 +3,16 @@
     mlx_lm.stream_generate(model, tokenizer, prompt, draft_model=model.make_draft_model(), num_draft_tokens=2)
 
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, hands it nothing but
-tokens, and takes rejected ones back by trimming both caches. So:
+tokens, and rolls back rejected ones by trimming both caches. So:
 
-- The draft's cache is tied to the target's when it is made: it then takes the hidden states that the target's passes leave
-  in it. Tokens wait in it until their hidden states are known.
-- A pass of the target that holds a token the draft model was not given (the last draft is never fed back) verifies, and
-  is recorded. Inside that window, and while nothing is in it, a recurrent layer's cache tied to a draft's says that it
-  can be trimmed; to all others it says, as ever, that it cannot. Trimming beyond the window raises.
+- The draft's cache is tied to the target's when it is made: the target's passes leave their hidden states in it. Tokens wait
+  in it until their hidden states are known.
+- A pass of the target with a token that the draft model was not given (the last draft is never fed back) verifies, and is
+  recorded. Inside that window, and while it is empty, a recurrent layer's cache that is tied to a draft's says that it can be
+  trimmed. All others say that they cannot, as in mlx-lm. Trimming beyond the window raises.
 
-So a cache can be used for one generation here: mlx-lm refuses it for a second one, since it then cannot be trimmed.
-For prompt caches over turns there is :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache serves one generation here: mlx-lm refuses it for a second, since it cannot be trimmed then. For prompt caches over
+turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
 """
 
 import weakref
@@ -32,10 +32,10 @@ def following(cache: list[Any] | None) -> "DraftCache | None":
 
 
 class DraftCache(stock._BaseCache):
-    """What the draft model knows: the head's rows, and what is needed to make more of them.
+    """The draft model's state: the head's rows, and what the next ones are made from.
 
-    Row i of the head pairs token i with the target's hidden state of token i - 1, so token 0 has none. ``n_rows`` is the
-    number of the rows that were made from the target's hidden states. Further rows are of drafts, made from the head's own.
+    Row i of the head pairs token i with the target's hidden state of token i - 1, so token 0 has no row. ``n_rows`` counts the
+    rows made from the target's hidden states. Rows after them belong to drafts, and are made from the head's own output.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class DraftCache(stock._BaseCache):
         self.n_rows = 0
         self.tokens = mx.array([], mx.uint32)  # from n_rows + 1 on
         self.n_seen = 0  # tokens given to the draft model
-        self.hidden: mx.array | None = None  # the target's from n_rows on, [1, N, H]
+        self.hidden: mx.array | None = None  # the target's hidden states from n_rows on, [1, N, H]
         self.n_final = 0  # tokens in the target's cache before its last pass
-        self.n_tokens = 0  # and with what stands of that pass
-        self.last: mx.array | None = None  # the head's for its last row, [1, 1, H]
-        self.verified = False  # the target's last pass was over drafts, which can now be taken back
+        self.n_tokens = 0  # tokens in it after that pass, less those rejected
+        self.last: mx.array | None = None  # the head's output for its last row, [1, 1, H]
+        self.verified = False  # the target's last pass was over drafts, which can now be trimmed
 
     @property
     def state(self):
@@ -66,7 +66,7 @@ class DraftCache(stock._BaseCache):
     def trim(self, n: int) -> int:
         n_drafts = self.tokens.size if self.verified else 0
         if n > n_drafts:
-            raise ValueError(f"The draft model can take back its last {n_drafts} tokens, not {n}.")
+            raise ValueError(f"The draft model can trim its last {n_drafts} tokens, not {n}.")
         self.verified = False
         self.tokens = self.tokens[: self.tokens.size - n]
         self.n_seen -= n
@@ -78,12 +78,12 @@ class DraftCache(stock._BaseCache):
         self.n_seen += tokens.size
 
     def begin(self, target: Any, n: int) -> int:
-        """Before a pass of the target over ``n`` tokens: the number of them that are final, if it verifies, or 0."""
+        """Call before a pass of the target over ``n`` tokens -> the number of final ones if it verifies, or 0."""
         if self.n_tokens + n <= self.n_seen:
-            return 0  # a part of the prompt
+            return 0  # a chunk of the prompt
         if (open_window := target[0].window) is None:
             return 1
-        # The last pass was not followed by a trim: this is not, or no longer, a loop that verifies.
+        # No trim came after the last pass: this loop does not verify, or no longer.
         for c in target:
             if isinstance(c, ArraysCache):
                 c.rollback(open_window.n_tokens)
@@ -91,23 +91,23 @@ class DraftCache(stock._BaseCache):
         return 0
 
     def record(self, model: Any, hidden: mx.array, verifies: bool) -> None:
-        """After a pass of the target: take its hidden states [1, T, H]."""
+        """Call after a pass of the target, with its hidden states [1, T, H]."""
         if self.hidden is not None:
             hidden = mx.concatenate([self.hidden[:, : self.n_tokens - self.n_rows], hidden], axis=1)
         self.hidden = hidden
         self.n_final, self.n_tokens = self.n_tokens, self.n_rows + hidden.shape[1]
         self.verified = verifies
         if not verifies:
-            # Now, so that the hidden states of a long prompt need not be kept.
+            # At once, so that the hidden states of a long prompt are not kept.
             self.catch_up(model)
             mx.async_eval(self.rows.state, self.hidden)
 
     def keep(self, n: int) -> None:
-        """Of the target's last pass, the first ``n`` tokens stand."""
+        """Keep the first ``n`` tokens of the target's last pass."""
         self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
-        """Make the rows for which both token and hidden state are known."""
+        """Make the rows whose token and hidden state are both known."""
         n = min(self.n_tokens, self.n_seen - 1) - self.n_rows
         if n > 0:
             assert self.hidden is not None
@@ -118,19 +118,19 @@ class DraftCache(stock._BaseCache):
             self.n_rows += n
 
     def append(self, model: Any, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """tokens [N], hidden [1, N, H], each of the token before -> the head's hidden for the last, [1, 1, H]"""
+        """tokens [N], hidden [1, N, H] of the token before each -> the head's output for the last, [1, 1, H]"""
         return model.mtp(model.model.embed_tokens(tokens[None]), hidden, self.rows, last_only=True)
 
 
 class DraftModel:
-    """A model's head, as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``."""
+    """The head of a model as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``."""
 
     def __init__(self, model: Any):
         self.model = model
         self._offered: list[weakref.ref] = []
 
     def offer(self, target: list[Any]) -> None:
-        """Take note of a cache that was made for the target: the next draft cache is tied to it."""
+        """Remember a cache made for the target: the next draft cache is tied to it."""
         self._offered = [weakref.ref(c) for c in target]
 
     def make_cache(self) -> list[Any]:
@@ -141,7 +141,7 @@ class DraftModel:
         target, self._offered = [c() for c in self._offered], []
         if not target or any(c is None or not c.empty() for c in target):
             raise ValueError(
-                "The draft model's cache belongs to one of the target: make that first, and each time anew."
+                "The draft model's cache is tied to the target's: call model.make_cache() before each draft_model.make_cache()."
             )
         draft = DraftCache()
         for c in target:
@@ -156,8 +156,8 @@ class DraftModel:
             cache (List[Any]): Of ``make_cache``.
 
         Returns:
-            mx.array: Logits of the token after the last, [1, 1, V]. Zeros where there is nothing to draft from: for a part
-              of the prompt, whose logits nobody reads, and after the first token of all.
+            mx.array: Logits of the token after the last, [1, 1, V]. Zeros where there is nothing to draft from: for a chunk of
+              the prompt, whose logits are not read, and after the first token of a text.
         """
         if not cache or not isinstance(cache[0], DraftCache):
             raise ValueError("The draft model needs its cache: append draft_model.make_cache() to model.make_cache().")

@@ -1,17 +1,17 @@
-"""Exact mode: the backbone over a window, with the very operations of plain decoding.
+"""Exact mode: the backbone over a window, with the same operations as plain decoding.
 
-MLX picks its kernels by the number of rows, and they add up in different orders. In MLX 0.32 on Metal: a product of two
-or more rows with quantized weights is another kernel than that of one on GPU generation 15 and later (for mxfp4, nvfp4 and
-mxfp8 on all), with plain weights it is on all; attention is chosen by rows, heads and length; experts are sorted from 64
-(token, expert) pairs on. So here each layer is called on the tokens of the window one by one, as plain decoding calls it.
-Whatever the kernels are, they are the same ones on the same shapes, and the result is the same bits.
+MLX chooses kernels by the number of rows, and kernels sum in different orders. In MLX 0.32 on Metal, a product of two or more
+rows with quantized weights runs another kernel than a product of one row on GPU generation 15 and later (for mxfp4, nvfp4 and
+mxfp8 on every generation); with plain weights it does on every generation. Attention is chosen by rows, heads and length, and
+experts are sorted from 64 (token, expert) pairs on. So exact mode calls each layer on the tokens of the window one by one, as
+plain decoding does: the same kernels on the same shapes give the same bits.
 
-The price: a layer's weights are read once for each token, where an ordinary window reads them once. A window of n tokens
-costs up to n plain passes, less what the chip's cache keeps of a layer from one token to the next, since all tokens pass a
-layer before the next one begins. As a step of n tokens yields n at most, exact mode can be slower than plain decoding: it
-is for knowing, rather than for speed. Little is lost where weights are read once for each token in any case: affine
-quantized ones on M1 and M2, and the experts of a mixture. And nothing is gained where an ordinary window has the bits of
-plain decoding already, as on MLX's CPU backend; ``--check`` tells.
+The cost: a layer's weights are read once for each token, where an ordinary window reads them once. A window of n tokens costs
+up to n plain passes, less what the chip's cache keeps of a layer from one token to the next, since all tokens pass a layer
+before the next layer begins. A step of n tokens yields n at most, so exact mode can be slower than plain decoding: use it to
+know, not for speed. It costs little where weights are read once for each token anyway: affine quantized weights on M1 and M2,
+and the experts of a mixture. It gains nothing where an ordinary window has the bits of plain decoding already, as on MLX's CPU
+backend; ``--check`` tells.
 """
 
 from typing import Any
@@ -53,8 +53,8 @@ def one_by_one(
     for layer, c in zip(backbone.layers, cache):
         for t, h in enumerate(rows):  # [B, 1, H]
             if last is not None:
-                # In this order, and not as MLX would choose: keys and values are else written while the token before is
-                # still to read them, which copies the cache, and a layer's weights are read anew for each token.
+                # Force this order. In MLX's own, keys and values are written before the previous token has read them, which
+                # copies the cache, and each token reads a layer's weights again.
                 h = mx.depends(h, last)
             mask = create_ssm_mask(h, c) if layer.is_linear else create_attention_mask(h, c)
             rows[t] = last = layer(h, mask=mask, cache=c)

@@ -4,8 +4,8 @@
                                                    ├── fc ── decoder layer ── norm ──> lm_head: a guess of t_{i+2}
              h_i ───────── pre_fc_norm_hidden ─────┘
 
-h_i is the backbone's output after its final norm. What is said of names and layouts holds for the published Qwen3.5, 3.6
-and Qwen3-Next checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, section 2.2), as in vLLM's qwen3_next_mtp.
+h_i is the backbone's output after its final norm. Names and layouts are those of the published Qwen3.5, 3.6 and Qwen3-Next
+checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, section 2.2), as in vLLM's qwen3_next_mtp.
 """
 
 import weakref
@@ -46,11 +46,11 @@ class MTPModule(nn.Module):
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache=None, last_only: bool = False) -> mx.array:
         """
         Args:
-            embeddings (mx.array): Of the token after each position, [B, T, H].
-            hidden (mx.array): The backbone's at each position, or for a further draft the head's own, [B, T, H].
+            embeddings (mx.array): The embedding of the token after each position, [B, T, H].
+            hidden (mx.array): The backbone's hidden state at each position, or the head's own for a further draft, [B, T, H].
             cache (KVCache, optional): The head's keys and values.
-            last_only (bool): Return the last row, which is all that a draft takes: of the rows before it the cache gets keys
-              and values, and nothing else is computed. It needs a cache. Default: ``False``.
+            last_only (bool): Return the last row alone, which is all a draft needs: the rows before it add keys and values to
+              the cache, and nothing else is computed. Requires a cache. Default: ``False``.
 
         Returns:
             mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
@@ -65,7 +65,7 @@ class MTPModule(nn.Module):
 
 
 def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
-    """Give the cache the keys and values of x [B, T, H], as mlx-lm's ``Qwen3NextAttention.__call__`` (0.32.2) does."""
+    """Append the keys and values of x [B, T, H] to the cache, as mlx-lm's ``Qwen3NextAttention.__call__`` (0.32.2) does."""
     B, T, _ = x.shape
     attention = layer.self_attn
     x = layer.input_layernorm(x)
@@ -77,9 +77,9 @@ def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
 
 
 class MTPMixin:
-    """What every model with a head can do. It comes before mlx-lm's model among the bases."""
+    """What models with a head have in common. List it before mlx-lm's model among the bases."""
 
-    head_prefix = "mtp."  # of the head's parameters
+    head_prefix = "mtp."  # of the names of the head's parameters
     mtp: Any
     model: Any
     layers: Any
@@ -117,11 +117,12 @@ class MTPMixin:
         return draft_model if draft_model is not None and draft_model.model is self else None
 
     def sanitize(self, weights, head: Mapping[str, mx.array] | None = None, raw: bool = False):
-        """mlx-lm's, which drops the head, and the head.
+        """mlx-lm's ``sanitize``, which drops the head, and then the head's.
 
         Args:
-            weights (Dict[str, mx.array]): A checkpoint's tensors, as they come.
-            head (Dict[str, mx.array], optional): The head's, under names without ``mtp.``, where they are not among those.
+            weights (Dict[str, mx.array]): The tensors of a checkpoint.
+            head (Dict[str, mx.array], optional): The head's tensors, under names without ``mtp.``, if they are not in
+              ``weights``.
             raw (bool): Whether ``head`` is in the Hugging Face layout.
         """
         weights, inside = split_head(weights)
@@ -134,24 +135,24 @@ class MTPMixin:
 
     @property
     def output_layer(self) -> nn.Module:
-        """``lm_head``, or the embedding where they are tied."""
+        """``lm_head``, or the embedding if they are tied."""
         text: Any = getattr(self, "language_model", self)
         return text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
 
     @property
     def draft_ids(self) -> mx.array | None:
-        """The token ids that drafts are chosen from, in ascending order, [n] uint32; ``None`` for the whole vocabulary."""
+        """The token ids that drafts are chosen from, [n] uint32; ``None`` for the whole vocabulary."""
         return None if self.drafting.lm_head is None else self.drafting.lm_head.ids
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of the drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
+        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
         return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """One pass of the head.
 
         Args:
-            hidden (mx.array): After the backbone's final norm, or for a further draft the head's own, [B, T, H].
+            hidden (mx.array): The backbone's output after its final norm, or the head's own for a further draft, [B, T, H].
             next_tokens (mx.array): The token after each of these positions, [B, T].
             cache (KVCache, optional): The head's keys and values; T rows are appended.
 
@@ -175,15 +176,14 @@ def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def is_raw(weights: Mapping[str, mx.array]) -> bool:
-    """Whether tensors are in the Hugging Face layout, told by the convolution's ([C, 1, K] there, [C, K, 1] in MLX)."""
+    """Whether tensors are in the Hugging Face layout: its convolutions are [C, 1, K], those of MLX [C, K, 1]."""
     return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
 
 
 def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
-    """Bring a head's tensors to the names and values of ``MTPModule``'s parameters.
+    """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts are stacked, one by one, fused or under a dense layer's names as they come; in a raw checkpoint 1 is added to
-    every norm.
+    Experts may be stacked, one by one, fused, or under a dense layer's names. In a raw checkpoint, add 1 to every norm.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
@@ -192,14 +192,14 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     expected = {name: p.shape for name, p in parameters}
     weights = dict(head)
 
-    # The experts' tensors as they come: {name: shape}, where they do not come stacked.
+    # The experts' tensors if they are not stacked: {name: shape}
     experts, mlp = {}, "layers.0.mlp"
     stacked = {p: f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS}
     gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
     if stacked["up_proj"] in expected:
         n_experts, size, hidden = expected[stacked["up_proj"]]
         for part in ("weight", "scales", "biases"):
-            for p in EXPERT_PROJECTIONS:  # as heads in files of their own are published
+            for p in EXPERT_PROJECTIONS:  # the layout of heads published in separate files
                 if (name := f"{mlp}.{p}.{part}") in weights:
                     weights[f"{mlp}.switch_mlp.{p}.{part}"] = weights.pop(name)
         if gate_up in weights:
@@ -232,7 +232,7 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
 def _check(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> None:
     if missing := [name for name in expected if name not in weights]:
         raise ValueError(f"The MTP head lacks {_listed(missing)}.")
-    # mlx-lm checks the shapes of what is quantized.
+    # mlx-lm checks the shapes of quantized tensors.
     quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}
     wrong = [
         f"mtp.{name} is {list(weights[name].shape)}, not {list(shape)}"

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, dense: mlx-lm's model with the MTP head, and with layers that can go back."""
+"""Qwen3.5, 3.6 and 3.8, dense: mlx-lm's model with the MTP head and with layers that can roll back."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class TextModelArgs(stock.TextModelArgs):
 class ModelArgs(stock.ModelArgs):
     @classmethod
     def from_dict(cls, params):
-        # What the tensors say of the head, put beside text_config by mlx_mtp.load, is truer than what text_config says.
+        # mlx_mtp.load puts what the tensors say of the head beside text_config, which may claim a head that is not there.
         args = super().from_dict(params)
         if (n := params.get("mtp_num_hidden_layers")) is not None:
             args.text_config = {**args.text_config, "mtp_num_hidden_layers": n}
@@ -103,20 +103,20 @@ class Model(MTPMixin, stock.Model):
         n_confirmed: int = 0,
         exact: bool = False,
     ):
-        """mlx-lm's call, and three things more.
+        """mlx-lm's call, with three more options.
 
         Args:
             inputs (mx.array): Token ids, [B, T].
-            cache (List[Any], optional): One entry for each layer; more are ignored.
+            cache (List[Any], optional): One entry for each layer; further entries are ignored.
             input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
-            n_confirmed (int): With a number above 0, ``mlx_mtp.models.cache.rollback`` can go back to any token from this one
-              on: it is the number of leading tokens known to be final. Default: ``0``, which records nothing.
-            exact (bool): Have the logits of each token bit-equal to those of a call on that token alone; see
-              ``models/exact.py`` for its price. Needs a cache. Default: ``False``.
+            n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
+              ``mlx_mtp.models.cache.rollback`` can roll back to any token from this one on. Default: ``0``.
+            exact (bool): Make the logits of each token bit-equal to those of a call on that token alone; see
+              ``models/exact.py`` for the cost. Requires a cache. Default: ``False``.
 
         Returns:
-            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` and hidden states [B, T, H].
+            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
         """
         return self.language_model(
             inputs, cache, input_embeddings, return_hidden=return_hidden, n_confirmed=n_confirmed, exact=exact

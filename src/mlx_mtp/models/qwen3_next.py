@@ -1,4 +1,4 @@
-"""Qwen3-Next: mlx-lm's model with the MTP head, and with layers that can go back."""
+"""Qwen3-Next: mlx-lm's model with the MTP head and with layers that can roll back."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ class Model(MTPMixin, stock.Model):
         n_confirmed: int = 0,
         exact: bool = False,
     ):
-        """As ``mlx_mtp.models.qwen3_5.Model``, without input embeddings, which mlx-lm's Qwen3-Next does not take."""
+        """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings: mlx-lm's Qwen3-Next does not take them."""
         draft = following(cache) if n_confirmed == 0 else None
         if draft is not None:
             n_confirmed = draft.begin(cache, inputs.shape[1])
