@@ -46,7 +46,7 @@ class Case:
     Args:
         depth (int): Of the drafts.
         head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
-        match (bool): Go by token match, with mlx-lm's sampler.
+        acceptance (str): ``rejection``; ``coupled``, with another seed each run; ``match``, with mlx-lm's sampler.
         p_min (float): ``draft_p_min``.
         penalties (dict): Of ``make_logits_processors``.
         options (dict): Of ``make_sampler``.
@@ -54,12 +54,12 @@ class Case:
 
     n_tokens = 3
 
-    def __init__(self, depth=2, head="own", match=False, penalties=None, seed=0, p_min=0.0, **options):
+    def __init__(self, depth=2, head="own", acceptance="rejection", penalties=None, seed=0, p_min=0.0, **options):
         self.p_min = p_min
-        self.depth, self.match, self.head, self.seed = depth, match, head, seed
+        self.depth, self.acceptance, self.head, self.seed = depth, acceptance, head, seed
         self.penalties, self.options = penalties or {}, options
         settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
-        self.name = f"depth {depth}, {head} head, {'match' if match else 'rejection'}, {', '.join(settings)}"
+        self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
 
     def model(self):
         return tiny_model("qwen3_5", self.seed, **SMALL)
@@ -111,18 +111,18 @@ class Case:
 
     def sampled(self, runs: int) -> Counter:
         model = self.drafting_model()
-        make = sample_utils.make_sampler if self.match else mlx_mtp.make_sampler
-        mx.random.seed(zlib.crc32(self.name.encode()))
-        # More tokens than are looked at: the window that they are in is then a full one.
-        options = dict(
-            max_tokens=self.n_tokens + self.depth + 1,
-            num_draft_tokens=self.depth,
-            draft_p_min=self.p_min,
-            sampler=make(**self.options),
-        )
+        first = zlib.crc32(self.name.encode())
+        mx.random.seed(first)
+        # More tokens than are looked at, so that the window they are in is a full one.
+        options = dict(max_tokens=self.n_tokens + self.depth + 1, num_draft_tokens=self.depth, draft_p_min=self.p_min)
         counts: Counter = Counter()
-        for _ in tqdm(range(runs), desc=self.name, disable=None, leave=False):
-            steps = mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, logits_processors=self.processors(), **options)
+        for i in tqdm(range(runs), desc=self.name, disable=None, leave=False):
+            seed = first + i if self.acceptance == "coupled" else None
+            sampler = mlx_mtp.make_sampler(**self.options, acceptance=self.acceptance, seed=seed)
+            processors = self.processors()
+            steps = mlx_mtp.mtp_generate_step(
+                mx.array(PROMPT), model, logits_processors=processors, sampler=sampler, **options
+            )
             counts[tuple(token for token, _, _ in itertools.islice(steps, self.n_tokens))] += 1
             steps.close()
         return counts
@@ -152,9 +152,13 @@ CASES = [
     Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
     Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
     Case(3, temp=1.0, p_min=0.4),
-    *(Case(depth, match=True, temp=1.0) for depth in (1, 3)),
-    Case(2, match=True, temp=0.7, top_p=0.9, xtc_probability=0.5),
-    Case(2, match=True, temp=1.5, penalties={"repetition_penalty": 1.5}),
+    *(Case(depth, acceptance="match", temp=1.0) for depth in (1, 3)),
+    Case(2, acceptance="match", temp=0.7, top_p=0.9, xtc_probability=0.5),
+    Case(2, acceptance="match", temp=1.5, penalties={"repetition_penalty": 1.5}),
+    *(Case(depth, acceptance="coupled", temp=temp) for depth in (1, 3) for temp in (0.7, 1.5)),
+    Case(3, "adversarial", acceptance="coupled", temp=1.0, top_p=0.9),
+    Case(2, acceptance="coupled", temp=0.7, top_p=0.9, xtc_probability=0.5),
+    Case(3, acceptance="coupled", temp=1.0, min_p=0.05, penalties={"repetition_penalty": 1.5}),
 ]
 
 

@@ -1,6 +1,8 @@
 """The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
 
+import copy
 import json
+import threading
 from functools import cache
 
 import mlx.core as mx
@@ -15,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.decoding import loop
+from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.depth import Depth
 from mlx_mtp.decoding.pace import DraftCounts
 
@@ -408,6 +410,9 @@ def test_bad_arguments_are_refused():
             mtp(PROMPT, model, num_draft_tokens=depth)
     with pytest.raises(ValueError, match="must be provided"):
         mtp([], model)
+    for size in (0, -3):
+        with pytest.raises(ValueError, match=f"prefill_step_size must be 1 or more, not {size}"):
+            mtp(PROMPT, model, prefill_step_size=size)
     with pytest.raises(ValueError, match="max_kv_size"):
         mtp(PROMPT, model, max_kv_size=100)
     headless = tiny_model("qwen3_5", mtp_num_hidden_layers=0)
@@ -489,3 +494,63 @@ def test_what_the_head_was_unsure_of_counts_as_asked_for_and_fallen():
     assert counts.drafted == []
     assert len(seen) > 30
     assert all(k == 3 and n == 0 and seconds is None for k, n, seconds in seen[:-3])
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
+    """As mlx-lm does, at the end of the first step that reaches them."""
+    model = model_of("qwen3_5")
+    scripted = Scripted(model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=800), lambda i: True)
+    tokens, cleared = [], []
+    monkeypatch.setattr(decoder.mx, "clear_cache", lambda: cleared.append(len(tokens)))
+    for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=790, num_draft_tokens=depth):
+        tokens.append(token)
+    _, *during = cleared  # the first is of the prefill
+    assert len(during) == 3
+    assert all(256 * i - depth <= n <= 256 * i + 2 * depth + 1 for i, n in enumerate(during, 1))
+
+
+# Cache in use
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_refuses_a_cache_that_a_generation_is_open_on(depth):
+    model = model_of("qwen3_5")
+    cache, truth = make_prompt_cache(model), plain(PROMPT, model, max_tokens=20)
+    steps = mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=depth, prompt_cache=cache)
+    assert [next(steps)[0] for _ in range(3)] == truth[:3]
+    for other in (cache, copy.deepcopy(cache)):
+        with pytest.raises(ValueError, match="A generation is open on this prompt cache"):
+            mtp([truth[3]], model, max_tokens=2, prompt_cache=other)
+    assert next(steps)[0] == truth[3]  # and goes on
+    steps.close()
+    assert mtp([truth[4]], model, max_tokens=5, prompt_cache=cache) == truth[5:10]
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_closing_in_another_thread_leaves_the_cache_of_what_was_yielded(depth, n):
+    model = model_of("qwen3_5")
+    cache, truth = make_prompt_cache(model), plain(PROMPT, model, max_tokens=30)
+    steps = mtp_generate_step(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=cache)
+    assert [next(steps)[0] for _ in range(n)] == truth[:n]
+    thread = threading.Thread(target=steps.close)
+    thread.start()
+    thread.join()
+    at_rest(model, cache, len(PROMPT) + n)
+    assert mtp([truth[n]], model, max_tokens=5, prompt_cache=cache) == truth[n + 1 : n + 6]
+
+
+def test_leaves_the_callers_stream_alone():
+    model = model_of("qwen3_5")
+    before = mx.default_stream(mx.default_device())
+    for _ in mtp_generate_step(PROMPT, model, max_tokens=3, num_draft_tokens=2):
+        assert mx.default_stream(mx.default_device()) == before
+
+
+def test_prefill_reads_a_prompt_alone():
+    model, cache = model_of("qwen3_5"), make_prompt_cache(model_of("qwen3_5"))
+    truth = plain(PROMPT, model, max_tokens=6)
+    loop.prefill(PROMPT[:-1], model, prompt_cache=cache)
+    at_rest(model, cache, len(PROMPT) - 1)
+    assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=cache) == truth

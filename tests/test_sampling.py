@@ -1,4 +1,4 @@
-"""Which drafts stand: the tokens have exactly the distribution of plain decoding, whatever the head drafts."""
+"""Which drafts are accepted: the tokens have exactly the distribution of plain decoding, whatever the head drafts."""
 
 import itertools
 import math
@@ -42,35 +42,35 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 
 @settings(max_examples=200, deadline=None)
 @given(p=probabilities, q=probabilities)
-def test_a_draft_stands_with_probability_p_over_q(p, q):
+def test_accepts_with_probability_p_over_q(p, q):
     for x in np.flatnonzero(q):
         bound = min(1.0, p[x] / q[x])
         u = mx.array([bound * 0.999, min(bound * 1.001, 0.9999999)])
         draft = mx.full((2,), int(x), mx.uint32)
-        stands = accept(mx.stack([log(p)] * 2), mx.stack([log(q)] * 2), draft, u)
-        assert stands.tolist() == [bound > 0, bound == 1]
+        accepted = accept(mx.stack([log(p)] * 2), mx.stack([log(q)] * 2), draft, u)
+        assert accepted.tolist() == [bound > 0, bound == 1]
 
 
 @settings(max_examples=200, deadline=None)
 @given(p=probabilities, q=probabilities)
-def test_what_stands_and_what_replaces_the_rest_add_up_to_p(p, q):
-    stands = np.minimum(p, q)
-    emitted = stands.copy()
+def test_accepted_and_residual_add_up_to_p(p, q):
+    accepted = np.minimum(p, q)
+    emitted = accepted.copy()
     if (p > q).any():
         residual = exact(log_residual(log(p)[None], log(q)[None])[0])
         assert np.allclose(residual, np.maximum(p - q, 0) / np.maximum(p - q, 0).sum(), atol=1e-6)
-        emitted += (1 - stands.sum()) * residual
+        emitted += (1 - accepted.sum()) * residual
     assert np.allclose(emitted, p, atol=1e-6)
 
 
-def test_where_nothing_is_left_of_p_it_takes_the_place_of_the_residual():
+def test_empty_residual_is_p():
     p = np.array([0.25, 0.75])
     assert np.allclose(exact(log_residual(log(p)[None], log(p)[None])[0]), p)
 
 
 @given(st.lists(st.booleans(), max_size=8))
-def test_the_drafts_before_the_first_that_falls_stand(stands):
-    assert n_leading(stands) == len(list(itertools.takewhile(bool, stands)))
+def test_accepts_up_to_the_first_rejection(accepted):
+    assert n_leading(accepted) == len(list(itertools.takewhile(bool, accepted)))
 
 
 # Of a million draws
@@ -115,22 +115,22 @@ def test_our_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_million_drafts(options, head, monkeypatch):
-    """Drafted, judged and replaced, by the functions of the loop: the target's distribution, and as many stand as can."""
+    """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
     mx.random.seed(2)
     sampler = mlx_mtp.make_sampler(**options)
     coins = sampler.coins(N)
     log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], N, axis=0), coins) for p in (TARGET, HEADS[head]))
     drafts = mx.random.categorical(log_q)
-    stands = accept(log_p, log_q, drafts, mx.random.uniform(shape=(N,)))
-    tokens = mx.where(stands, drafts, mx.random.categorical(log_residual(log_p, log_q)))
+    accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(N,)))
+    tokens = mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q)))
     assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
 
     most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
-    assert abs(np.array(stands).mean() - most) < 5 * math.sqrt(0.25 / N)
+    assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / N)
 
 
-def test_xtcs_coin_is_shared_by_draft_and_verification():
-    """With a head that is the target itself every draft then stands."""
+def test_draft_and_target_share_the_xtc_coin():
+    """So every draft of a head that is the target itself is accepted."""
     acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
     mx.random.seed(3)
     rows = [log(TARGET)[None]] * 8
@@ -140,14 +140,14 @@ def test_xtcs_coin_is_shared_by_draft_and_verification():
         assert all(verdict.accepted.tolist())
 
 
-def test_greedy_is_mlx_lms():
+def test_temp_0_is_greedy():
     assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
 
 
 @pytest.mark.parametrize(
     "options", [{"min_p": 1.1}, {"xtc_probability": -0.1}, {"xtc_probability": 0.5, "xtc_threshold": 0.6}], ids=str
 )
-def test_what_mlx_lm_refuses_in_the_midst_of_sampling_is_refused_before(options):
+def test_rejects_options_out_of_range(options):
     with pytest.raises(ValueError, match="must be from 0 to"):
         mlx_mtp.make_sampler(temp=1.0, **options)
     mx.eval(mx.random.uniform())
@@ -160,7 +160,8 @@ def test_what_mlx_lm_refuses_in_the_midst_of_sampling_is_refused_before(options)
     "case",
     [
         distribution.Case(3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
-        distribution.Case(2, match=True, temp=1.0, top_p=0.9),
+        distribution.Case(2, acceptance="match", temp=1.0, top_p=0.9),
+        distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5),
     ],
     ids=lambda case: case.name,
 )

@@ -1,0 +1,181 @@
+"""Seeds: the text is a function of the seed and the prompt alone, with exactly the distribution of plain decoding."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import PROMPT, mtp, plain, tiny_model
+from mlx_lm import sample_utils
+from scipy.stats import chi2_contingency, chisquare
+
+import mlx_mtp
+from mlx_mtp import make_sampler, mtp_generate_step
+from mlx_mtp.decoding.noise import MAX_SEED, coin, gumbel
+from mlx_mtp.models.draft_lm_head import DraftLMHead
+
+LEVEL = 1e-4  # of each chi-square test
+P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
+OPTIONS = [
+    {"temp": 0.7, "top_p": 0.95, "top_k": 20},
+    {"temp": 1.0},
+    {"temp": 1.5, "min_p": 0.1},
+    {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+]
+
+
+def drawn(seed: int, position: int, row: int = 0) -> int:
+    """The token that the noise of a position draws from P."""
+    return int(np.argmax(np.log(P) + np.array(gumbel(seed, position, len(P), row))))
+
+
+# Noise
+
+
+def test_noise_draws_from_p():
+    counts = np.bincount([drawn(11, i) for i in range(6000)], minlength=len(P))
+    assert chisquare(counts, P * counts.sum()).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("neighbour", ["position", "seed", "row"])
+def test_noise_of_neighbours_is_independent(neighbour):
+    pairs = np.zeros((len(P), len(P)))
+    for i in range(4000):
+        other = {"position": (7, i + 1), "seed": (8, i), "row": (7, i, 1)}[neighbour]
+        pairs[drawn(7, i), drawn(*other)] += 1
+    assert chi2_contingency(pairs[:4, :4]).pvalue > LEVEL  # cells of the last are too rare
+
+
+def test_coin_is_uniform_and_independent_of_the_noise():
+    coins = np.array([coin(3, i) for i in range(4000)])
+    tokens = np.array([drawn(3, i) for i in range(4000)])
+    assert chisquare(np.histogram(coins, 20, (0, 1))[0]).pvalue > LEVEL
+    table = [[((coins < 0.5) == half)[tokens == token].sum() for token in range(4)] for half in (True, False)]
+    assert chi2_contingency(table).pvalue > LEVEL
+
+
+def test_noise_is_exact_in_its_tail(monkeypatch):
+    """At the ends of MLX's uniform numbers too: small ones make the large noise that rare tokens need."""
+    u = np.array([0.0, 2.0**-32, 2.0**-31, 1e-7, 1e-3, 0.5, 0.999, 0.9999], np.float32)
+    monkeypatch.setattr(mx.random, "uniform", lambda shape, key: mx.array(u))
+    exact = -np.log(-np.log1p(-(u.astype(np.float64) + 2.0**-33)))
+    assert np.allclose(np.array(gumbel(0, 0, len(u))), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_uniform_numbers_are_fine_near_0():
+    """``gumbel`` relies on steps of 2**-32, where a float32 in [0, 1) might have 2**-24."""
+    u = np.array(mx.random.uniform(shape=(2**22,), key=mx.random.key(5)), np.float64)
+    small = u[u < 2.0**-12] * 2.0**32
+    assert len(small) > 800
+    assert (small % 2**8 != 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_SEED + 1, 1.5, "1", True])
+def test_rejects_invalid_seeds(seed):
+    with pytest.raises(ValueError, match=r"seed must be an integer from 0 to 2\*\*64 - 1"):
+        make_sampler(temp=1.0, seed=seed)
+
+
+def test_rejects_a_seed_without_coupling():
+    for acceptance in ("match", "rejection"):
+        with pytest.raises(ValueError, match=r"use mx\.random\.seed instead"):
+            make_sampler(temp=1.0, seed=1, acceptance=acceptance)
+    with pytest.raises(ValueError, match="must be one of rejection, coupled, match, not 'exact'"):
+        make_sampler(temp=1.0, acceptance="exact")
+
+
+def test_match_is_mlx_lms_sampler():
+    sampler, stock = make_sampler(temp=0.8, top_p=0.9, acceptance="match"), sample_utils.make_sampler(0.8, 0.9)
+    logprobs = mx.log(mx.array(P)[None])
+    for seed in range(50):
+        mx.random.seed(seed)
+        want = stock(logprobs).item()
+        mx.random.seed(seed)
+        assert sampler(logprobs).item() == want
+
+
+def test_coupled_without_a_seed_takes_a_random_one():
+    assert make_sampler(temp=1.0, acceptance="coupled").seed != make_sampler(temp=1.0, acceptance="coupled").seed
+
+
+# Through the loop
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3_5")
+
+
+def variants(model, sampler, n):
+    """The text with every kind of drafts, and without any."""
+    for depth in (0, 1, 4, "auto"):
+        yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=depth, sampler=sampler)
+    yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=3, sampler=sampler, draft_p_min=0.3)
+    for lm_head in (DraftLMHead(model.output_layer, [*range(10)]), DraftLMHead(model.output_layer, None, 4)):
+        model.drafting.lm_head = lm_head
+        yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=2, sampler=sampler)
+    model.drafting.lm_head = None
+    yield plain(PROMPT, model, max_tokens=n, sampler=sampler.at(0))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_text_for_each_seed(model, options):
+    texts = set()
+    for seed in (0, 1, MAX_SEED):
+        for text in variants(model, make_sampler(**options, seed=seed), 16):
+            mx.random.uniform()  # another random state each time
+            texts.add((seed, tuple(text)))
+    assert len(texts) == 3
+    assert len({text for _, text in texts}) == 3
+
+
+def test_random_state_is_neither_read_nor_written(model):
+    sampler = make_sampler(temp=1.0, top_p=0.9, min_p=0.05, top_k=10, xtc_probability=0.5, seed=4)
+    texts = []
+    for seed in (1, 2):
+        mx.random.seed(seed)
+        before = np.array(mx.random.state[0])
+        texts.append(mtp(PROMPT, model, max_tokens=20, num_draft_tokens=3, sampler=sampler))
+        assert np.array_equal(np.array(mx.random.state[0]), before)
+    assert texts[0] == texts[1]
+
+
+def test_goes_on_from_a_position(model):
+    """A text in two parts, the second from the first's cache, is the text in one."""
+    sampler, cache = make_sampler(temp=1.0, seed=9), mlx_mtp.make_prompt_cache(model)
+    whole = mtp(PROMPT, model, max_tokens=20, num_draft_tokens=3, sampler=sampler)
+    steps = mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=3, sampler=sampler, prompt_cache=cache)
+    first = [token for token, _, _ in itertools.islice(steps, 7)]
+    steps.close()
+    # The cache has all seven tokens: the next pass is over the eighth.
+    rest = mtp([whole[7]], model, max_tokens=12, num_draft_tokens=2, sampler=sampler.at(8), prompt_cache=cache)
+    assert first + [whole[7]] + rest == whole
+
+
+def test_most_drafts_of_the_target_itself_are_accepted(model):
+    """Where draft and target have one distribution, common noise makes them choose alike."""
+    from helpers import Scripted
+
+    sampler = make_sampler(temp=0.7, seed=2)
+    truth = PROMPT.tolist() + mtp(PROMPT, model, max_tokens=40, num_draft_tokens=0, sampler=sampler)
+    counts = mlx_mtp.DraftCounts()
+    scripted = Scripted(model, truth, lambda i: True)
+    assert mtp(PROMPT, scripted, max_tokens=30, num_draft_tokens=3, sampler=sampler, counts=counts) == truth[11:41]
+    assert sum(counts.accepted) > 0.8 * sum(counts.drafted)
+
+
+# Nothing that drafts draws from the random state
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_quantized_draft_rows_leave_the_random_state_alone(model, depth):
+    """New tokens of the text join the draft vocabulary while it is generated."""
+    model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(6)], 4)
+    try:
+        texts = []
+        for generate in (plain, lambda *args, **kwargs: mtp(*args, num_draft_tokens=depth, **kwargs)):
+            mx.random.seed(1)
+            texts.append(generate(PROMPT, model, max_tokens=30, sampler=sample_utils.make_sampler(0.7)))
+    finally:
+        model.drafting.lm_head = None
+    assert texts[0] == texts[1]
