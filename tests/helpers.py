@@ -169,7 +169,7 @@ def mtp(prompt, model, **kwargs):
     return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **kwargs)]
 
 
-def at_rest(model, prompt_cache, n_tokens):
+def assert_cache_of(model, prompt_cache, n_tokens):
     """A cache of ``n_tokens`` tokens: no window open, a row of the head for each but the last, whose hidden state waits."""
     backbone, (head, last_hidden) = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
     assert {c.offset for c in backbone if not isinstance(c, ArraysCache)} == {n_tokens}

@@ -36,7 +36,7 @@ def kept(cache):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "filled"])
-def test_going_back_gives_the_state_of_a_forward(family, prompt):
+def test_rollback_gives_the_state_of_a_forward(family, prompt):
     model = tiny_model(family)
     before = filled(model, prompt)
     for n_tokens in range(1, 10):
@@ -54,7 +54,7 @@ def test_going_back_gives_the_state_of_a_forward(family, prompt):
                 assert mx.array_equal(follow_up, model(tokens([7]), cache=theirs))
 
 
-def test_going_back_in_bfloat16():
+def test_rollback_in_bfloat16():
     model = tiny_model("qwen3_5", dtype=mx.bfloat16)
     before = filled(model, PROMPT)
     for n in range(1, 6):
@@ -65,7 +65,7 @@ def test_going_back_in_bfloat16():
         assert arrays_equal(kept(ours), kept(theirs))
 
 
-def test_going_back_multiplies_with_no_weight(monkeypatch):
+def test_rollback_multiplies_with_no_weight(monkeypatch):
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
     model(tokens(WINDOW), cache=cache, n_confirmed=1)
@@ -81,7 +81,7 @@ def test_going_back_multiplies_with_no_weight(monkeypatch):
         model(tokens([1]), cache=cache)
 
 
-def test_what_was_not_recorded_raises():
+def test_rejects_rollback_without_a_record():
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
     with pytest.raises(ValueError, match="nothing to roll back"):
@@ -96,7 +96,7 @@ def test_what_was_not_recorded_raises():
         cache[0].rollback(3)
 
 
-def test_a_window_must_be_closed_before_the_next():
+def test_rejects_a_second_window():
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
     model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
@@ -104,7 +104,7 @@ def test_a_window_must_be_closed_before_the_next():
         model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
 
 
-def test_padded_prompts_cannot_go_back():
+def test_rejects_padded_prompts():
     padded = ArraysCache(size=2, left_padding=[0, 3])
     with pytest.raises(ValueError, match="padded"):
         padded.begin(1)
@@ -112,7 +112,7 @@ def test_padded_prompts_cannot_go_back():
         begin([stock.ArraysCache(size=2)], 1, 1)
 
 
-def test_a_closed_window_keeps_nothing():
+def test_closed_window_keeps_nothing():
     model = tiny_model("qwen3_5")
     cache = filled(model, PROMPT)
     for n in (1, 3, 4):
@@ -121,7 +121,7 @@ def test_a_closed_window_keeps_nothing():
         assert all(c.window is None for c in cache if isinstance(c, ArraysCache))
 
 
-def test_outside_a_window_the_cache_is_mlx_lms():
+def test_matches_mlx_lms_cache_outside_a_window():
     model = tiny_model("qwen3_5")
     ours = filled(model, PROMPT)
     theirs = [stock.ArraysCache(size=2) if l.is_linear else stock.KVCache() for l in model.layers]
@@ -134,7 +134,7 @@ def test_outside_a_window_the_cache_is_mlx_lms():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
+def test_mlx_lm_saves_and_loads_a_prompt_cache(family, tmp_path):
     model = tiny_model(family)
     cache = make_prompt_cache(model)
     _, hidden = model(tokens(PROMPT), cache=cache, return_hidden=True)
@@ -152,7 +152,7 @@ def test_a_prompt_cache_is_saved_and_loaded_by_mlx_lm(family, tmp_path):
     assert arrays_equal(kept(cache[:-2]), kept(loaded[:-2]))
 
 
-def test_an_empty_cache_of_the_backbone_gets_a_head():
+def test_adds_a_head_to_an_empty_cache():
     model = tiny_model("qwen3_5")
     cache = stock.make_prompt_cache(model)
     open_prompt_cache(model, cache)
@@ -160,7 +160,7 @@ def test_an_empty_cache_of_the_backbone_gets_a_head():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_that_the_head_has_not_seen_leave_it_to_begin_after_them(family):
+def test_head_begins_after_tokens_it_lacks(family):
     """A cache that mlx-lm has filled, and one that it went on with after the head had seen a part."""
     model = tiny_model(family)
     begun = make_prompt_cache(model)
@@ -181,7 +181,7 @@ def test_tokens_that_the_head_has_not_seen_leave_it_to_begin_after_them(family):
         assert open_prompt_cache(model, cache).first_row == n
 
 
-def test_the_cache_of_another_model_is_refused():
+def test_rejects_the_cache_of_another_model():
     model = tiny_model("qwen3_5")
     with pytest.raises(ValueError, match="5 entries and this model's 6"):
         open_prompt_cache(model, make_prompt_cache(model)[1:])

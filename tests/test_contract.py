@@ -100,7 +100,7 @@ def test_signatures(function, names):
     assert now == names, f"mlx-lm's {function.__module__}.{function.__qualname__} now takes ({now}), not ({names})"
 
 
-def test_every_function_that_is_imported_has_its_signature_here():
+def test_covers_every_imported_function():
     imported = []
     for file in Path(mlx_mtp.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -168,12 +168,12 @@ def test_responses():
         (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
     ],
 )  # fmt: skip
-def test_what_the_server_is_built_of(cls, want):
+def test_server_internals(cls, want):
     now = " ".join(f.name for f in fields(cls))
     assert now == want, f"mlx-lm's {cls.__qualname__} now has {now}"
 
 
-def test_a_batch_has_sampled_the_next_token():
+def test_batch_samples_one_ahead():
     model = tiny_model("qwen3_5")
     batch = generate.BatchGenerator(model)
     batch.insert([[3, 1]])
@@ -229,7 +229,7 @@ def test_mlx_lm_drops_the_head_of_a_converted_checkpoint():
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_layers_that_are_swapped_or_called(family):
+def test_swapped_and_called_layers(family):
     model = tiny_model(family)
     layers = model.model.layers
     assert [l.is_linear for l in layers] == [True, False, True, False], (
@@ -249,7 +249,7 @@ def test_layers_that_are_swapped_or_called(family):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("before", [0, 1, 2, 7])
-def test_our_gated_delta_net_is_the_stock_layer_bit_for_bit(family, dtype, before):
+def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, before):
     layer = tiny_model(family, 5, dtype).model.layers[0].linear_attn
     stock = type(layer).__mro__[1]
     x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)

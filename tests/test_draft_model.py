@@ -48,7 +48,7 @@ def make_caches(model):
     prefill=st.integers(1, 50),
     max_tokens=st.integers(1, 40),
 )
-def test_greedy_tokens_are_those_of_plain_decoding(family, prompt, depth, prefill, max_tokens):
+def test_greedy_tokens_match_plain_decoding(family, prompt, depth, prefill, max_tokens):
     model = model_of(family)
     options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
     assert speculative(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
@@ -67,7 +67,7 @@ def test_the_demo_through_mlx_lms_stream_generate(demo, depth):
     assert sum(r.from_draft for r in ours) > 8
 
 
-def test_options_of_that_loop():
+def test_options_of_mlx_lms_loop():
     model = model_of("qwen3_5")
     # Not penalties: mlx-lm's speculative loop does not show its processors the prompt, so they differ with any draft model.
     for options in (
@@ -98,7 +98,7 @@ def test_drafts_come_from_the_draft_vocabulary():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_heads_rows_come_from_verified_hidden_states(family, depth):
+def test_head_rows_come_from_verified_hidden_states(family, depth):
     model = model_of(family)
     prompt_cache = make_caches(model)
     tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
@@ -126,7 +126,7 @@ def test_the_heads_rows_come_from_verified_hidden_states(family, depth):
 # What the caches say of themselves
 
 
-def test_a_cache_of_no_draft_model_is_not_trimmable_ever():
+def test_untied_cache_is_not_trimmable():
     model = model_of("qwen3_5")
     draft_model = model.make_draft_model()
     cache = model.make_cache()
@@ -138,7 +138,7 @@ def test_a_cache_of_no_draft_model_is_not_trimmable_ever():
     assert draft_model.model is model
 
 
-def test_another_draft_model_is_refused_as_before():
+def test_rejects_another_draft_model_as_mlx_lm():
     model, other = model_of("qwen3_5"), model_of("qwen3_next")
     draft_model = model.make_draft_model()
     with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
@@ -146,7 +146,7 @@ def test_another_draft_model_is_refused_as_before():
     assert draft_model.model is model
 
 
-def test_a_tied_cache_is_trimmable_while_empty_and_inside_its_window():
+def test_tied_cache_is_trimmable_while_empty_and_inside_its_window():
     model = model_of("qwen3_5")
     cache = make_caches(model)
     target, draft = cache[:-1], cache[-1:]
@@ -163,7 +163,7 @@ def test_a_tied_cache_is_trimmable_while_empty_and_inside_its_window():
         trim_prompt_cache(target, 3)
 
 
-def test_beyond_the_window_nothing_is_trimmed():
+def test_rejects_trimming_beyond_the_window():
     model = model_of("qwen3_5")
     cache = make_caches(model)
     target, draft = cache[:-1], cache[-1:]
@@ -183,7 +183,7 @@ def test_beyond_the_window_nothing_is_trimmed():
         trim_prompt_cache(draft, 2)
 
 
-def test_an_lru_prompt_cache_never_trims_what_this_loop_leaves():
+def test_lru_prompt_cache_never_trims_the_result():
     model = model_of("qwen3_5")
     cache = make_caches(model)
     tokens = speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)
@@ -199,7 +199,7 @@ def test_an_lru_prompt_cache_never_trims_what_this_loop_leaves():
 
 
 @pytest.mark.parametrize("n", range(1, 12))
-def test_going_on_without_the_draft_model(n):
+def test_resumes_without_the_draft_model(n):
     """In plain generation, and in our own loop, which takes a cache that is still empty."""
     model = model_of("qwen3_5")
     cache = make_caches(model)
@@ -226,7 +226,7 @@ def test_going_on_without_the_draft_model(n):
     assert got == plain(PROMPT, model, max_tokens=9)
 
 
-def test_a_failure_comes_through():
+def test_failures_come_through():
     model = model_of("qwen3_5")
 
     class Failure(Exception):
@@ -250,7 +250,7 @@ def test_a_failure_comes_through():
 # Making it
 
 
-def test_what_cannot_draft_is_refused():
+def test_rejects_what_cannot_draft():
     with pytest.raises(ValueError, match="no MTP head"):
         tiny_model("qwen3_5", mtp_num_hidden_layers=0).make_draft_model()
     model = tiny_model("qwen3_5")
@@ -267,7 +267,7 @@ def test_what_cannot_draft_is_refused():
     assert draft_model.make_cache.__self__ is draft_model
 
 
-def test_a_draft_model_keeps_no_cache_alive():
+def test_draft_model_keeps_no_cache_alive():
     model = tiny_model("qwen3_5")
     draft_model = model.make_draft_model()
     cache = model.make_cache()
@@ -287,7 +287,7 @@ def test_a_draft_model_keeps_no_cache_alive():
     assert arrays_equal(model.make_cache()[0].cache, [None, None])
 
 
-def test_a_long_prompts_hidden_states_are_not_kept():
+def test_drops_the_hidden_states_of_a_long_prompt():
     model = model_of("qwen3_5")
     cache = make_caches(model)
     prompt = [i % 32 for i in range(600)]

@@ -87,7 +87,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("make", [model_of, quantized])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_product_has_the_shape_of_plain_decoding(family, make, tied, calls):
+def test_products_have_the_shapes_of_plain_decoding(family, make, tied, calls):
     model = make(family) if not tied else tiny_model(family, tie_word_embeddings=True)
     prompt_cache = filled(model)
     calls.clear()
@@ -113,7 +113,7 @@ def other_kernels(monkeypatch):
     round_otherwise(monkeypatch, 0.03)
 
 
-def test_where_kernels_round_otherwise_exact_mode_gives_the_bits_of_plain_decoding(other_kernels):
+def test_exact_bits_where_kernels_round_differently(other_kernels):
     for family in FAMILIES:
         model = model_of(family)
         theirs = filled(model)
@@ -124,7 +124,7 @@ def test_where_kernels_round_otherwise_exact_mode_gives_the_bits_of_plain_decodi
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_going_back_in_an_exact_window_gives_the_state_of_plain_decoding(family, other_kernels):
+def test_exact_rollback_gives_the_state_of_plain_decoding(family, other_kernels):
     model = model_of(family)
     for n_confirmed in (1, 2, 5):
         for n in range(n_confirmed, 6):
@@ -145,7 +145,7 @@ def test_going_back_in_an_exact_window_gives_the_state_of_plain_decoding(family,
                 ours[0].rollback(n)
 
 
-def test_an_exact_window_goes_back_to_no_further_than_what_is_confirmed():
+def test_exact_rollback_keeps_confirmed_tokens():
     model = model_of("qwen3_5")
     prompt_cache = filled(model)
     model(WINDOW[None], cache=prompt_cache, n_confirmed=3, exact=True)
@@ -156,7 +156,7 @@ def test_an_exact_window_goes_back_to_no_further_than_what_is_confirmed():
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}], ids=str)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_where_kernels_round_otherwise_exact_mode_gives_the_tokens_of_plain_decoding(family, options, other_kernels):
+def test_exact_tokens_where_kernels_round_differently(family, options, other_kernels):
     model = model_of(family)
     want = plain(PROMPT, model, max_tokens=50, **options)
 
@@ -168,7 +168,7 @@ def test_where_kernels_round_otherwise_exact_mode_gives_the_tokens_of_plain_deco
     assert tokens(4, False) != want  # or nothing was at stake
 
 
-def test_exact_mode_does_not_copy_the_keys_and_values():
+def test_exact_mode_copies_no_keys_and_values():
     model = model_of("qwen3_5")
     n_cached, size = 50_000, 0
     prompt_cache = filled(model)
@@ -184,7 +184,7 @@ def test_exact_mode_does_not_copy_the_keys_and_values():
     assert mx.get_peak_memory() - before < size / 2
 
 
-def test_what_exact_mode_cannot_do_is_refused():
+def test_rejects_what_exact_mode_cannot_do():
     model = tiny_model("qwen3_5")
     with pytest.raises(ValueError, match="needs a cache"):
         model(WINDOW[None], exact=True)

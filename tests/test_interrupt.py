@@ -4,7 +4,7 @@ import linecache
 import sys
 
 import pytest
-from helpers import PROMPT, Scripted, at_rest, mtp, plain, tiny_model
+from helpers import PROMPT, Scripted, assert_cache_of, mtp, plain, tiny_model
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, drafter, loop
@@ -47,7 +47,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
 
 
 @pytest.mark.parametrize(("depth", "exact"), [(0, False), (3, False), (2, True)])
-def test_an_interrupt_at_any_line_leaves_the_cache_of_what_was_yielded(depth, exact):
+def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
     model = tiny_model("qwen3_5")
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
     head = Scripted(model, truth, lambda i: i % 3 > 0)
@@ -64,7 +64,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_of_what_was_yielded(depth, ex
             n_cached = cache.n_tokens(prompt_cache)
             assert n_cached in (0, 6, 10, 11)
         if n_cached > 0:
-            at_rest(model, prompt_cache, n_cached)
+            assert_cache_of(model, prompt_cache, n_cached)
         if n_cached not in after:
             after[n_cached] = plain([*truth[:n_cached], 7, 2], model, max_tokens=4)
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == after[n_cached]

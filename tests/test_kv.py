@@ -55,7 +55,7 @@ def test_products_of_several_rows_with_grouped_heads(bits, n_repeats):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("n_repeats", [1, 2, 8])
-def test_attention_of_a_window_is_that_of_its_rows(bits, n_repeats, dtype):
+def test_attention_of_a_window_matches_its_rows(bits, n_repeats, dtype):
     tolerance = 1e-4 if dtype == mx.float32 else 0.1  # a wrong product is off by about 1
     for n_cached in (3, 70, 300):
         for n_rows in (2, 3, 5):
@@ -80,7 +80,7 @@ def test_attention_of_a_window_is_that_of_its_rows(bits, n_repeats, dtype):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_a_models_window_over_a_quantized_cache(family, bits):
+def test_window_over_a_quantized_cache(family, bits):
     """Four queries to a key-value head; also after going back, when the cache has rows beyond its offset."""
     model = tiny_model(family, 3, num_attention_heads=8, num_key_value_heads=2)
 

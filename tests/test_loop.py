@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import DATA, PROMPT, Scripted, at_rest, load_reference, mtp, plain, tiny_model
+from helpers import DATA, PROMPT, Scripted, assert_cache_of, load_reference, mtp, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -37,7 +37,7 @@ model_of = cache(tiny_model)
     prefill=st.integers(1, 50),
     max_tokens=st.integers(1, 40),
 )
-def test_greedy_tokens_are_mlx_lms(family, seed, prompt, depth, prefill, max_tokens):
+def test_greedy_tokens_match_mlx_lm(family, seed, prompt, depth, prefill, max_tokens):
     model = model_of(family, seed)
     options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
@@ -70,7 +70,7 @@ def test_any_pattern_of_right_and_wrong_drafts(right, depth, max_tokens):
         assert from_draft == expected
         position = position + 1 if expected else 0
     assert sum(from_draft for _, _, from_draft in steps) <= sum(counts.accepted)
-    at_rest(model, prompt_cache, len(PROMPT) + max_tokens)
+    assert_cache_of(model, prompt_cache, len(PROMPT) + max_tokens)
 
 
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257])
@@ -124,14 +124,14 @@ def second_best(logprobs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sampler_of_ones_own(family):
+def test_custom_sampler(family):
     model = model_of(family)
     assert mtp(PROMPT, model, max_tokens=30, num_draft_tokens=3, sampler=second_best) == plain(
         PROMPT, model, max_tokens=30, sampler=second_best
     )
 
 
-def test_samplers_and_processors_get_what_mlx_lm_gives_them():
+def test_calls_samplers_and_processors_as_mlx_lm():
     model = model_of("qwen3_5")
     shapes = set()
 
@@ -161,7 +161,7 @@ def test_samplers_and_processors_get_what_mlx_lm_gives_them():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_penalties_that_write_into_their_logits(depth):
+def test_penalties_that_write_in_place(depth):
     model = model_of("qwen3_5", 2)
     processors = make_logits_processors(
         logit_bias={5: 1.5}, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
@@ -188,7 +188,7 @@ def test_penalties_that_write_into_their_logits(depth):
     ),
     repetition_penalty=st.sampled_from([None, 1.3]),
 )
-def test_tokens_sampled_by_mlx_lms_sampler_are_those_of_mlx_lm_with_the_same_seed(
+def test_token_match_gives_mlx_lms_tokens_with_the_same_random_state(
     family, seed, depth, temp, options, repetition_penalty
 ):
     """Token match puts the random state back, so that chance falls as in plain decoding, whatever the depth."""
@@ -230,13 +230,13 @@ def stop_by_closing(model, n, depth, prompt_cache):
 
 @pytest.mark.parametrize("stop", [stop_by_max_tokens, stop_by_closing])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_going_on_after_any_stop_is_a_cold_start(stop, depth):
+def test_resumes_after_any_stop_as_from_a_cold_start(stop, depth):
     model = model_of("qwen3_5", 1)
     more = [7, 2, 9]
     for n in range(1, 41):
         prompt_cache = make_prompt_cache(model)
         tokens = stop(model, n, depth, prompt_cache)
-        at_rest(model, prompt_cache, len(PROMPT) + n)
+        assert_cache_of(model, prompt_cache, len(PROMPT) + n)
         cold = list(
             mtp_generate_step(mx.array(PROMPT.tolist() + tokens + more), model, max_tokens=6, num_draft_tokens=depth)
         )
@@ -248,7 +248,7 @@ def test_going_on_after_any_stop_is_a_cold_start(stop, depth):
         assert [t for t, _, _ in warm] == plain(PROMPT.tolist() + tokens + more, model, max_tokens=6)
 
 
-def test_going_on_from_a_saved_cache(tmp_path):
+def test_resumes_from_a_saved_cache(tmp_path):
     model = model_of("qwen3_next")
     prompt_cache = make_prompt_cache(model)
     tokens = mtp(PROMPT, model, max_tokens=9, num_draft_tokens=3, prompt_cache=prompt_cache)
@@ -259,13 +259,13 @@ def test_going_on_from_a_saved_cache(tmp_path):
     )
 
 
-def test_a_generator_never_started_leaves_the_cache_alone():
+def test_unstarted_generator_leaves_the_cache_alone():
     model = model_of("qwen3_5")
     prompt_cache = make_prompt_cache(model)
     mtp_generate_step(PROMPT, model, prompt_cache=prompt_cache).close()
     assert all(c.empty() for c in prompt_cache)
     assert mtp(PROMPT, model, max_tokens=0, prompt_cache=prompt_cache) == []
-    at_rest(model, prompt_cache, len(PROMPT))
+    assert_cache_of(model, prompt_cache, len(PROMPT))
 
 
 class Failure(Exception):
@@ -273,7 +273,7 @@ class Failure(Exception):
 
 
 @pytest.mark.parametrize("n_calls", range(1, 16))
-def test_a_failing_sampler_leaves_the_cache_of_what_was_yielded(n_calls):
+def test_failing_sampler_keeps_the_yielded_tokens(n_calls):
     model = model_of("qwen3_5")
     calls = 0
 
@@ -290,7 +290,7 @@ def test_a_failing_sampler_leaves_the_cache_of_what_was_yielded(n_calls):
             PROMPT, model, num_draft_tokens=3, sampler=sampler, prompt_cache=prompt_cache
         ):
             tokens.append(token)
-    at_rest(model, prompt_cache, len(PROMPT) + len(tokens))
+    assert_cache_of(model, prompt_cache, len(PROMPT) + len(tokens))
     assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain(
         PROMPT.tolist() + tokens + [7, 2], model, max_tokens=8
     )
@@ -298,7 +298,7 @@ def test_a_failing_sampler_leaves_the_cache_of_what_was_yielded(n_calls):
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
 @pytest.mark.parametrize("n_calls", [1, 3, 4, 5, 6, 8])
-def test_a_failure_inside_a_pass_leaves_the_cache_of_what_was_yielded(layer, n_calls, monkeypatch):
+def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
     """Three calls prefill; the first verify pass is the fourth."""
     model = model_of("qwen3_5")
     prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
@@ -323,7 +323,7 @@ def test_a_failure_inside_a_pass_leaves_the_cache_of_what_was_yielded(layer, n_c
     history = (PROMPT.tolist() + tokens)[:n_cached]
     assert n_calls < 6 or tokens
     if history:
-        at_rest(model, prompt_cache, n_cached)
+        assert_cache_of(model, prompt_cache, n_cached)
     assert mtp([7, 2], model, max_tokens=8, prompt_cache=prompt_cache) == plain([*history, 7, 2], model, max_tokens=8)
 
 
@@ -331,13 +331,13 @@ def test_a_failure_inside_a_pass_leaves_the_cache_of_what_was_yielded(layer, n_c
 
 
 @pytest.mark.parametrize("start", [0, 5, 14, 23, 1000])
-def test_a_quantized_cache_begins_where_mlx_lms_does(start):
+def test_quantizes_keys_and_values_where_mlx_lm_does(start):
     model = model_of("qwen3_5")
     options = dict(max_tokens=30, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
     assert mtp(PROMPT, model, num_draft_tokens=4, **options) == plain(PROMPT, model, **options)
 
 
-def test_the_first_pass_over_one_token_reads_what_mlx_lms_reads():
+def test_one_token_prompt_reads_an_unquantized_cache():
     """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
     model = model_of("qwen3_5")
     options = dict(max_tokens=12, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
@@ -364,7 +364,7 @@ def test_input_embeddings():
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
-def test_the_progress_callback_is_called_as_mlx_lms(prompt, max_tokens):
+def test_calls_the_progress_callback_as_mlx_lm(prompt, max_tokens):
     model = model_of("qwen3_5")
 
     def progress(run):
@@ -382,7 +382,7 @@ def test_the_progress_callback_is_called_as_mlx_lms(prompt, max_tokens):
 
 
 @pytest.mark.parametrize("sampler", [None, make_sampler(temp=1.0)])
-def test_drafting_stops_where_the_head_is_unsure(sampler):
+def test_p_min_stops_drafting(sampler):
     model = load_reference(DATA / "dense")
     runs = {}
     for p_min in (0.0, 0.5, 0.9, 1.0):
@@ -401,7 +401,7 @@ def test_drafting_stops_where_the_head_is_unsure(sampler):
     assert rates[2] > rates[0]
 
 
-def test_bad_arguments_are_refused():
+def test_rejects_invalid_arguments():
     model = model_of("qwen3_5")
     with pytest.raises(ValueError, match="draft_p_min must be a probability"):
         mtp(PROMPT, model, draft_p_min=1.1)
@@ -423,7 +423,7 @@ def test_bad_arguments_are_refused():
 # Cost
 
 
-def test_one_synchronisation_a_step(monkeypatch):
+def test_synchronizes_once_a_step(monkeypatch):
     model = model_of("qwen3_5")
     counts, evals = DraftCounts(), 0
     original = mx.eval
@@ -441,7 +441,7 @@ def test_one_synchronisation_a_step(monkeypatch):
     assert evals == 1 + n_steps  # one for the prefill
 
 
-def test_memory_does_not_grow_with_what_is_generated():
+def test_memory_stays_flat():
     """Beyond the keys and values, which have room for 256 tokens here."""
     model = model_of("qwen3_5")
     active = []
@@ -456,7 +456,7 @@ def test_memory_does_not_grow_with_what_is_generated():
     assert active[1] - active[0] < 200_000  # one window of this model is about that
 
 
-def test_auto_is_one_depth_for_all_generations_of_a_model(monkeypatch):
+def test_auto_shares_one_depth_between_generations(monkeypatch):
     class Watched(Depth):
         AGREES = float("inf")  # however unsteady the machine: no time is forgotten
         n_texts = 0
@@ -478,7 +478,7 @@ def test_auto_is_one_depth_for_all_generations_of_a_model(monkeypatch):
     assert depth.n_texts == 3
 
 
-def test_what_the_head_was_unsure_of_counts_as_asked_for_and_fallen():
+def test_unsure_drafts_count_as_rejected():
     model = model_of("qwen3_5")
     seen = []
 
@@ -507,14 +507,14 @@ def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
         tokens.append(token)
     _, *during = cleared  # the first is of the prefill
     assert len(during) == 3
-    assert all(256 * i - depth <= n <= 256 * i + 2 * depth + 1 for i, n in enumerate(during, 1))
+    assert all(256 * i - depth - 1 <= n <= 256 * i + 2 * depth + 1 for i, n in enumerate(during, 1))
 
 
 # Cache in use
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_refuses_a_cache_that_a_generation_is_open_on(depth):
+def test_rejects_a_cache_in_use(depth):
     model = model_of("qwen3_5")
     cache, truth = make_prompt_cache(model), plain(PROMPT, model, max_tokens=20)
     steps = mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=depth, prompt_cache=cache)
@@ -529,7 +529,7 @@ def test_refuses_a_cache_that_a_generation_is_open_on(depth):
 
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_closing_in_another_thread_leaves_the_cache_of_what_was_yielded(depth, n):
+def test_closes_in_another_thread(depth, n):
     model = model_of("qwen3_5")
     cache, truth = make_prompt_cache(model), plain(PROMPT, model, max_tokens=30)
     steps = mtp_generate_step(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=cache)
@@ -537,7 +537,7 @@ def test_closing_in_another_thread_leaves_the_cache_of_what_was_yielded(depth, n
     thread = threading.Thread(target=steps.close)
     thread.start()
     thread.join()
-    at_rest(model, cache, len(PROMPT) + n)
+    assert_cache_of(model, cache, len(PROMPT) + n)
     assert mtp([truth[n]], model, max_tokens=5, prompt_cache=cache) == truth[n + 1 : n + 6]
 
 
@@ -552,5 +552,5 @@ def test_prefill_reads_a_prompt_alone():
     model, cache = model_of("qwen3_5"), make_prompt_cache(model_of("qwen3_5"))
     truth = plain(PROMPT, model, max_tokens=6)
     loop.prefill(PROMPT[:-1], model, prompt_cache=cache)
-    at_rest(model, cache, len(PROMPT) - 1)
+    assert_cache_of(model, cache, len(PROMPT) - 1)
     assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=cache) == truth

@@ -29,7 +29,7 @@ def batch(demo, prompts, **kwargs):
     return batch_generate(*demo, prompts, return_token_ids=True, return_prompt_caches=True, **kwargs)
 
 
-def test_the_logits_are_those_of_mlx_lms_class(demo, prompts):
+def test_logits_match_mlx_lms_class(demo, prompts):
     model, _ = demo
     stock, _ = load_model(DEMO)
     for prompt in prompts:
@@ -41,7 +41,7 @@ def test_the_logits_are_those_of_mlx_lms_class(demo, prompts):
     assert [c.is_trimmable() for c in ours] == [c.is_trimmable() for c in theirs]
 
 
-def test_a_batch_is_its_prompts_one_by_one(demo, prompts):
+def test_batch_matches_its_prompts_one_by_one(demo, prompts):
     model, _ = demo
     want = [plain(p, model, max_tokens=n) for p, n in zip(prompts, (12, 5, 9))]
     response = batch(demo, prompts, max_tokens=[12, 5, 9])
@@ -49,7 +49,7 @@ def test_a_batch_is_its_prompts_one_by_one(demo, prompts):
     assert response.texts == [demo[1].decode(tokens) for tokens in want]
 
 
-def test_a_batch_goes_on_from_its_caches_and_mtp_goes_on_from_them(demo, prompts):
+def test_batch_and_mtp_resume_each_others_caches(demo, prompts):
     model, _ = demo
     first = batch(demo, prompts, max_tokens=6)
     more = [[5, 9], [7], [3, 2, 8]]
@@ -65,7 +65,7 @@ def test_a_batch_goes_on_from_its_caches_and_mtp_goes_on_from_them(demo, prompts
         assert [token for token, _, _ in steps] == want
 
 
-def test_a_recorded_window_is_not_part_of_a_batch():
+def test_rejects_a_recorded_window_in_a_batch():
     """A batch is made of what the caches hold, and its own cache has no window to go back in."""
     model = tiny_model("qwen3_5")
     caches = [model.make_cache() for _ in range(2)]
@@ -89,7 +89,7 @@ def test_on_another_thread(demo, prompts):
         assert pool.submit(run).result() == run() == run(mtp=False)
 
 
-def test_embeddings_in_place_of_the_prompt(demo, prompts):
+def test_input_embeddings(demo, prompts):
     model, tokenizer = demo
     embeddings = model.model.embed_tokens(mx.array(prompts[1]))
     calls = []

@@ -52,7 +52,7 @@ def run(processors, model=None, **options):
     max_tokens=st.integers(1, 30),
     penalty=st.sampled_from([None, 1.4]),
 )
-def test_one_that_keeps_state_is_called_once_a_token_in_order(kind, depth, max_tokens, penalty):
+def test_stateful_processor_is_called_once_a_token_in_order(kind, depth, max_tokens, penalty):
     processor, stock = kind(), Alternating()
     others = make_logits_processors(repetition_penalty=penalty)
     tokens, _ = run([processor, *others], num_draft_tokens=depth, max_tokens=max_tokens)
@@ -64,7 +64,7 @@ def test_one_that_keeps_state_is_called_once_a_token_in_order(kind, depth, max_t
 
 
 @pytest.mark.parametrize("n", range(1, 12))
-def test_closed_early_it_has_seen_no_token_that_was_not_yielded(n):
+def test_stateful_processor_sees_only_yielded_tokens(n):
     processor = Copied()
     steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[processor], num_draft_tokens=3)
     tokens = [next(steps)[0] for _ in range(n)]
@@ -72,7 +72,7 @@ def test_closed_early_it_has_seen_no_token_that_was_not_yielded(n):
     assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
 
 
-def test_one_that_can_go_back_is_asked_about_drafts():
+def test_stateful_processor_with_rollback_is_asked_about_drafts():
     """A draft of the wrong parity never stands."""
     model = load_reference(DATA / "dense")
     accepted = [
@@ -82,14 +82,14 @@ def test_one_that_can_go_back_is_asked_about_drafts():
     assert accepted[0] == accepted[1] > accepted[2]
 
 
-def test_drafts_get_the_same_processors():
+def test_drafts_pass_the_same_processors():
     """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
     bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
     _, counts = run(bias, num_draft_tokens=1, max_tokens=100)
     assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
 
 
-def test_a_sampler_that_keeps_state_is_called_once_a_token():
+def test_stateful_sampler_is_called_once_a_token():
     class Cycling:
         calls = 0
 
@@ -103,7 +103,7 @@ def test_a_sampler_that_keeps_state_is_called_once_a_token():
     assert ours.calls <= 26
 
 
-def test_what_is_taken_to_keep_state():
+def test_keeps_state():
     def function(tokens, logits):
         return logits
 

@@ -42,7 +42,7 @@ class Counting:
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
+def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
     """One turn is stopped after 1 to 12 tokens, the others after 5; every turn is that of plain decoding of all before."""
     model = model_of("qwen3_5", 1)
     for n in range(1, 13):
@@ -70,7 +70,7 @@ def test_a_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_greedy_turns_are_mlx_lms_with_the_same_options(data):
+def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, which mlx-lm does in a cache of its own, with the same options in each."""
     draw = data.draw
     model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next"])), draw(st.integers(0, 2)))
@@ -119,7 +119,7 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_after_any_stop_the_cache_is_that_of_the_tokens_yielded(kind, tmp_path):
+def test_any_stop_keeps_the_yielded_tokens(kind, tmp_path):
     """Greedy from there, through a file, is greedy from a cold start."""
     model, file = model_of("qwen3_5", 1), str(tmp_path / "cache.safetensors")
     for n in range(1, 41):
@@ -141,7 +141,7 @@ def test_after_any_stop_the_cache_is_that_of_the_tokens_yielded(kind, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_cache_through_a_file(bits, tmp_path):
+def test_quantized_cache_through_a_file(bits, tmp_path):
     model, file = model_of("qwen3_5", 1), str(tmp_path / "cache.safetensors")
     options = dict(kv_bits=bits, kv_group_size=32, quantized_kv_start=0)
     for n in range(1, 12):
@@ -155,7 +155,7 @@ def test_a_quantized_cache_through_a_file(bits, tmp_path):
         ) == plain(TURNS[1], model, max_tokens=8, prompt_cache=theirs, **options)
 
 
-def test_mlx_lm_goes_on_from_our_cache_and_we_from_its():
+def test_mlx_lm_resumes_our_cache_and_we_resume_its():
     model, history = model_of("qwen3_5", 1), []
     prompt_cache = make_prompt_cache(model)
     for i, question in enumerate([*TURNS, [7, 7]]):
@@ -166,7 +166,7 @@ def test_mlx_lm_goes_on_from_our_cache_and_we_from_its():
         history += tokens
 
 
-def test_mlx_lms_lru_cache_keeps_ours_and_finds_the_longest_prefix():
+def test_lru_prompt_cache_finds_the_longest_prefix():
     model, lru = model_of("qwen3_5", 1), stock.LRUPromptCache()
     prompt_cache, history = make_prompt_cache(model), list(TURNS[0])
     history += mtp(TURNS[0], model, max_tokens=9, prompt_cache=prompt_cache)
@@ -184,7 +184,7 @@ def test_mlx_lms_lru_cache_keeps_ours_and_finds_the_longest_prefix():
     assert not stock.can_trim_prompt_cache(prompt_cache)
 
 
-def test_a_copy_taken_at_the_end_of_a_turn_is_the_way_back_to_it():
+def test_copy_restores_the_end_of_a_turn():
     model, prompt_cache = model_of("qwen3_5", 1), make_prompt_cache(model_of("qwen3_5", 1))
     history = TURNS[0] + mtp(TURNS[0], model, max_tokens=5, prompt_cache=prompt_cache)
     earlier = copy.deepcopy(prompt_cache)
@@ -192,7 +192,7 @@ def test_a_copy_taken_at_the_end_of_a_turn_is_the_way_back_to_it():
     assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
 
 
-def test_the_file_of_mlx_lm_cache_prompt_goes_on_with_mtp(tmp_path):
+def test_resumes_a_file_of_mlx_lm_cache_prompt(tmp_path):
     file = tmp_path / "cache.safetensors"
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
     run(

@@ -106,7 +106,7 @@ def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_our_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
+def test_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
     mx.random.seed(1)
     tokens = mlx_mtp.make_sampler(**options)(mx.repeat(log(TARGET)[None], N, axis=0))
     assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
@@ -165,6 +165,6 @@ def test_rejects_options_out_of_range(options):
     ],
     ids=lambda case: case.name,
 )
-def test_the_joint_distribution_of_the_first_tokens(case):
+def test_joint_distribution_of_the_first_tokens(case):
     """What `python scripts/distribution.py` does for every case."""
     assert case.p_value(runs=600) > distribution.LEVEL

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 import mlx.core as mx
-from helpers import Scripted, at_rest, mtp, plain, tiny_model
+from helpers import Scripted, assert_cache_of, mtp, plain, tiny_model
 from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
@@ -97,7 +97,7 @@ def run(
     assert got == want[: len(got)], (got, want)
     assert end != "run" or len(got) == max_tokens
     if got and kv_bits is None and not penalties:
-        at_rest(model, cache, len(prompt) + len(got))
+        assert_cache_of(model, cache, len(prompt) + len(got))
         again = mtp([5], model, max_tokens=4, num_draft_tokens=2, prompt_cache=cache)
         assert again == plain([*prompt, *got, 5], model, max_tokens=4), "the cache goes on differently"
 
