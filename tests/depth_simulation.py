@@ -7,9 +7,9 @@ alone. What a step takes is counted without noise: only ``Depth`` sees the noise
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 MOST = 8
@@ -78,7 +78,7 @@ CALM = Disturbance()
 
 @dataclass(frozen=True)
 class Case:
-    """A machine, a text, what ``Depth`` knows beforehand, and how it must do: its speed to plain and to the best fixed depth."""
+    """A machine, a text, what ``Depth`` knows beforehand, and its least speed to plain and to the best fixed depth."""
 
     group: str
     cost: Cost
@@ -233,7 +233,7 @@ def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -
     return k
 
 
-@lru_cache(maxsize=None)
+@cache
 def draws(seed: int) -> tuple[list[float], list[float]]:
     """What decides whether a draft is right, by position in the text, and how much longer a step seems to take, by step."""
     n, rng = LONG + MOST + 1, random.Random(seed)
@@ -250,7 +250,7 @@ def fixed_seconds(case: Case, seed: int, k: int) -> float:
     return (n_steps * seconds(case.cost, k) + case.growth * positions) * case.text.n_tokens / n
 
 
-@lru_cache(maxsize=None)
+@cache
 def fixed_steps(text: Text, seed: int, k: int) -> tuple[int, int, int]:
     """The number of steps, the sum of the positions at which they began, and the number of tokens."""
     right, _ = draws(seed)

@@ -167,8 +167,8 @@ class Depth:
     It begins plain, unless times are known from before, drafts one token twice, and then takes the best depth by its estimates.
     It forgets the known times if the first steps at a depth contradict them.
 
-    Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often the
-    fewer drafts are accepted, and loses at most ``PROBING`` times the first draft's acceptance of the time by it.
+    Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
+    the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
 
     How long a step with two drafts takes is a guess until it is tried. Where a pass over two tokens takes much longer than one
     over one, a third token often adds little. So where the best depth is 0 or 1, it tries two if they would pay were the second
