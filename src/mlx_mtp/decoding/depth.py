@@ -10,8 +10,8 @@ for them before it builds the verify pass usually loses more than it saves. Wher
 ``draft_p_min`` does it.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 MAX_DRAFT_TOKENS = 8
 BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
@@ -151,14 +151,17 @@ class StepTimes:
             points.insert(0, (0, t / (1 + self.GUESSED_SLOPE * k)))
         if len(points) == 1:
             points.append((1, points[0][1] * (1 + self.GUESSED_SLOPE)))
-        return [_on_line(points, k) for k in range(self.n + 1)]
+        return _on_lines(points, self.n)
 
 
-def _on_line(points: Sequence[tuple[int, float]], x: int) -> float:
-    """The value at x, no less than the first point's, of the line through the points around it, or through the last two."""
-    i = max(1, min(len(points) - 1, bisect_left(points, (x,))))
-    (x0, y0), (x1, y1) = points[i - 1], points[i]
-    return y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
+def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
+    """The values at 0 to n of the lines through the points, from 0 on. No line falls, and the last one goes on."""
+    values = [points[0][1]]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        slope = max((y1 - y0) / (x1 - x0), 0.0)
+        end = n if x1 == points[-1][0] else x1
+        values += [y0 + slope * x for x in range(1, end - x0 + 1)]
+    return values
 
 
 class Depth:
