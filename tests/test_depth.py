@@ -1,21 +1,20 @@
-"""The depth: the best by the estimates; the estimates follow; all of it simulated, on simulated time."""
+"""The best depth by the estimates, the estimates, and both on simulated machines and texts."""
 
 import itertools
-import random
-from functools import cache
+from dataclasses import replace
 
 import pytest
+from depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, next_text, ratio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.decoding.depth import Acceptance, Depth, StepTimes, best_depth, expected_tokens
 
-MOST = 8
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
 
 @given(rates, st.data())
-def test_the_best_depth_is_that_of_brute_force(acceptance, data):
+def test_best_depth_is_that_of_brute_force(acceptance, data):
     n = len(acceptance) + 1
     seconds = data.draw(st.lists(st.floats(0.01, 10), min_size=n, max_size=n))
 
@@ -33,7 +32,7 @@ def test_the_best_depth_is_that_of_brute_force(acceptance, data):
     assert by_force[best_depth(acceptance, seconds)] >= max(by_force) * (1 - 1e-9)
 
 
-def test_of_equal_depths_the_lowest():
+def test_best_depth_is_the_lowest_of_equals():
     assert best_depth([0.0, 0.0], [1.0, 1.0, 1.0]) == 0
 
 
@@ -41,10 +40,10 @@ def test_expected_tokens():
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
 
 
-def test_acceptance_counts_what_was_judged_and_forgets():
+def test_acceptance_counts_verified_drafts_and_forgets():
     a = Acceptance(3)
     for _ in range(300):
-        a.observe(3, 1)  # the first stands, the second falls, the third is never judged
+        a.observe(3, 1)  # the first is accepted, the second rejected, the third never verified
     first, second, third = a.estimate
     assert first > 0.95
     assert second < 0.1
@@ -57,7 +56,7 @@ def test_acceptance_counts_what_was_judged_and_forgets():
 def test_times_follow_and_ignore_pauses():
     times = StepTimes(4)
     for k in (0, 1, 2):
-        for seconds in (5.0, 1 + 0.2 * k, 1 + 0.2 * k):  # the first has compiled something
+        for seconds in (5.0, 1 + 0.2 * k, 1 + 0.2 * k):  # the first one compiles
             times.observe(k, seconds)
     assert times.estimate == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
     for i in range(100):
@@ -69,146 +68,34 @@ def test_times_follow_and_ignore_pauses():
     assert times.estimate[0] == pytest.approx(1.5, rel=0.1)
 
 
-class Machine:
-    """Simulated text and machine. ``slope``: of one more draft, of a plain step; ``rates(n)``: acceptance after n tokens."""
-
-    def __init__(self, first, slope, rates, seed=0, noise=0.05, growth=0.0):
-        self.first, self.slope, self.rates = first, slope, rates
-        self.random, self.noise, self.growth = random.Random(seed), noise, growth
-
-    def seconds(self, k, n):
-        t = 1.0 + self.growth * n + (self.first + self.slope * (k - 1) if k else 0.0)
-        t *= self.random.lognormvariate(0, self.noise)
-        return 5 * t if self.random.random() < 0.01 else t
-
-    def accepted(self, k, n):
-        stands = (self.random.random() < a for a in self.rates(n)[:k])
-        return len(list(itertools.takewhile(bool, stands)))
+def id_of(case: Case) -> str:
+    return f"{case.group}: {case}"
 
 
-def time_of(machine: Machine, n_tokens: int, choose) -> float:
-    total, n, before, k = 0.0, 0, 0, choose.next()
-    while n < n_tokens:
-        seconds, accepted = machine.seconds(k, n), machine.accepted(k, n)
-        # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
-        if k > 0:
-            choose.observe(k, accepted, seconds if before > 0 else None)
-            after = choose.next()
-        else:
-            after = choose.next()
-            choose.observe(k, accepted, seconds if before == after == 0 else None)
-        before, k = k, after
-        total, n = total + seconds, n + accepted + 1
-    return total * n_tokens / n
+def assert_fast(case: Case, n_seeds: int) -> None:
+    """Asserts auto's speed to plain decoding's and to the best fixed depth's."""
+    # A short text is a sixth of a long one: three times the seeds.
+    seeds = range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds)
+    to_plain, to_best = ratio(case, seeds, Depth)
+    assert to_plain >= case.to_plain
+    assert to_best >= case.to_best
 
 
-class Fixed:
-    def __init__(self, k):
-        self.k = k
-
-    def next(self):
-        return self.k
-
-    def observe(self, *args):
-        pass
+@pytest.mark.parametrize("case", cases(), ids=id_of)
+def test_speed(case):
+    assert_fast(case, 6)
 
 
-@cache
-def constant(a, decay=0.95):
-    return lambda n: [a * decay**i for i in range(MOST)]
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=id_of)
+def test_speed_with_many_seeds(case):
+    assert_fast(case, 24)
 
 
-@cache
-def halves(a, b, n_tokens):
-    return lambda n: constant(a if n < n_tokens / 2 else b)(n)
-
-
-COSTS = [(0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05)]
-
-
-def total(cost, rates, n_tokens, growth, make) -> float:
-    """The time over some seeds."""
-    seeds = range(12 if n_tokens > 1000 else 72)
-    return sum(time_of(Machine(*cost, rates, seed, growth=growth), n_tokens, make()) for seed in seeds)
-
-
-@cache
-def fixed(cost, rates, n_tokens, growth) -> list[float]:
-    return [total(cost, rates, n_tokens, growth, lambda k=k: Fixed(k)) for k in range(MOST + 1)]
-
-
-@cache
-def fresh(cost, rates, n_tokens, growth) -> float:
-    return total(cost, rates, n_tokens, growth, lambda: Depth(MOST))
-
-
-def ratio(cost, rates, n_tokens, growth=0.0, make=None) -> tuple[float, float]:
-    """Auto's speed to plain decoding's and to the best fixed depth's; ``make``: a Depth that knows something."""
-    others = fixed(cost, rates, n_tokens, growth)
-    auto = total(cost, rates, n_tokens, growth, make) if make else fresh(cost, rates, n_tokens, growth)
-    return others[0] / auto, min(others) / auto
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize("a", [0.0, 0.5, 0.8, 0.95])
-def test_never_slower_than_plain_and_near_the_best_fixed_depth(cost, a):
-    to_plain, to_best = ratio(cost, constant(a), 1500)
-    assert to_plain >= 0.98
-    assert to_best >= 0.95
-    # A short text is mostly beginning.
-    to_plain, to_best = ratio(cost, constant(a), 256)
-    assert to_plain >= 0.97
-    assert to_best >= 0.9
-
-
-@pytest.mark.parametrize("cost", [(0.7, 0.1), (0.85, 0.1), (1.1, 0.1)], ids=str)
-@pytest.mark.parametrize("a", [0.0, 0.5, 0.8, 0.95])
-def test_a_first_draft_that_costs_far_more_than_the_next(cost, a):
-    """As where a pass over two tokens costs 1.7 times one, and over five not much more."""
-    to_plain, to_best = ratio(cost, constant(a), 1500)
-    assert to_plain >= 0.98
-    assert to_best >= 0.93
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize("a", [(0.95, 0.1), (0.1, 0.95), (0.9, 0.5)])
-def test_a_text_that_changes_half_way(cost, a):
-    to_plain, to_best = ratio(cost, halves(*a, 1500), 1500)
-    assert to_plain >= 0.98
-    assert to_best >= 0.95
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-def test_a_context_that_grows_until_a_step_takes_two_and_a_half_times_as_long(cost):
-    to_plain, to_best = ratio(cost, constant(0.8), 1500, growth=0.001)
-    assert to_plain >= 0.98
-    assert to_best >= 0.95
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize("speed", [0.6, 1.8])  # of the machine now to that of then
-@pytest.mark.parametrize("a", [0.0, 0.8])
-def test_times_that_are_known_do_no_harm_whatever_the_speed_is_now(cost, speed, a):
-    known = {k: speed * (1 + (cost[0] + cost[1] * (k - 1) if k else 0)) for k in range(5)}
-    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: Depth(MOST, known))
-    assert to_plain >= 0.98
-    assert to_best >= 0.95
-
-
-@pytest.mark.parametrize("of", [COSTS[0], COSTS[-1]], ids=str)
-@pytest.mark.parametrize("cost", [COSTS[0], COSTS[3], COSTS[-1]], ids=str)
-@pytest.mark.parametrize("a", [0.5, 0.95])
-def test_times_of_quite_another_machine_are_unlearned(of, cost, a):
-    known = {0: 1.0, 1: 1 + of[0], 4: 1 + of[0] + 3 * of[1]}
-    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: Depth(MOST, known))
-    assert to_plain >= 0.96
-    assert to_best >= 0.85
-
-
-def test_times_that_are_known_hold_while_the_first_steps_agree():
+def test_known_times_hold_until_contradicted():
     depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
     assert [depth.next(), depth.next()] == [1, 1]
-    for seconds in (5.0, 0.7):  # the first has compiled something
+    for seconds in (5.0, 0.7):  # the first one compiles
         depth.observe(1, 1, seconds)
     assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
     for seconds in (5.0, 1.4):
@@ -217,92 +104,25 @@ def test_times_that_are_known_hold_while_the_first_steps_agree():
     assert [depth.next() for _ in Depth.FIRST] == list(Depth.FIRST)
 
 
-def after_a_text(machine: Machine, n_tokens: int) -> Depth:
-    depth = Depth(MOST)
-    time_of(machine, n_tokens, depth)
-    depth.begin()
-    return depth
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize(("a", "a_before"), [(0.0, 0.95), (0.5, 0.5), (0.95, 0.95), (0.95, 0.0)])
-def test_the_next_text_begins_with_the_times_of_the_one_before(cost, a, a_before):
-    to_plain, to_best = ratio(
-        cost, constant(a), 256, make=lambda: after_a_text(Machine(*cost, constant(a_before)), 256)
-    )
-    assert to_plain >= 0.97
-    assert to_best >= 0.92
-    _, without = ratio(cost, constant(a), 256)
+@pytest.mark.parametrize("case", list(next_text()), ids=id_of)
+def test_the_next_text_gains_from_known_times(case):
+    seeds = range(18)
+    to_best = ratio(case, seeds, Depth)[1]
+    without = ratio(replace(case, before=None), seeds, Depth)[1]
     assert to_best >= without - 0.01
 
 
-@pytest.mark.parametrize("n_tokens", [6, 500])
-@pytest.mark.parametrize("of", [COSTS[0], COSTS[-1]], ids=str)
-@pytest.mark.parametrize("cost", [COSTS[0], COSTS[3], COSTS[-1]], ids=str)
-@pytest.mark.parametrize("a", [0.0, 0.95])
-def test_times_of_an_earlier_text_on_quite_another_machine_are_forgotten(n_tokens, of, cost, a):
-    to_plain, to_best = ratio(cost, constant(a), 1500, make=lambda: after_a_text(Machine(*of, constant(0.9)), n_tokens))
-    assert to_plain >= 0.97
-    assert to_best >= 0.93
-
-
-def test_another_text_begins_without_what_was_seen_of_the_one_before():
-    depth = after_a_text(Machine(*COSTS[0], constant(0.0)), 500)
+def test_begin_forgets_acceptance():
+    depth = Depth(MOST)
+    decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, depth)
+    depth.begin()
     assert depth.acceptance.estimate == Acceptance(MOST).estimate
     assert depth.elapsed == depth.lost == 0
 
 
-class Disturbed(Machine):
-    """Step i, which would take t, takes ``disturbed(i, t)``."""
-
-    def __init__(self, disturbed, *args):
-        super().__init__(*args)
-        self.disturbed, self.steps = disturbed, itertools.count()
-
-    def seconds(self, k, n):
-        return self.disturbed(next(self.steps), super().seconds(k, n))
-
-
-def disturbed_total(disturbed, cost, a, make) -> float:
-    return sum(time_of(Disturbed(disturbed, *cost, constant(a), seed), 1500, make()) for seed in range(12))
-
-
-@cache
-def disturbed_plain(disturbed) -> float:
-    return disturbed_total(disturbed, COSTS[0], 0.0, lambda: Fixed(0))  # whatever drafts cost and however they stand
-
-
-def to_plain_where(disturbed, cost, a) -> float:
-    """Auto's speed to plain decoding's."""
-    return disturbed_plain(disturbed) / disturbed_total(disturbed, cost, a, lambda: Depth(MOST))
-
-
-@cache
-def paused(step):
-    return lambda i, t: t + 9 if i == step else t
-
-
-@cache
-def slow_at_first(n_steps, factor):
-    return lambda i, t: factor * t if i < n_steps else t
-
-
-@pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("cost", COSTS[2:], ids=str)
-def test_a_pause_at_the_beginning_is_not_taken_for_the_speed_of_plain_decoding(cost, step):
-    assert to_plain_where(paused(step), cost, 0.5) >= 0.98
-
-
-@pytest.mark.parametrize(("n_slow", "factor"), [(2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)])
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize("a", [0.0, 0.5, 0.95])
-def test_a_machine_that_is_slow_at_first(cost, a, n_slow, factor):
-    assert to_plain_where(slow_at_first(n_slow, factor), cost, a) >= 0.94
-
-
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])
-def test_pauses_of_whoever_reads_the_tokens_change_nothing(when):
-    """They are no time that decoding took, of which a part may go to probing, nor time that a probe lost."""
+def test_a_slow_reader_changes_nothing(when):
+    """Its pauses neither allow more probing nor count as lost by a probe."""
 
     def n_drafting_steps(pause):
         depth, n = Depth(MOST), 0
@@ -310,7 +130,7 @@ def test_pauses_of_whoever_reads_the_tokens_change_nothing(when):
             k = depth.next()
             n += k > 0
             pauses = i % 50 == 49 if when == "between plain steps" else k > 0 and n % 20 == 19
-            # One draft in three stands, which does not pay.
+            # One draft in three is accepted, which does not pay.
             depth.observe(k, int(k > 0 and n % 3 == 0), 1 + 0.6 * k + pause * pauses)
         return n
 

@@ -1,0 +1,85 @@
+"""What each constant of Depth is worth: its speed on the simulated machines and texts of tests/depth_simulation.py without it.
+
+    python scripts/ablate_depth.py                       all constants, 24 seeds: the table of docs/depth.md
+    python scripts/ablate_depth.py --seeds 6 --only FIRST
+
+Simulated time, so that nothing else on the machine disturbs it. Needs neither a model nor MLX.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from depth_simulation import LONG, cases, ratio  # noqa: E402
+
+spec = importlib.util.spec_from_file_location("depth", ROOT / "src" / "mlx_mtp" / "decoding" / "depth.py")
+depth = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(depth)  # alone: the package imports MLX
+
+# Each constant at the value at which it does nothing, or next to nothing.
+WITHOUT = [
+    (depth.Acceptance, "FADING", 1.0),
+    (depth.Acceptance, "PRIOR", 1.0),
+    (depth.Acceptance, "WEIGHT", 0.01),
+    (depth.StepTimes, "FOLLOWS", 0.0),
+    (depth.StepTimes, "GUESSED_SLOPE", 0.0),
+    (depth.StepTimes, "STALE", 10**9),
+    (depth.StepTimes, "_shrink", lambda *args: None),
+    (depth, "BEYOND_NOISE", 1e30),
+    (depth.Depth, "FIRST", (0, 0, 1, 1)),
+    (depth.Depth, "PROBING", 0.0),
+    (depth.Depth, "MARGIN", 0.0),
+    (depth.Depth, "DOUBT", 0.0),
+    (depth.Depth, "_trial", lambda *args: []),
+]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def measure(n_seeds: int) -> str:
+    """A row: auto to plain, worst and mean, to the best fixed depth, worst and mean, and the bounds of the tests missed."""
+    to_plain, to_best, n_missed = [], [], 0
+    for case in cases():
+        seeds = range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds)
+        plain, best = ratio(case, seeds, depth.Depth)
+        to_plain.append(plain)
+        if case.to_best:
+            to_best.append(best)
+        n_missed += plain < case.to_plain or best < case.to_best
+    columns = [f(ratios) for ratios in (to_plain, to_best) for f in (min, statistics.mean)]
+    return "".join(f" {x:.3f} |" for x in columns) + f" {n_missed} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Depth's speed without each of its constants, on simulated machines.")
+    parser.add_argument("--seeds", type=int, default=24, help="of a long text; three times as many of a short one")
+    parser.add_argument("--only", default="", help="only the constants whose name contains this")
+    args = parser.parse_args()
+    print("| without | value | worst auto/plain | mean | worst auto/best | mean | bounds missed |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(f"| nothing | |{measure(args.seeds)}", flush=True)
+    for owner, name, value in WITHOUT:
+        if args.only in name:
+            shown = "" if callable(value) else f"{getattr(owner, name)} → {value}"
+            with replaced(owner, name, value):
+                print(f"| `{name}` | {shown} |{measure(args.seeds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

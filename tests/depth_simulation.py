@@ -1,0 +1,262 @@
+"""Simulated machines and texts for ``Depth``: what its tests require, and what ``scripts/ablate_depth.py`` measures.
+
+A step takes simulated time, a draft is accepted where the draw of its position in the text is below the acceptance rate there.
+So every run with one seed decodes the same text and sees the same noise, whatever it drafts, and runs differ by their depths
+alone. What a step takes is counted without noise: only ``Depth`` sees the noise.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+MOST = 8
+NOISE = 0.05  # of a step's log time
+LONG, SHORT = 1500, 256  # tokens
+COSTS = ((0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05))
+
+Cost = tuple[float, float]  # of the first draft and of each one after it, in plain steps
+
+
+class Chooser(Protocol):
+    """``Depth``, or a variant of it."""
+
+    def begin(self) -> None: ...
+    def next(self) -> int: ...
+    def observe(self, k: int, n_accepted: int, seconds: float | None) -> None: ...
+
+
+Make = Callable[..., Chooser]  # as Depth: of the greatest depth and known times
+
+
+@dataclass(frozen=True)
+class Text:
+    """Draft i at token n is accepted at rate ``first * 0.95**i``, and ``second`` replaces ``first`` half way."""
+
+    first: float
+    second: float | None = None
+    n_tokens: int = LONG
+
+    def rates(self) -> tuple[list[float], list[float]]:
+        second = self.first if self.second is None else self.second
+        return [self.first * 0.95**i for i in range(MOST)], [second * 0.95**i for i in range(MOST)]
+
+    def __str__(self) -> str:
+        rates = f"{self.first}" if self.second is None else f"{self.first} then {self.second}"
+        return f"{rates}, {self.n_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """
+    A machine whose first ``n_slow`` steps take ``factor`` times as long, which pauses at step ``pause``, and whose host reads
+    the clock half a plain step late at every step that ``late`` divides, so that the next one seems as much shorter.
+    """
+
+    n_slow: int = 0
+    factor: float = 1.0
+    pause: int | None = None
+    late: int | None = None
+
+    def seconds(self, step: int, t: float) -> float:
+        if step == self.pause:
+            return t + 9
+        if self.late is not None and step % self.late < 2:
+            return t + 0.5 if step % self.late == 0 else t - 0.5
+        return self.factor * t if step < self.n_slow else t
+
+    def __str__(self) -> str:
+        if self.late is not None:
+            return f"clock late at every step {self.late}"
+        return f"pause at step {self.pause}" if self.n_slow == 0 else f"{self.n_slow} steps {self.factor} times as slow"
+
+
+CALM = Disturbance()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A machine, a text, what ``Depth`` knows beforehand, and its least speed to plain and to the best fixed depth."""
+
+    group: str
+    cost: Cost
+    text: Text
+    to_plain: float
+    to_best: float = 0.0
+    growth: float = 0.0  # of a step, in plain steps, for each token of context
+    disturbance: Disturbance = CALM
+    known: tuple[tuple[int, float], ...] = ()  # times of before, by depth
+    before: tuple[Cost, Text] | None = None  # the machine and the text before this one
+
+    def __str__(self) -> str:
+        more = [f"growth {self.growth}"] if self.growth else []
+        more += [str(self.disturbance)] if self.disturbance != CALM else []
+        more += [f"known {self.known}"] if self.known else []
+        more += [f"after {self.before[0]} {self.before[1]}"] if self.before else []
+        return ", ".join([str(self.cost), str(self.text), *more])
+
+
+def never_slower() -> Iterator[Case]:
+    for cost, a in itertools.product(COSTS, (0.0, 0.5, 0.8, 0.95)):
+        yield Case("never slower", cost, Text(a), 0.98, 0.95)
+        yield Case("never slower, short", cost, Text(a, n_tokens=SHORT), 0.97, 0.9)  # mostly beginning
+
+
+def expensive_first_draft() -> Iterator[Case]:
+    """As where a pass over two tokens costs 1.7 times one, and over five not much more."""
+    for first, a in itertools.product((0.7, 0.85, 1.1), (0.0, 0.5, 0.8, 0.95)):
+        yield Case("expensive first draft", (first, 0.1), Text(a), 0.98, 0.93)
+
+
+def changing_text() -> Iterator[Case]:
+    for cost, (a, b) in itertools.product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5))):
+        yield Case("changing text", cost, Text(a, b), 0.98, 0.95)
+
+
+def growing_context() -> Iterator[Case]:
+    """At the end a step takes two and a half times as long."""
+    for cost in COSTS:
+        yield Case("growing context", cost, Text(0.8), 0.98, 0.95, growth=0.001)
+
+
+def known_times() -> Iterator[Case]:
+    """Of this machine when it was slower or faster."""
+    for cost, speed, a in itertools.product(COSTS, (0.6, 1.8), (0.0, 0.8)):
+        known = tuple((k, speed * seconds(cost, k)) for k in range(5))
+        yield Case("known times", cost, Text(a), 0.98, 0.95, known=known)
+
+
+def known_times_of_another_machine() -> Iterator[Case]:
+    for of, cost, a in itertools.product((COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1]), (0.5, 0.95)):
+        known = tuple((k, seconds(of, k)) for k in (0, 1, 4))
+        yield Case("known times of another machine", cost, Text(a), 0.96, 0.85, known=known)
+
+
+def next_text() -> Iterator[Case]:
+    for cost, (a, b) in itertools.product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95))):
+        yield Case("next text", cost, Text(b, n_tokens=SHORT), 0.97, 0.92, before=(cost, Text(a, n_tokens=SHORT)))
+
+
+def after_another_machine() -> Iterator[Case]:
+    for n_tokens, of, cost, a in itertools.product(
+        (6, 500), (COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1]), (0.0, 0.95)
+    ):
+        yield Case("after another machine", cost, Text(a), 0.97, 0.93, before=(of, Text(0.9, n_tokens=n_tokens)))
+
+
+def pause_at_first() -> Iterator[Case]:
+    for step, cost in itertools.product(range(4), COSTS[2:]):
+        yield Case("pause at first", cost, Text(0.5), 0.98, disturbance=Disturbance(pause=step))
+
+
+def slow_at_first() -> Iterator[Case]:
+    for (n, factor), cost, a in itertools.product(((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)), COSTS, (0.0, 0.5, 0.95)):
+        yield Case("slow at first", cost, Text(a), 0.94, disturbance=Disturbance(n, factor))
+
+
+def late_clock() -> Iterator[Case]:
+    for late, cost, a in itertools.product((7, 20), COSTS, (0.0, 0.5, 0.95)):
+        yield Case("late clock", cost, Text(a), 0.96, disturbance=Disturbance(late=late))
+
+
+GROUPS = (
+    never_slower,
+    expensive_first_draft,
+    changing_text,
+    growing_context,
+    known_times,
+    known_times_of_another_machine,
+    next_text,
+    after_another_machine,
+    pause_at_first,
+    slow_at_first,
+    late_clock,
+)
+
+
+def cases() -> list[Case]:
+    return [case for group in GROUPS for case in group()]
+
+
+def seconds(cost: Cost, k: int) -> float:
+    """Of a step with k drafts; a plain step takes 1."""
+    return 1.0 + (cost[0] + cost[1] * (k - 1) if k else 0.0)
+
+
+def ratio(case: Case, seeds: Sequence[int], make: Make) -> tuple[float, float]:
+    """Auto's speed to plain decoding's and to the best fixed depth's."""
+    auto = sum(auto_seconds(case, seed, make) for seed in seeds)
+    fixed = [sum(fixed_seconds(case, seed, k) for seed in seeds) for k in range(MOST + 1)]
+    return fixed[0] / auto, min(fixed) / auto
+
+
+def auto_seconds(case: Case, seed: int, make: Make) -> float:
+    depth = make(MOST, dict(case.known)) if case.known else make(MOST)
+    if case.before is not None:
+        cost, text = case.before
+        decode(Case("before", cost, text, 0), seed + 1000, depth)
+    depth.begin()
+    return decode(case, seed, depth)
+
+
+def decode(case: Case, seed: int, depth: Chooser) -> float:
+    """Seconds for the text's tokens, at the depths chosen."""
+    right, noise = draws(seed)
+    n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
+    half, rates = n_tokens / 2, case.text.rates()
+    costs = [seconds(case.cost, k) for k in range(MOST + 1)]
+    total, n, before, k = 0.0, 0, 0, depth.next()
+    for step in itertools.count():
+        t = costs[k] + growth * n
+        seen, accepted = disturbed(step, t * noise[step]), n_accepted(rates[n >= half], right, n, k)
+        total += disturbed(step, t)
+        # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
+        if k > 0:
+            depth.observe(k, accepted, seen if before > 0 else None)
+            after = depth.next()
+        else:
+            after = depth.next()
+            depth.observe(k, accepted, seen if before == after == 0 else None)
+        before, k = k, after
+        n += accepted + 1
+        if n >= n_tokens:
+            return total * n_tokens / n
+    raise AssertionError
+
+
+def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -> int:
+    for i in range(k):
+        if right[n + i] >= rates[i]:
+            return i
+    return k
+
+
+@cache
+def draws(seed: int) -> tuple[list[float], list[float]]:
+    """What decides whether a draft is right, by position in the text, and how much longer a step seems to take, by step."""
+    n, rng = LONG + MOST + 1, random.Random(seed)
+    right = [rng.random() for _ in range(n)]
+    return right, [rng.lognormvariate(0, NOISE) * (5 if rng.random() < 0.01 else 1) for _ in range(n)]
+
+
+def fixed_seconds(case: Case, seed: int, k: int) -> float:
+    """At depth k for the whole text."""
+    if case.disturbance != CALM:
+        # Only plain decoding is compared with.
+        return sum(case.disturbance.seconds(i, 1.0) for i in range(case.text.n_tokens)) if k == 0 else float("inf")
+    n_steps, positions, n = fixed_steps(case.text, seed, k)
+    return (n_steps * seconds(case.cost, k) + case.growth * positions) * case.text.n_tokens / n
+
+
+@cache
+def fixed_steps(text: Text, seed: int, k: int) -> tuple[int, int, int]:
+    """The number of steps, the sum of the positions at which they began, and the number of tokens."""
+    right, _ = draws(seed)
+    rates, half = text.rates(), text.n_tokens / 2
+    n = n_steps = positions = 0
+    while n < text.n_tokens:
+        n_steps, positions = n_steps + 1, positions + n
+        n += n_accepted(rates[n >= half], right, n, k) + 1
+    return n_steps, positions, n
