@@ -458,8 +458,10 @@ def test_memory_stays_flat():
 
 def test_auto_shares_one_depth_between_generations(monkeypatch):
     class Watched(Depth):
-        AGREES = float("inf")  # however unsteady the machine: no time is forgotten
         n_texts = 0
+
+        def _confirm(self, k, seconds):
+            """Never forget a time, however unsteady the machine."""
 
         def begin(self):
             self.n_texts += 1
@@ -474,7 +476,7 @@ def test_auto_shares_one_depth_between_generations(monkeypatch):
         assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens="auto") == truth[:40]
         assert depth.n_texts == n_texts
         assert depth.times.n_drafting > 2
-    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=Depth(8))  # of one's own
+    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=Depth(8))
     assert depth.n_texts == 3
 
 
