@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
 from mlx_mtp import generate, make_sampler, mtp_generate_step
-from mlx_mtp.checkpoint.load import DEMO, cheapen_drafts
+from mlx_mtp.checkpoint.drafting import cheapen_drafts
+from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.models.draft_lm_head import BITS, DraftLMHead

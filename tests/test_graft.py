@@ -240,7 +240,7 @@ def rewrite(folder, change):
         (spoil_type, r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
         (quantize_head, "is quantized: graft that of the original"),
         (lambda donor: (donor / "config.json").unlink(), "has no config.json"),
-        (lambda donor: (donor / "model.safetensors").write_bytes(b"12345678"), "cut short or damaged"),
+        (lambda donor: (donor / "model.safetensors").write_bytes(b"12345678"), "truncated or damaged"),
         (lambda donor: (donor / "model.safetensors").unlink(), "No safetensors"),
     ],
 )

@@ -11,7 +11,7 @@ from mlx_lm.utils import quantize_model
 from published import ARCHITECTURES, model_of
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import is_head
+from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.convert.conversion import _compose
 from mlx_mtp.convert.recipe import read_recipe, recipe_flags
