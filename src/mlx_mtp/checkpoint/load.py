@@ -87,9 +87,7 @@ def load(
     path, head = _find_head(path, path_or_hf_repo, revision, config, mtp)
     model, config = _load_with_head(path, path_or_hf_repo, config, head, model_config, lazy, trust_remote_code)
     _warn_of_few_bits(model, path_or_hf_repo, mtp)
-    if adapter_path is not None:
-        model = load_adapters(model, adapter_path)
-        model.eval()
+    model = model if adapter_path is None else load_adapters(model, adapter_path).eval()
     tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
     if all(x is None for x in drafting):
         folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
