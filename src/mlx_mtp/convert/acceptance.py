@@ -9,7 +9,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.load import load
 from ..decoding.loop import mtp_generate_step
 from ..decoding.pace import DraftCounts
-from ..models.protocol import MTPModel
 from ..prompts import PYTHON
 from .output import dtype_name
 
@@ -20,7 +19,7 @@ CHECK_TOKENS = 32  # after each prompt, to tell the model's head from another
 COST_TOKENS = 128  # after each prompt, to measure what quantization costs
 
 
-def measure_acceptance(model: MTPModel, tokenizer: TokenizerWrapper, max_tokens: int) -> float:
+def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens: int) -> float:
     """The acceptance rate of greedy decoding with one draft a step, over the tokens after each built-in prompt."""
     counts = DraftCounts()
     for prompt in PYTHON:
