@@ -252,9 +252,9 @@ def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(acceptance, "PYTHON", acceptance.PYTHON[1:2])
     convert(str(DATA / "dense"), str(tmp_path / "out"), mtp_bits=2, mtp_group_size=32)
     printed = capsys.readouterr().out
-    few, whole = (measure_acceptance(*mlx_mtp.load(str(p)), 12) for p in (tmp_path / "out", DATA / "dense"))
-    assert few != whole
-    assert f"Drafts accepted: {few:.0%} with the head at 2 bits, {whole:.0%} with it in bfloat16" in printed
+    few, full = (measure_acceptance(*mlx_mtp.load(str(p)), 12) for p in (tmp_path / "out", DATA / "dense"))
+    assert few != full
+    assert f"Drafts accepted: {few:.0%} with the head at 2 bits, {full:.0%} with it in bfloat16" in printed
 
 
 # The command line

@@ -123,7 +123,7 @@ def test_retries_a_broken_range_request(hub):
 
 
 def test_names_a_server_without_range_requests(hub, monkeypatch):
-    hub.publish("org/whole", DATA / "moe35")
+    hub.publish("org/no-ranges", DATA / "moe35")
     monkeypatch.setattr(hub, "gives_parts", False)
     with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
-        CheckpointReader("org/whole").read("model-00001-of-00002.safetensors", 0, 8)
+        CheckpointReader("org/no-ranges").read("model-00001-of-00002.safetensors", 0, 8)

@@ -33,7 +33,7 @@ from .head_formats import head_file_of, is_raw_head_file
 from .hub import check_path, commit_of, fetch, hub_errors
 from .tensors import INDEX_FILE, WEIGHTS, tensor_names, weight_map_of
 
-CHUNK_BYTES = 16 << 20  # of one range request, which is repeated as a whole when it fails
+CHUNK_BYTES = 16 << 20  # per range request, which is repeated if it fails
 
 
 class CheckpointReader:
