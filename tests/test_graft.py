@@ -78,6 +78,13 @@ def test_graft_equals_a_conversion_with_the_head(pair, tmp_path):
     assert_same_tensors(tmp_path / "again", full)
 
 
+def test_replaces_a_separate_head(bare, tmp_path):
+    graft(DATA / "dense", bare, tmp_path / "once", dtype="float16", skip_check=True)
+    graft(DATA / "dense", tmp_path / "once", tmp_path / "twice", skip_check=True)
+    mlx_mtp.load(str(tmp_path / "twice"))
+    assert {w.dtype for w in split_head(tensors(tmp_path / "twice"))[1].values()} == {mx.bfloat16}
+
+
 def test_downloads_only_the_heads_bytes(pair, tmp_path, hub):
     source, full, bare = pair
     commit = hub.publish(f"org/{source.name}", source)

@@ -1,9 +1,5 @@
 """The hub: what is downloaded, and the errors where something cannot be. The tests run a stand-in on this machine."""
 
-import os
-import subprocess
-import sys
-
 import huggingface_hub
 import pytest
 from helpers import DATA
@@ -12,13 +8,6 @@ from hub_stand_in import HEADER_BYTES, TOKEN
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader
-
-
-def run(*args, **env):
-    """Run a command: (exit status, stdout, stderr)."""
-    command = [sys.executable, "-m", *args]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_loads_a_repository_like_its_folder(hub):
@@ -91,13 +80,14 @@ def test_missing_repository_is_one_line(mtp, hub, monkeypatch):
         assert "\n" not in str(e.value)
 
 
-def test_unreachable_hub_is_one_line():
-    status, _, err = run("mlx_mtp.convert", "--hf-path", "org/model", HF_ENDPOINT="http://127.0.0.1:9")
-    assert status == 2
-    assert err.splitlines()[-1].startswith(
-        "mlx_mtp.convert: error: org/model is not a folder, and it could not be downloaded: "
-    )
-    assert "Traceback" not in err
+def test_unreachable_hub_is_one_line(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for read in (lambda: fetch("org/model", None), lambda: CheckpointReader("org/model")):
+        with pytest.raises(
+            FileNotFoundError, match=r"^org/model is not a folder, and it could not be downloaded: "
+        ) as e:
+            read()
+        assert "\n" not in str(e.value)
 
 
 def test_reads_single_tensors(hub):

@@ -63,8 +63,8 @@ def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     assert model.draft_ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
-    tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=50)]
-    assert tokens == plain(prompt, untuned, max_tokens=50)
+    tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]
+    assert tokens == plain(prompt, untuned, max_tokens=16)
 
 
 def test_depth_follows_settings_unless_given(tuned_demo):
@@ -76,7 +76,7 @@ def test_depth_follows_settings_unless_given(tuned_demo):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
         for asked, drafted in ((None, k), (2, 2)):
-            *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens=asked)
+            *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
         *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
         assert last.drafted[0] >= 2  # the argument overrides
@@ -87,7 +87,7 @@ def test_draft_p_min_follows_settings_unless_given(tuned_demo):
     tuned_demo(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(str(DEMO))
     for given, drafts in ((None, False), (0.0, True)):
-        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, draft_p_min=given)
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, draft_p_min=given)
         assert (last.drafted != ()) == drafts
 
 
