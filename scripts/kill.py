@@ -1,4 +1,4 @@
-"""Kill conversions at random moments: the target is absent or whole.
+"""Kill conversions at random moments: the target is absent or complete.
 
 python scripts/kill.py [--moments 20] [--model PATH]
 """
@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 
 
-def start_conversion(source: Path, target: Path) -> subprocess.Popen:
+def start_conversion(source: Path, target: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mlx_mtp.convert", "--hf-path", str(source), "--mlx-path", str(target), "-q"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -43,9 +43,9 @@ def main() -> None:
             outcome = "absent"
             if target.exists():
                 mlx_mtp.load(str(target))  # reads every tensor
-                outcome = "whole"
+                outcome = "complete"
             parts = len(list(Path(folder).glob(f".{target.name}.*")))
-            print(f"{how.name} after {moment:.2f} s: {outcome}" + (", begun" if parts else ""))
+            print(f"{how.name} after {moment:.2f} s: {outcome}" + (", a temporary folder is left" if parts else ""))
 
 
 if __name__ == "__main__":

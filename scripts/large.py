@@ -1,24 +1,20 @@
-"""Write a synthetic checkpoint of 6 GB in 6 shards, in the raw layout, to see what memory its conversion takes:
+"""Write a synthetic checkpoint of 6 GB in 6 shards, in the raw layout, to measure the memory that its conversion takes:
 
 python scripts/large.py FOLDER
 /usr/bin/time -v mlx_mtp.convert --hf-path FOLDER --mlx-path OUT -q
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import json
 import shutil
 import sys
 from pathlib import Path
 
 import mlx.core as mx
-from helpers import DATA, tiny_config
 from mlx.utils import tree_flatten
 
 from mlx_mtp.models import qwen3_5
 
+DATA = Path(__file__).parents[1] / "tests" / "data"
 N_SHARDS = 6
 SIZES = {
     "vocab_size": 4096,
@@ -36,33 +32,41 @@ SIZES = {
 }
 
 
+def config() -> dict:
+    """The dense test checkpoint's, with these sizes."""
+    source = json.loads((DATA / "dense" / "config.json").read_text())
+    source["text_config"].update(SIZES, dtype="bfloat16", tie_word_embeddings=False)
+    source["text_config"].pop("layer_types", None)
+    return source
+
+
+def shard_of(name: str) -> int:
+    """The backbone's layers in order; the rest, with the head, in the last shard."""
+    _, _, after = name.partition("model.layers.")
+    return int(after.split(".")[0]) * N_SHARDS // SIZES["num_hidden_layers"] if after else N_SHARDS - 1
+
+
+def raw(name: str, shape: tuple[int, ...]) -> tuple[str, mx.array]:
+    """A tensor under its name and in its shape of the Hugging Face layout."""
+    name = name.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
+    if name.endswith("conv1d.weight"):
+        shape = (shape[0], 1, shape[1])
+    return name, (0.02 * mx.random.normal(shape)).astype(mx.bfloat16)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True)
-    config = tiny_config("qwen3_5", dtype="bfloat16", **SIZES)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DATA / "dense" / name, folder)
-    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
-    shapes = {name: p.shape for name, p in tree_flatten(model.parameters())}
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config()))
     shards = [{} for _ in range(N_SHARDS)]
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        i = (
-            int(parts[3]) * N_SHARDS // SIZES["num_hidden_layers"]
-            if parts[2] == "layers" and "mtp" not in parts
-            else -1
-        )
-        shards[i][name] = shape
+    for name, p in tree_flatten(model.parameters()):
+        shards[shard_of(name)][name] = p.shape
     weight_map = {}
-    for i, shard in enumerate(shards, 1):
+    for i, shapes in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{N_SHARDS:05d}.safetensors"
-        weights = {}
-        for name, (*rows, n) in shard.items():
-            raw = name.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
-            if name.endswith("conv1d.weight"):
-                rows, n = [rows[0], 1], rows[1]
-            weights[raw] = (0.02 * mx.random.normal([*rows, n])).astype(mx.bfloat16)
-            mx.eval(weights[raw])
+        weights = dict(raw(name, shape) for name, shape in shapes.items())
         mx.save_safetensors(str(folder / file), weights, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(weights, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -1,4 +1,4 @@
-"""Checkpoints in folders, whole and spoilt, for the tests."""
+"""Checkpoints in folders, good and bad, for the tests."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import mlx.core as mx
 from helpers import DATA
 
-from mlx_mtp.checkpoint.load import SUPPORTED
+from mlx_mtp.models import MODEL_TYPES
 
 
 def write(folder, config, weights):
@@ -59,7 +59,7 @@ def own_embeddings(folder):
     configure(folder, text_config={**text, "mtp_use_dedicated_embeddings": True})
 
 
-def size_that_is_none(folder):
+def size_not_a_number(folder):
     text = json.loads((folder / "config.json").read_text())["text_config"]
     configure(folder, text_config={**text, "hidden_size": "192"})
 
@@ -89,17 +89,18 @@ def index_of(text):
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
+# What makes a checkpoint bad, the error and its message, and whether plain mlx-lm loads it all the same
 BAD = [
     (no_head, ValueError, r"config of .*model claims .* `mlx_mtp\.convert .*, or generate without --mtp", True),
     (no_head_no_claim, ValueError, r"model has no MTP head: .*convert.*, or generate without --mtp", True),
     (part_of_a_head, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
     (wrong_shape, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
     (own_embeddings, ValueError, "embeddings of its own", True),
-    (cut_short, ValueError, "cut short or damaged", False),
-    (damaged_header, ValueError, "cut short or damaged", False),
+    (cut_short, ValueError, "truncated or damaged", False),
+    (damaged_header, ValueError, "truncated or damaged", False),
     (missing_shard, FileNotFoundError, "model-00002-of-00002.safetensors, which its index names", True),
     (missing_tensor, ValueError, "lacks the tensor a.weight", True),
-    (lambda folder: configure(folder, model_type="llama"), ValueError, ", ".join(SUPPORTED), False),
+    (lambda folder: configure(folder, model_type="llama"), ValueError, ", ".join(MODEL_TYPES), False),
     (lambda folder: configure(folder, model_type="qwen4_exp"), ValueError, "qwen4_exp .*Flash-Next", False),
     (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "no config.json", False),
     (lambda folder: (folder / "config.json").write_text("{"), ValueError, "is not JSON", False),
@@ -108,7 +109,7 @@ BAD = [
     (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "No safetensors", False),
     (lambda folder: (folder / "config.json").write_text("{}"), ValueError, "Model type None is not supported", False),
     (lambda folder: configure(folder, text_config=None), ValueError, "text_config of .* is not an object", False),
-    (size_that_is_none, ValueError, r"model could not be loaded \(TypeError.*is its config\.json", False),
+    (size_not_a_number, ValueError, r"model could not be loaded \(TypeError.*is its config\.json", False),
     (index_of("{"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("[]"), ValueError, r"model\.safetensors\.index\.json", True),
     (index_of("{}"), ValueError, r"model\.safetensors\.index\.json", True),
@@ -117,6 +118,6 @@ BAD = [
 BAD_IDS = [
     "no head", "no head, no claim", "part of a head", "wrong shape", "own embeddings", "cut short", "damaged header",
     "missing shard", "missing tensor", "llama", "qwen4_exp", "no config", "config cut short", "config a list",
-    "config not text", "no weights", "config empty", "no text config", "a size that is none",
+    "config not text", "no weights", "config empty", "no text config", "size not a number",
     "index cut short", "index a list", "index without weight_map", "index of no files",
 ]  # fmt: skip

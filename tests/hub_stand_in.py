@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: what huggingface_hub asks of it, on a port of this machine, with every byte counted."""
+"""A stand-in for the Hugging Face hub: serves what huggingface_hub requests on a local port, and counts every byte."""
 
 import hashlib
 import json
@@ -11,22 +11,23 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_a_reader"
+HEADER_BYTES = 100_001  # that huggingface_hub requests of a file to parse its header
 
 
 @dataclass
 class Repository:
     folders: dict[str, Path]  # by commit
-    refs: dict[str, str]  # branches and tags: their commits
+    refs: dict[str, str]  # the commit of each branch and tag
     gated: bool = False
 
 
 @dataclass
 class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
-    served: Counter = field(default_factory=Counter)  # bytes of bodies, by the name of the file
+    served: Counter = field(default_factory=Counter)  # bytes of bodies, by file name
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
     gives_parts: bool = True
-    break_after: int | None = None  # cut the next answer with a file after so many bytes
+    break_after: int | None = None  # truncate the next file response after this many bytes
 
     def __post_init__(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -35,7 +36,7 @@ class Hub:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def publish(self, name: str, folder: Path, revision: str = "main", gated: bool = False) -> str:
-        """Put a folder there; returns its commit."""
+        """Publish a folder; returns its commit."""
         commit = hashlib.sha1(f"{name} {revision} {folder}".encode()).hexdigest()
         repository = self.repositories.setdefault(name, Repository({}, {}))
         repository.folders[commit], repository.refs[revision], repository.gated = folder, commit, gated
@@ -45,9 +46,9 @@ class Hub:
     def clear(self) -> None:
         self.repositories.clear()
         self.break_after = None
-        self.count_anew()
+        self.reset_counts()
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         self.served.clear()
         self.requests.clear()
 
@@ -98,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def fail(self, status, code, commit=None):
         self.send_response(status)
         self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", f"{code} (the stand-in)")
+        self.send_header("X-Error-Message", f"{code} (stand-in)")
         if commit:
             self.send_header("X-Repo-Commit", commit)
         self.send_header("Content-Length", "0")

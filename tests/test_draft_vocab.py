@@ -1,4 +1,4 @@
-"""Cheaper drafts: their output layer is the model's at the rows of the draft vocabulary, and verification is untouched."""
+"""Cheaper drafts: their output layer has the model's rows for the draft vocabulary, and verification is unchanged."""
 
 import json
 import shutil
@@ -16,13 +16,16 @@ from mlx_lm.tuner.lora import LoRALinear
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
-from mlx_mtp import generate, make_sampler, mtp_generate_step
-from mlx_mtp.checkpoint.load import DEMO, cheapen_drafts
+from mlx_mtp import make_sampler, mtp_generate_step
+from mlx_mtp.checkpoint.drafting import cheapen_drafts
+from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
+from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.models.draft_lm_head import BITS, DraftLMHead
 
-CHECKPOINTS = ["demo", "dense", "moe35", "moe36", "next"]  # the first two tie their embeddings
+CHECKPOINTS = ["demo", "dense", "moe35", "moe36", "next"]
+LAYERS = ["dense", "next"]  # with tied embeddings, and without
 FORMATS = {
     "bfloat16": None,
     "float32": None,
@@ -57,9 +60,9 @@ def hidden_states(model, n_tokens, seed=0):
 # The layer
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_logits_of_drafts_are_those_of_the_model_at_their_rows(name, form):
+def test_draft_logits_are_the_models_rows(name, form):
     model, tokenizer = load(name)
     if "float32" in form:
         model.set_dtype(mx.float32)
@@ -76,9 +79,9 @@ def test_logits_of_drafts_are_those_of_the_model_at_their_rows(name, form):
         assert arrays_equal(logits, model.logits(hidden)[..., model.draft_ids])
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_tokens_of_the_text_join_the_draft_vocabulary(name, form):
+def test_adds_the_tokens_of_the_text(name, form):
     model, _ = load(name)
     if "float32" in form:
         model.set_dtype(mx.float32)
@@ -97,7 +100,7 @@ def test_tokens_of_the_text_join_the_draft_vocabulary(name, form):
     assert whole.with_tokens([300]) is whole
 
 
-def test_tokens_of_the_text_join_with_the_bits_of_the_drafts():
+def test_quantizes_the_added_tokens():
     model, _ = load("dense")
     hidden = hidden_states(model, 2)
     one_by_one = DraftLMHead(model.output_layer, [0, 5, 9], 4).with_tokens([300]).with_tokens([12])
@@ -108,7 +111,7 @@ def test_tokens_of_the_text_join_with_the_bits_of_the_drafts():
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_without_a_draft_vocabulary_drafts_have_the_models_own_logits(name):
+def test_default_draft_logits_are_the_models(name):
     model, _ = load(name)
     hidden = hidden_states(model, 3)
     assert model.draft_ids is None
@@ -116,7 +119,7 @@ def test_without_a_draft_vocabulary_drafts_have_the_models_own_logits(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_quantized_copy_of_the_output_layer_is_the_drafts_alone(name):
+def test_draft_head_bits_quantizes_a_copy(name):
     model, tokenizer = load(name)
     model.set_dtype(mx.float32)
     weight = model.output_layer.weight
@@ -133,7 +136,7 @@ def test_a_quantized_copy_of_the_output_layer_is_the_drafts_alone(name):
     assert model.output_layer.weight is weight
 
 
-def test_fewer_bits_of_a_quantized_output_layer():
+def test_requantizes_a_quantized_output_layer():
     model, tokenizer = load("dense")
     model.set_dtype(mx.float32)
     layer = model.output_layer.to_quantized(group_size=64, bits=8)
@@ -145,11 +148,11 @@ def test_fewer_bits_of_a_quantized_output_layer():
     assert mx.allclose(model.draft_logits(hidden), hidden @ back.T, atol=1e-4)
     for bits in (8, 6):
         set_output_layer(model, model.drafting.lm_head.layers[0] if bits == 6 else layer)
-        with pytest.raises(ValueError, match=f"lm_head has {8 if bits == 8 else 4} bits: leave out draft_head_bits"):
+        with pytest.raises(ValueError, match=f"draft_head_bits must be less than the {8 if bits == 8 else 4} bits"):
             cheapen_drafts(model, tokenizer, DEMO, None, None, bits)
 
 
-def test_an_adapter_on_the_output_layer_is_in_the_drafts():
+def test_includes_an_adapter_of_the_output_layer():
     model, _ = load("next")
     model.set_dtype(mx.float32)
     adapted = LoRALinear.from_base(model.lm_head)
@@ -160,11 +163,11 @@ def test_an_adapter_on_the_output_layer_is_in_the_drafts():
     assert not mx.allclose(head(hidden), model.lm_head(hidden)[..., rows], rtol=1e-2, atol=1e-2)
 
 
-# The head
+# The MTP head
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_heads_layer_is_quantized_but_not_fc_nor_a_router(name):
+def test_mtp_bits_spares_fc_and_routers(name):
     model, tokenizer = load(name)
     before = dict(tree_flatten(model.parameters()))
     cheapen_drafts(model, tokenizer, DEMO, None, 4, None)
@@ -185,7 +188,7 @@ def test_the_heads_layer_is_quantized_but_not_fc_nor_a_router(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_head_of_8_bits_computes_nearly_the_same(name):
+def test_8_bit_head_is_nearly_the_same(name):
     model, tokenizer = load(name)
     model.set_dtype(mx.float32)
     hidden, tokens = hidden_states(model, 6), mx.arange(6)[None]
@@ -197,7 +200,7 @@ def test_a_head_of_8_bits_computes_nearly_the_same(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_verification_is_untouched(name):
+def test_verification_is_unchanged(name):
     model, tokenizer = load(name)
     model.set_dtype(mx.float32)
     prompt = mx.array([[5, 40, 3, 300, 12, 7, 9]])
@@ -208,7 +211,7 @@ def test_verification_is_untouched(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_what_the_drafts_have_of_their_own_is_no_parameter_of_the_model(name):
+def test_draft_lm_head_is_not_a_parameter(name):
     model, _ = load(name, draft_vocab=64, draft_head_bits=4)
     plain, _ = load(name)
     assert arrays_equal(model.parameters(), plain.parameters())
@@ -216,7 +219,7 @@ def test_what_the_drafts_have_of_their_own_is_no_parameter_of_the_model(name):
     assert names[0] == names[1]
 
 
-def test_a_loaded_model_of_a_checkpoint_is_as_one_made_so():
+def test_load_applies_its_arguments():
     model, _ = load("dense", draft_vocab=64, mtp_bits=4, draft_head_bits=8)
     hidden = hidden_states(model, 2)
     assert model.draft_logits(hidden).shape == (1, 2, 64)
@@ -229,7 +232,7 @@ def test_a_loaded_model_of_a_checkpoint_is_as_one_made_so():
 ALWAYS = {0, 1, 2, 7, 4000, 4001, 4095}
 
 
-def test_the_first_ids_with_special_and_stop_tokens(tmp_path):
+def test_first_ids_include_special_and_stop_tokens(tmp_path):
     folder = with_added_tokens(tmp_path / "model")
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=100)
     assert {7, 4001} <= set(tokenizer.eos_token_ids)
@@ -240,11 +243,11 @@ def test_the_first_ids_with_special_and_stop_tokens(tmp_path):
         model, _ = mlx_mtp.load(str(folder), draft_vocab=size)
         assert model.draft_ids.size == size
         assert set(model.draft_ids.tolist()) >= ALWAYS
-    with pytest.raises(ValueError, match="its 7 special and stop tokens are always in"):
+    with pytest.raises(ValueError, match="its 7 special and stop tokens are always included"):
         mlx_mtp.load(str(folder), draft_vocab=len(ALWAYS) - 1)
 
 
-def test_ids_of_ones_own_with_special_and_stop_tokens(tmp_path):
+def test_given_ids_include_special_and_stop_tokens(tmp_path):
     folder = str(with_added_tokens(tmp_path / "model"))
     for ids in ([9, 3, 3, 50], (9, 3, 50), mx.array([9, 3, 50]), np.array([50, 9, 3])):
         model, _ = mlx_mtp.load(folder, draft_vocab=ids)
@@ -252,7 +255,7 @@ def test_ids_of_ones_own_with_special_and_stop_tokens(tmp_path):
 
 
 def with_added_tokens(folder):
-    """The dense checkpoint, which has special tokens 0, 1, 2, with two more added, one of them special, and two stop tokens."""
+    """The dense checkpoint (special tokens 0, 1, 2) with two added tokens, one of them special, and two stop tokens."""
     shutil.copytree(DATA / "dense", folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -265,7 +268,7 @@ def with_added_tokens(folder):
     return folder
 
 
-def test_the_list_beside_a_checkpoint_is_picked_up_unless_told_otherwise(tmp_path):
+def test_finds_the_list_beside_the_checkpoint(tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     (folder / LIST_FILE).write_text(json.dumps({"vocab_size": 4096, "ids": [5, 9]}))
     other = tmp_path / "other.json"
@@ -301,12 +304,12 @@ def word_model(folder):
     return folder
 
 
-def test_a_corpus_is_ranked_as_counted_by_hand(tmp_path, capsys):
+def test_ranks_a_corpus_by_frequency(tmp_path, capsys):
     folder = word_model(tmp_path / "model")
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("g g g c\nc h h b\n")
     two.write_text("g h\nc b c")
-    # g 4, c 4, h 3, b 2: of g and c the first in the vocabulary comes first, and so do those that are never there.
+    # g 4, c 4, h 3, b 2, the others 0: ties are in the order of the vocabulary.
     _, tokenizer = mlx_lm.load(str(folder), lazy=True)
     counts = count_tokens(tokenizer, [one, two])
     assert counts == {7: 4, 3: 4, 8: 3, 2: 2}
@@ -321,7 +324,7 @@ def test_a_corpus_is_ranked_as_counted_by_hand(tmp_path, capsys):
         assert model.draft_ids.tolist() == ids
 
 
-def test_a_long_text_is_counted_in_pieces_that_end_with_a_line(tmp_path, monkeypatch):
+def test_counts_a_long_text_in_chunks_of_lines(tmp_path, monkeypatch):
     text = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(50))
     file = tmp_path / "text.py"
     file.write_text(text)
@@ -341,7 +344,7 @@ def test_a_long_text_is_counted_in_pieces_that_end_with_a_line(tmp_path, monkeyp
         assert len(pieces) == pytest.approx(2 * n_pieces, abs=6)
 
 
-def test_the_command_runs_without_a_warning_and_what_it_writes_is_used(tmp_path):
+def test_command_writes_the_list_that_load_uses(tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     corpus = tmp_path / "corpus.py"
     corpus.write_text("def read(path):\n    with open(path) as f:\n        return f.read()\n" * 2000)
@@ -356,14 +359,14 @@ def test_the_command_runs_without_a_warning_and_what_it_writes_is_used(tmp_path)
     )
 
 
-def test_a_list_is_replaced_atomic_directory(tmp_path, monkeypatch):
+def test_failure_keeps_the_old_list(tmp_path, monkeypatch):
     folder = word_model(tmp_path / "model")
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("a b")
     bad.write_bytes(b"a b \xff\xfe\n")
     file = draft_vocab(str(folder), [good], 2)
     before, names = file.read_bytes(), sorted(folder.iterdir())
-    with pytest.raises(ValueError, match=r"bad\.txt is not text in UTF-8"):
+    with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8 text"):
         draft_vocab(str(folder), [good, bad], 3)
 
     def full(*_):
@@ -390,7 +393,7 @@ def test_a_list_is_replaced_atomic_directory(tmp_path, monkeypatch):
         (["--model", "MODEL", "--corpus", "GOOD", "--size", "2", "--output", "no/folder/list.json"], "no/folder"),
     ],
 )
-def test_bad_input_of_the_command_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
     word_model(tmp_path / "model")
     (tmp_path / "good.txt").write_text("a b")
     (tmp_path / "empty").write_text("")
@@ -424,14 +427,14 @@ LOAD_ERRORS = [
     ),
     ({"mtp_bits": 7}, "mtp_bits is 7; MLX quantizes to 2, 3, 4, 5, 6, 8 bits"),
     ({"draft_head_bits": 16}, "draft_head_bits is 16; MLX quantizes to"),
-    ({"mtp": False, "draft_vocab": 64}, "are of the MTP head"),
-    ({"mtp": False, "mtp_bits": 4}, "are of the MTP head"),
-    ({"mtp": False, "draft_head_bits": 4}, "are of the MTP head"),
+    ({"mtp": False, "draft_vocab": 64}, "require the MTP head"),
+    ({"mtp": False, "mtp_bits": 4}, "require the MTP head"),
+    ({"mtp": False, "draft_head_bits": 4}, "require the MTP head"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), LOAD_ERRORS)
-def test_bad_arguments_of_load(arguments, message):
+def test_load_rejects_bad_arguments(arguments, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         load("next", **arguments)
     assert "\n" not in str(error.value)
@@ -443,13 +446,13 @@ def test_bad_arguments_of_load(arguments, message):
         ("{", "is not a draft vocabulary: write it with"),
         ("[1]", "is not a draft vocabulary"),
         ('{"ids": [1]}', "is not a draft vocabulary"),
-        ('{"ids": [1], "vocab_size": 4096}', "is of a vocabulary of 4096 ids, and this model has 512: write it with"),
+        ('{"ids": [1], "vocab_size": 4096}', "is for a vocabulary of 4096 ids, and this model has 512: write it with"),
         ('{"ids": 1, "vocab_size": 512}', "has no list of token ids"),
         ('{"ids": [true], "vocab_size": 512}', "has no list of token ids"),
         ('{"ids": [600], "vocab_size": 512}', "has the token id 600, and this model has 512"),
     ],
 )
-def test_a_list_that_is_damaged_or_of_another_model(text, message, tmp_path):
+def test_load_rejects_a_bad_list(text, message, tmp_path):
     folder = shutil.copytree(DATA / "next", tmp_path / "model")
     (folder / LIST_FILE).write_text(text)
     with pytest.raises(ValueError, match=message) as error:
@@ -458,16 +461,16 @@ def test_a_list_that_is_damaged_or_of_another_model(text, message, tmp_path):
     mlx_mtp.load(str(folder), draft_vocab=0)
 
 
-def test_a_head_that_is_quantized_already(tmp_path):
+def test_load_rejects_mtp_bits_for_a_quantized_head(tmp_path):
     mlx_mtp.convert(str(DATA / "dense"), str(tmp_path / "model"), quantize=True, mtp_bits=4, skip_check=True)
-    with pytest.raises(ValueError, match="is quantized already: leave out mtp_bits"):
+    with pytest.raises(ValueError, match="already quantized: mtp_bits requires one in 16 bits"):
         mlx_mtp.load(str(tmp_path / "model"), mtp_bits=4)
 
 
 # The command line
 
 
-def test_the_flags_of_generate(monkeypatch, capsys):
+def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
     loaded = []
 
     def load(*args, **kwargs):
@@ -495,7 +498,7 @@ def test_the_flags_of_generate(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_loop_drafts_from_the_vocabulary_and_the_text_alone_and_says_the_same(sampled):
+def test_drafts_come_from_the_vocabulary_and_the_text(sampled):
     model, n = tiny_model("qwen3_5"), 12
     prompt = mx.array([3, 21, 4, 1, 30])
     model.drafting.lm_head = DraftLMHead(model.output_layer, list(range(n)))

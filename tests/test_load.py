@@ -1,4 +1,4 @@
-"""Loading: every layout gives the same model, and an error says what is wrong and what mends it."""
+"""Loading: every layout gives the same model, and an error says what is wrong and what fixes it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import SUPPORTED
+from mlx_mtp.models import MODEL_TYPES
 from mlx_mtp.models.mtp import EXPERT_PROJECTIONS, is_raw
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -71,7 +71,7 @@ def with_experts(weights, family, fused):
     return out
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "per expert"])
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.", "language_model.model.", "model.language_model."])
-def test_a_head_is_found_under_every_prefix(prefix, tmp_path):
+def test_finds_the_head_under_every_prefix(prefix, tmp_path):
     model = tiny_model("qwen3_5")
     backbone = {n: w for n, w in tree_flatten(model.parameters()) if "mtp." not in n}
     head = dict(tree_flatten(model.mtp.parameters()))
@@ -106,7 +106,7 @@ def test_a_head_is_found_under_every_prefix(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_a_converted_checkpoint_may_keep_the_heads_experts_apart(family, tmp_path):
+def test_loads_unstacked_experts_of_a_converted_head(family, tmp_path):
     model = tiny_model(family)
     weights = {}
     for name, w in tree_flatten(model.parameters()):
@@ -117,8 +117,8 @@ def test_a_converted_checkpoint_may_keep_the_heads_experts_apart(family, tmp_pat
     assert all(mx.array_equal(got[name], w) for name, w in tree_flatten(model.parameters()))
 
 
-def test_norms_are_never_judged_by_their_size(tmp_path):
-    """Right values of a converted checkpoint can be far from 1, of a raw one far from 0."""
+def test_norm_values_do_not_decide_the_layout(tmp_path):
+    """Correct values can be far from 1 in a converted checkpoint and far from 0 in a raw one."""
     model = tiny_model("qwen3_5")
     for value in (-0.4, 0.27, 0.49, 1.0, 3.0):
         for raw in (True, False):
@@ -129,7 +129,7 @@ def test_norms_are_never_judged_by_their_size(tmp_path):
             assert loaded.mtp.pre_fc_norm_hidden.weight[0].item() == pytest.approx(value + raw)
 
 
-def test_a_damaged_expert_list_is_named(tmp_path):
+def test_names_missing_experts(tmp_path):
     model = tiny_model("qwen3_5_moe")
     weights = published(model, "qwen3_5_moe", True, False, "model.language_model.")
     del weights["mtp.layers.0.mlp.experts.2.up_proj.weight"]
@@ -155,7 +155,7 @@ EXPERTS = "mtp.layers.0.mlp.experts"
     ],
     ids=["one expert", "odd", "flat"],
 )
-def test_experts_of_the_wrong_shape_are_named_with_both_shapes(fused, name, bad, good, tmp_path):
+def test_names_experts_of_wrong_shape(fused, name, bad, good, tmp_path):
     weights = published(tiny_model("qwen3_5_moe"), "qwen3_5_moe", True, fused, "model.language_model.")
     assert list(weights[f"{EXPERTS}.{name}"].shape) == good
     weights[f"{EXPERTS}.{name}"] = mx.zeros(bad)
@@ -164,11 +164,11 @@ def test_experts_of_the_wrong_shape_are_named_with_both_shapes(fused, name, bad,
         mlx_mtp.load(str(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights)))
 
 
-# Errors: what makes the checkpoint bad, what the message says, and whether plain mlx-lm loads it all the same
+# Errors
 
 
 @pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD, ids=BAD_IDS)
-def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
+def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path):
     folder = copied(tmp_path)
     spoil(folder)
     with pytest.raises(error, match=message):
@@ -183,8 +183,19 @@ def test_what_is_wrong_is_said(spoil, error, message, loads_without, tmp_path):
             mlx_mtp.load(str(folder), mtp=False)
 
 
+@pytest.mark.parametrize("head_file", [False, True])
+def test_rejects_a_folder_named_like_a_file(head_file, tmp_path):
+    _, folder, _, _ = converted(tmp_path, "qwen3_5")
+    name = "mtp.safetensors" if head_file else "model-2.safetensors"
+    (folder / name).mkdir()
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+    for mtp in {True, head_file}:
+        with pytest.raises(ValueError, match=f"{name} is not a safetensors file but a folder: remove or rename it"):
+            mlx_mtp.load(str(folder), mtp=mtp)
+
+
 @pytest.mark.parametrize("text", [None, "{}", "{"])
-def test_a_tokenizer_that_is_none_is_said_to_be_so(text, tmp_path):
+def test_rejects_a_bad_tokenizer(text, tmp_path):
     folder = copied(tmp_path)
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -196,7 +207,7 @@ def test_a_tokenizer_that_is_none_is_said_to_be_so(text, tmp_path):
         mlx_mtp.load(str(folder))
 
 
-def test_any_model_of_mlx_lms_loads_without_a_head(tmp_path):
+def test_loads_any_model_without_a_head(tmp_path):
     config = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32,
         "num_attention_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
@@ -208,14 +219,14 @@ def test_any_model_of_mlx_lms_loads_without_a_head(tmp_path):
     assert type(mlx_mtp.load(folder, mtp=False)[0]) is llama.Model
 
 
-def test_what_load_returns_is_mlx_lms():
+def test_returns_what_mlx_lm_returns():
     ours = mlx_mtp.load(str(DATA / "dense"), return_config=True)
     theirs = mlx_lm.load(str(DATA / "dense"), return_config=True)
     assert [type(x) for x in ours[1:]] == [type(x) for x in theirs[1:]]
     assert ours[2].items() >= theirs[2].items()
 
 
-def test_a_model_of_its_config_alone_needs_the_head_that_it_claims(tmp_path):
+def test_stock_load_model_needs_the_claimed_head(tmp_path):
     folder = copied(tmp_path)
     no_head(folder)
     from mlx_mtp.models import qwen3_5
@@ -224,11 +235,11 @@ def test_a_model_of_its_config_alone_needs_the_head_that_it_claims(tmp_path):
         load_model(folder, get_model_classes=lambda config: (qwen3_5.Model, qwen3_5.ModelArgs))
 
 
-# What others have published
+# Formats that others publish
 
 
 def split_off(folder, model, tensors, **config):
-    """A folder with a head alone, as mlx-vlm writes it."""
+    """A drafter: a folder with a head alone, as mlx-vlm writes it."""
     weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
     folder.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
@@ -240,7 +251,7 @@ def split_off(folder, model, tensors, **config):
 
 
 def converted(tmp_path, family, **changes):
-    """A converted checkpoint, the path of it, and its tensors: (model, folder, backbone, head)."""
+    """A converted checkpoint without its head, and the tensors: (model, folder, backbone, head)."""
     model = tiny_model(family, 3, **changes)
     weights = dict(tree_flatten(model.parameters()))
     head = {name: w for name, w in weights.items() if "mtp." in name}
@@ -249,7 +260,7 @@ def converted(tmp_path, family, **changes):
 
 
 def quantized(tensors, bits=4):
-    """Matrices quantized as mlx-vlm does, in groups of 32, but for the router."""
+    """Quantize as mlx-vlm does: matrices in groups of 32, except the router."""
     out = {}
     for name, w in tensors.items():
         if w.ndim < 2 or "gate.weight" in name:
@@ -267,28 +278,28 @@ def same_head(loaded, model):
     return all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in want.items())
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("raw", [False, True], ids=["converted", "raw"])
-def test_a_drafter_beside_a_model_without_a_head(family, raw, tmp_path):
+def test_loads_a_drafter(family, raw, tmp_path):
     model, folder, _, head = converted(tmp_path, family)
     drafter = split_off(tmp_path / "drafter", folder, head)
-    if raw:  # the names tell mlx-vlm, too
+    if raw:  # names tell, as in mlx-vlm
         edit(
             drafter, lambda w: [w.update({f"mtp.{n}": w[n] - 1 if w[n].ndim == 1 else w[n]}) or w.pop(n) for n in [*w]]
         )
     assert same_head(mlx_mtp.load(str(folder), mtp=str(drafter))[0], model)
 
 
-def test_a_drafter_beside_a_raw_model_stays_as_it_is(tmp_path):
+def test_drafter_beside_a_raw_model_is_not_shifted(tmp_path):
     model, folder, _, head = converted(tmp_path, "qwen3_5")
     drafter = split_off(tmp_path / "drafter", folder, head)
     write(folder, tiny_config("qwen3_5"), published(model, "qwen3_5", True, False, "model.language_model."))
     assert same_head(mlx_mtp.load(str(folder), mtp=str(drafter))[0], model)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("where", ["inside", "file", "drafter"])
-def test_a_head_of_few_bits_loads_with_a_warning_that_mends_it(family, where, tmp_path, caplog):
+def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
     model, folder, backbone, head = converted(tmp_path, family)
     small = quantized(head)
     mtp, config = True, tiny_config(family)
@@ -308,8 +319,8 @@ def test_a_head_of_few_bits_loads_with_a_warning_that_mends_it(family, where, tm
 
 
 @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors"])
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_a_head_in_a_file_of_its_own(family, name, tmp_path, hub, caplog):
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_loads_a_separate_head_file(family, name, tmp_path, hub, caplog):
     model, folder, _, head = converted(tmp_path, family)
     (folder / name).parent.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / name), head)
@@ -323,7 +334,7 @@ def test_a_head_in_a_file_of_its_own(family, name, tmp_path, hub, caplog):
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_a_head_file_may_name_its_experts_as_a_dense_layer(family, bits, tmp_path):
+def test_loads_experts_named_like_a_dense_layer(family, bits, tmp_path):
     """``mlp.up_proj.weight`` [E, I, H]."""
     model, folder, _, head = converted(tmp_path, family)
     head = {name.replace("mlp.switch_mlp.", "mlp."): w for name, w in head.items()}
@@ -335,7 +346,7 @@ def test_a_head_file_may_name_its_experts_as_a_dense_layer(family, bits, tmp_pat
     assert getattr(loaded.mtp.layers[0].mlp.switch_mlp.up_proj, "bits", None) == bits
 
 
-def test_a_head_file_beside_raw_weights_is_raw(tmp_path):
+def test_head_file_beside_raw_weights_is_raw(tmp_path):
     folder = copied(tmp_path)
     weights = dict(mx.load(str(folder / "model.safetensors")))
     mx.eval(weights)
@@ -347,7 +358,7 @@ def test_a_head_file_beside_raw_weights_is_raw(tmp_path):
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_what_the_config_records_of_the_shift_is_believed(shifted, tmp_path):
+def test_config_record_decides_the_layout(shifted, tmp_path):
     model, folder, _, head = converted(tmp_path, "qwen3_5")
     weights = {name: w if w.ndim > 1 or shifted else w - 1 for name, w in head.items()}
     mx.save_safetensors(str(folder / "mtp.safetensors"), weights, metadata={"format": "pt"})
@@ -356,7 +367,7 @@ def test_what_the_config_records_of_the_shift_is_believed(shifted, tmp_path):
 
 
 @pytest.mark.parametrize("sign", ["PyTorch", "experts"])
-def test_a_head_file_that_may_be_raw_or_not_is_refused(sign, tmp_path):
+def test_rejects_a_head_file_of_unknown_layout(sign, tmp_path):
     _, folder, _, head = converted(tmp_path, "qwen3_5_moe")
     if sign == "experts":
         head = {
@@ -364,27 +375,27 @@ def test_a_head_file_that_may_be_raw_or_not_is_refused(sign, tmp_path):
         }
     mx.save_safetensors(str(folder / "mtp.safetensors"), head, metadata={"format": "pt"} if sign == "PyTorch" else {})
     configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
-    with pytest.raises(ValueError, match=r"whether its norms are shifted cannot be told\. Graft"):
+    with pytest.raises(ValueError, match=r"whether its norms are shifted is unknown\. Graft"):
         mlx_mtp.load(str(folder))
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("../mtp.safetensors", "none of its own"),
-        ("/tmp/mtp.safetensors", "none of its own"),
-        (5, "none of its own"),
+        ("../mtp.safetensors", "not in its folder"),
+        ("/tmp/mtp.safetensors", "not in its folder"),
+        (5, "not in its folder"),
         ("gone.safetensors", "lacks gone.safetensors, which its config names"),
     ],
 )
-def test_a_head_file_that_cannot_be(extra, message, tmp_path):
+def test_rejects_a_bad_head_file_name(extra, message, tmp_path):
     _, folder, _, _ = converted(tmp_path, "qwen3_5")
     configure(folder, mlx_lm_extra_tensors={"mtp_file": extra})
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         mlx_mtp.load(str(folder))
 
 
-def test_a_drafter_that_does_not_fit(tmp_path):
+def test_rejects_a_drafter_that_does_not_fit(tmp_path):
     _, folder, _, head = converted(tmp_path, "qwen3_5")
     drafter = split_off(tmp_path / "drafter", folder, head)
     configure(drafter, text_config={"hidden_size": 128})

@@ -1,6 +1,7 @@
-"""Recipes: each is valid, says the size that the model's own classes give, and stands in the table."""
+"""Recipes: each states the size that the model's own classes give, and is listed in the README."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,63 +12,77 @@ from mlx_lm.utils import quantize_model
 from published import ARCHITECTURES, model_of
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import is_head
+from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
-from mlx_mtp.convert.conversion import _compose
-from mlx_mtp.convert.recipe import read_recipe, recipe_flags
+from mlx_mtp.convert.quantization import head_aware_predicate
+from mlx_mtp.convert.recipe import named_recipes, read_recipe, recipe_flags
 
-FOLDER = Path(__file__).parents[1] / "convert"
-RECIPES = sorted(FOLDER.glob("*.toml"))
+README = Path(__file__).parents[1] / "convert" / "README.md"
+RECIPES = named_recipes()
 MAC_GB = (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
 
 
-def architecture(said) -> str:
-    return next(name for name in ARCHITECTURES if f"-{name}" in said["hf-path"])
+def architecture(convert) -> str:
+    return next(name for name in ARCHITECTURES if f"-{name}" in convert["hf-path"])
+
+
+@cache
+def parameters(name):
+    """A published model's tensors, by path."""
+    return dict(tree_flatten(model_of(name)[0].parameters()))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_sizes_are_those_of_the_models_name(name):
-    parameters = tree_flatten(model_of(name)[0].parameters())
-    billions = sum(w.size for path, w in parameters if not is_head(path)) / 1e9
+def test_parameter_count_matches_the_models_name(name):
+    billions = sum(w.size for path, w in parameters(name).items() if not is_head(path)) / 1e9
     assert billions == pytest.approx(float(name.partition("B")[0]), rel=0.07)
 
 
-def test_the_head_of_the_27b_has_the_size_of_the_published_one():
-    head = [w.nbytes for path, w in tree_flatten(model_of("27B")[0].parameters()) if is_head(path)]
+def test_head_of_the_27b_has_the_published_size():
+    head = [w.nbytes for path, w in parameters("27B").items() if is_head(path)]
     assert len(head) == 15
     assert round(sum(head) / 2**20) == 810
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
-def test_a_recipe_says_what_it_makes(file):
-    said, needs = read_recipe(file).values()
-    owner, _, name = said["hf-path"].partition("/")
+@cache
+def sizes(name, bits):
+    """The GB of a published model converted to this many bits, and of its head."""
+    model, config = model_of(name)
+    model, _ = quantize_model(model, config, None, bits, quant_predicate=head_aware_predicate(model, None))
+    weights = tree_flatten(model.parameters())
+    return sum(w.nbytes for _, w in weights) / 1e9, sum(w.nbytes for path, w in weights if is_head(path)) / 1e9
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_states_the_size_of_its_result(name):
+    convert, needs = RECIPES[name].values()
+    owner, _, model = convert["hf-path"].partition("/")
     assert owner == "Qwen"
-    assert said["mlx-path"] == f"{name}-{said['q-bits']}bit"
-    assert file.name == f"{said['mlx-path'].lower()}.toml"
-
-    args = make_parser().parse_args(recipe_flags(file))
-    assert (args.hf_path, args.mlx_path) == (said["hf-path"], said["mlx-path"])
-    assert (args.quantize, args.q_bits, args.mtp, args.mtp_bits) == (True, said["q-bits"], True, None)
-
-    model, config = model_of(architecture(said))
-    predicate = _compose(model, None, None, 64)
-    model, _ = quantize_model(model, config, args.q_group_size, args.q_bits, args.q_mode, quant_predicate=predicate)
-    disk = sum(w.nbytes for _, w in tree_flatten(model.parameters())) / 1e9
-    assert needs["disk-gb"] == round(disk, 1)
-    assert needs["memory-gb"] == next(gb for gb in MAC_GB if 2 / 3 * gb >= disk + 2)
+    assert convert["mlx-path"] == f"{model}-4bit"
+    assert name == f"{model}-4bit".lower()
+    disk, _ = sizes(architecture(convert), convert["q-bits"])
+    assert needs == {"disk-gb": round(disk, 1), "memory-gb": next(gb for gb in MAC_GB if 2 / 3 * gb >= disk + 2)}
 
 
-def test_the_table_has_every_recipe():
-    lines = (FOLDER / "README.md").read_text().splitlines()
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| [")]
+def test_readme_lists_every_recipe():
+    lines = README.read_text().splitlines()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
     want = []
-    for file in RECIPES:
-        said, needs = read_recipe(file).values()
-        head = sum(w.nbytes for path, w in tree_flatten(model_of(architecture(said))[0].parameters()) if is_head(path))
-        row = f"[`{file.name}`]({file.name}) `{said['hf-path']}` {said['q-bits']} bit"
-        want.append(f"{row} {needs['disk-gb']} GB {head / 1e9:.2f} GB {needs['memory-gb']} GB")
-    assert sorted(" ".join(row) for row in table) == sorted(want)
+    for name, recipe in RECIPES.items():
+        convert, needs = recipe.values()
+        _, head = sizes(architecture(convert), convert["q-bits"])
+        sizes_in_words = [f"{needs['disk-gb']} GB", f"{head:.2f} GB", f"{needs['memory-gb']} GB"]
+        want.append([f"`{name}`", f"`{convert['hf-path']}`", *sizes_in_words])
+    assert table == want
+
+
+def test_named_recipe_is_a_command_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3.5-27b-4bit").mkdir()  # a result of that name is not a recipe file
+    args = make_parser().parse_args(recipe_flags("qwen3.5-27b-4bit"))
+    assert (args.hf_path, args.mlx_path) == ("Qwen/Qwen3.5-27B", "Qwen3.5-27B-4bit")
+    assert (args.quantize, args.q_bits, args.mtp, args.mtp_bits) == (True, 4, True, None)
+    assert "qwen3.5-27b-4bit: the result takes 16.0 GB on disk" in capsys.readouterr().out
 
 
 RECIPE = """[convert]
@@ -89,11 +104,11 @@ def run(monkeypatch, *flags) -> None:
     main()
 
 
-def test_a_recipe_is_run_and_the_flags_given_beside_it_win(tmp_path, monkeypatch, capsys):
+def test_flags_override_the_recipe_file(tmp_path, monkeypatch, capsys):
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE.format(source=DATA / "dense", target=tmp_path / "by-recipe"))
     run(monkeypatch, "--recipe", file)
-    assert f"By {file}, the outcome takes 0.1 GB on disk" in capsys.readouterr().out
+    assert f"{file}: the result takes 0.1 GB on disk" in capsys.readouterr().out
     run(monkeypatch, f"--mlx-path={tmp_path / 'before'}", "--q-bits=4", "--recipe", file)
     run(monkeypatch, "--recipe", file, f"--mlx-path={tmp_path / 'after'}", "--q-bits=4")
     for name, bits in (("by-recipe", 8), ("before", 4), ("after", 4)):
@@ -119,7 +134,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path):
+def test_rejects_a_bad_recipe(text, message, tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=f"recipe.toml .*{message}"):
@@ -127,7 +142,7 @@ def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["q-mode = 'int4'", "dtype = 'int8'"])
-def test_a_value_that_the_flag_does_not_take_is_an_error_of_the_flag(value, tmp_path, monkeypatch, capsys):
+def test_rejects_a_bad_value_like_the_flag(value, tmp_path, monkeypatch, capsys):
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE.replace('dtype = "float16"', value).format(source=DATA / "dense", target=tmp_path / "out"))
     with pytest.raises(SystemExit) as exit:
@@ -137,8 +152,10 @@ def test_a_value_that_the_flag_does_not_take_is_an_error_of_the_flag(value, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_no_such_recipe(tmp_path, monkeypatch, capsys):
+def test_unknown_recipe_lists_the_known(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         run(monkeypatch, "--recipe", tmp_path / "none.toml")
     assert exit.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "give a TOML file, or one of qwen3.5-0.8b-4bit, " in err

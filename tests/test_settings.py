@@ -1,4 +1,4 @@
-"""Settings that --tune has written: found for what they are of and nothing else, never stronger than an argument."""
+"""Settings that --tune wrote: used only for the checkpoint, device and versions that they name, overridden by arguments."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
 
 @pytest.fixture
 def tuned_demo():
-    """The demo has settings in the user's cache folder."""
+    """Write settings for the demo to the cache folder."""
     files = []
 
     def tune(tuned, **changes):
@@ -46,16 +46,16 @@ def run(monkeypatch, module, *argv) -> None:
 
 
 @pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), TUNED])
-def test_what_is_written_is_read(tmp_path, tuned):
+def test_reads_what_was_written(tmp_path, tuned):
     file = tmp_path / "s.json"
     settings.write(file, {"mlx": "1"}, "demo", tuned)
     assert settings.read(file) == ({"mlx": "1"}, tuned)
     assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
 
 
-def test_they_are_found_and_change_no_token(tuned_demo):
+def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     untuned, tokenizer = mlx_mtp.load(str(DEMO))
-    assert untuned.tuned is None
+    assert untuned.drafting.tuned is None
     tuned_demo(TUNED)
     model, _ = mlx_mtp.load(str(DEMO))
     assert model.drafting.tuned == TUNED
@@ -63,11 +63,11 @@ def test_they_are_found_and_change_no_token(tuned_demo):
     assert model.draft_ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
-    tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=50)]
-    assert tokens == plain(prompt, untuned, max_tokens=50)
+    tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]
+    assert tokens == plain(prompt, untuned, max_tokens=16)
 
 
-def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
+def test_depth_follows_settings_unless_given(tuned_demo):
     tuned_demo(TUNED)
     depth = auto_depth(mlx_mtp.load(str(DEMO))[0])
     assert isinstance(depth, Depth)
@@ -76,22 +76,22 @@ def test_auto_begins_with_their_times_or_is_their_depth(tuned_demo):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
         for asked, drafted in ((None, k), (2, 2)):
-            *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens=asked)
+            *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
         *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
-        assert last.drafted[0] >= 2  # what is given wins
+        assert last.drafted[0] >= 2  # the argument overrides
         assert model.drafting.depth is not None
 
 
-def test_their_floor_of_confidence_holds_unless_one_is_given(tuned_demo):
+def test_draft_p_min_follows_settings_unless_given(tuned_demo):
     tuned_demo(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(str(DEMO))
     for given, drafts in ((None, False), (0.0, True)):
-        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, draft_p_min=given)
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, draft_p_min=given)
         assert (last.drafted != ()) == drafts
 
 
-def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, tuned_demo):
+def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_demo):
     file, measured = tuned_demo(Settings(0)), []
 
     def measure(model, *_, name, **__):
@@ -106,7 +106,7 @@ def test_the_benchmark_is_without_them_unless_they_are_named(monkeypatch, tuned_
 
 
 @pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
-def test_an_argument_wins(tuned_demo, argument):
+def test_argument_overrides_settings(tuned_demo, argument):
     tuned_demo(TUNED)
     model, _ = mlx_mtp.load(str(DEMO), **argument)
     assert model.drafting.tuned is None
@@ -114,7 +114,7 @@ def test_an_argument_wins(tuned_demo, argument):
 
 
 @pytest.mark.parametrize("part", ["checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"])
-def test_those_of_something_else_are_not_used_and_a_warning_says_why(tuned_demo, caplog, part):
+def test_warns_of_settings_for_something_else(tuned_demo, caplog, part):
     file = tuned_demo(TUNED, **{part: "another"})
     with caplog.at_level(logging.WARNING):
         model, _ = mlx_mtp.load(str(DEMO))
@@ -124,7 +124,7 @@ def test_those_of_something_else_are_not_used_and_a_warning_says_why(tuned_demo,
     assert str(file) in caplog.text
 
 
-def test_another_checkpoint_has_another_key(tmp_path):
+def test_each_checkpoint_has_its_key(tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     keys = [settings.key_of(folder), settings.key_of(DATA / "dense"), settings.key_of(folder, tmp_path)]
     with (folder / "model.safetensors").open("ab") as f:
@@ -152,19 +152,19 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_file_is_an_error_that_names_it_and_what_to_do(tmp_path, text):
+def test_rejects_a_damaged_file(tmp_path, text):
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is not a file of settings as `python -m"):
-        mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
+    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `python -m"):
+        settings.read(tmp_path / "s.json")
 
 
-def test_a_file_that_is_not_there_is_an_error_where_it_was_asked_for(tmp_path):
+def test_rejects_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="There are no settings"):
         mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
 
 
-def test_settings_without_the_head_have_no_meaning(tmp_path):
-    with pytest.raises(ValueError, match="settings are of the MTP head"):
+def test_settings_require_the_head(tmp_path):
+    with pytest.raises(ValueError, match="settings require the MTP head"):
         mlx_mtp.load(str(DEMO), mtp=False, settings=tmp_path / "s.json")
 
 
@@ -180,7 +180,7 @@ def test_settings_without_the_head_have_no_meaning(tmp_path):
         (["--check"], None),
     ],
 )
-def test_the_command_says_what_it_uses(monkeypatch, capsys, tuned_demo, flags, said):
+def test_command_prints_the_settings(monkeypatch, capsys, tuned_demo, flags, said):
     tuned_demo(Settings(0))
     command = ("--mtp", "--prompt", PROMPT, "-m", 8, *flags)
     if flags == ["--check"]:
@@ -198,7 +198,7 @@ def test_the_command_says_what_it_uses(monkeypatch, capsys, tuned_demo, flags, s
         assert "accepted by position" in out
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_measured(monkeypatch, capsys, tmp_path):
+def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(benchmark.tune, "tune", None)
     with pytest.raises(SystemExit) as e:
@@ -207,11 +207,11 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_measured(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failure_keeps_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "s.json"
     settings.write(file, {}, "demo", TUNED)
     before = file.read_text()
-    monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: "\ud800")  # which is no UTF-8
+    monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: "\ud800")  # cannot be encoded as UTF-8
     with pytest.raises(UnicodeEncodeError):
         settings.write(file, {}, "demo", replace(TUNED, mtp_bits=2))
     assert file.read_text() == before

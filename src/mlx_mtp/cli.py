@@ -8,6 +8,8 @@ from typing import Any
 
 from .checkpoint.vocabulary import LIST_FILE
 
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
+
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
@@ -16,6 +18,8 @@ def one_line_errors(program: str) -> Iterator[None]:
     except (ValueError, OSError) as e:
         print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
-from ..checkpoint.load import cheapen_drafts
+from ..checkpoint.drafting import cheapen_drafts
 from ..checkpoint.vocabulary import LIST_FILE
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..decoding.pace import DraftCounts

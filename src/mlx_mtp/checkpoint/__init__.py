@@ -1,1 +1,1 @@
-"""What a checkpoint is: reading it, the layouts of its head, the hub, and what was tuned for it."""
+"""Checkpoints: loading them, the formats of their head, the hub, and what --tune measured."""

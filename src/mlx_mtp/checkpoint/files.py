@@ -1,4 +1,4 @@
-"""Small files that appear whole or not at all."""
+"""Small files that are written completely or not at all."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_target(file: Path) -> None:
-    """Raise an OSError if no file can be written there."""
+    """Raise an OSError if the file cannot be written."""
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder: name a file.")
     if not file.parent.is_dir():
@@ -15,8 +15,8 @@ def check_target(file: Path) -> None:
         pass
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file, or replace it, whole or not at all."""
+def write_atomic(file: Path, text: str) -> None:
+    """Write or replace a file; a failure leaves the old one."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:

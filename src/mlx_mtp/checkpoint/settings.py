@@ -1,7 +1,7 @@
-"""What ``python -m mlx_mtp.benchmark --tune`` has found best here, in a small file that ``mlx_mtp.load`` finds again.
+"""The settings that ``python -m mlx_mtp.benchmark --tune`` found best, in a small file that ``mlx_mtp.load`` finds.
 
-What is best depends on the machine, the checkpoint and the versions of the software: a file says of which it is, and is not
-used for others. It is never needed.
+The best settings depend on the machine, the checkpoint and the versions of the software: the file records them as its key
+and is ignored where they differ. It is optional.
 """
 
 import hashlib
@@ -11,23 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from platformdirs import user_cache_path
 
 from .._version import __version__
 from ..models.drafting import Settings
-from .files import check_target, write_whole
-from .hub import HEAD_FILE, WEIGHTS, parse_json
+from .config import parse_json
+from .files import check_target, write_atomic
+from .hub import HEAD_FILE
+from .tensors import WEIGHTS
 
 log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path) -> dict[str, str]:
-    """What settings are of: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
+    """What settings depend on: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
 
-    The checkpoint is known by its place, its config and the sizes of its weights.
+    A checkpoint is identified by its path, its config and the sizes of its weights.
     """
     digest = hashlib.sha256()
     for folder in folders:
@@ -47,24 +48,24 @@ def key_of(*folders: Path) -> dict[str, str]:
 
 
 def default_file(key: Mapping[str, str]) -> Path:
-    """Where the settings of a checkpoint on a device are kept: a cache folder of the user's."""
+    """The file for a checkpoint's settings on a device, in the user's cache folder."""
     name = hashlib.sha256(f"{key['checkpoint']} {key['device']}".encode()).hexdigest()[:16]
     return user_cache_path("mlx_mtp", appauthor=False) / f"{name}.json"
 
 
 def find(file: bool | str | Path, folders: Sequence[Path]) -> Settings | None:
-    """The settings of a checkpoint.
+    """Find the settings of a checkpoint.
 
     Args:
         file (Union[bool, str, Path]): As ``settings`` in ``mlx_mtp.load``.
-        folders (Sequence[Path]): Those of the checkpoint, see ``key_of``.
+        folders (Sequence[Path]): The checkpoint's, see ``key_of``.
 
     Returns:
-        Optional[Settings]: ``None`` where there are none, or, with a warning, where they are of something else.
+        Optional[Settings]: ``None`` if there are none or, with a warning, if they are for something else.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not one of settings.
+        FileNotFoundError: The file is missing.
+        ValueError: It is not a settings file.
     """
     if file is False:
         return None
@@ -72,44 +73,50 @@ def find(file: bool | str | Path, folders: Sequence[Path]) -> Settings | None:
     path = default_file(key) if file is True else Path(file)
     if file is True and not path.exists():
         return None
-    of, settings = read(path)
-    if differs := [f"{name} is {key[name]}, not {of.get(name)}" for name in key if of.get(name) != key[name]]:
+    made_for, settings = read(path)
+    names = [name for name in key if made_for.get(name) != key[name]]
+    if differs := [f"{name} is {key[name]}, not {made_for.get(name)}" for name in names]:
         log.warning(
-            f"[WARNING] The settings in {path} are not used, because {' and '.join(differs)}: "
-            "measure anew with `python -m mlx_mtp.benchmark --tune`, or delete the file."
+            f"[WARNING] The settings in {path} are ignored, because {' and '.join(differs)}: "
+            "measure again with `python -m mlx_mtp.benchmark --tune`, or delete the file."
         )
         return None
-    log.info(f"Settings of {path}: {settings}")
+    log.info(f"Settings from {path}: {settings}")
     return settings
 
 
 def read(file: Path) -> tuple[dict[str, str], Settings]:
-    """What settings are of, and the settings."""
+    """Read a settings file: its key, and the settings."""
     if not file.is_file():
         raise FileNotFoundError(f"There are no settings {file}: write them with `python -m mlx_mtp.benchmark --tune`.")
     try:
-        content: dict[str, Any] = parse_json(file.read_bytes(), str(file))
+        content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
         seconds = {int(k): float(t) for k, t in settings.seconds.items()}
-        numbers = [settings.mtp_bits, settings.draft_head_bits, settings.draft_vocab]
-        if not all(n is None or type(n) is int for n in numbers) or not all(t > 0 for t in seconds.values()):
-            raise ValueError
-        if not 0 <= settings.draft_p_min <= 1:
-            raise ValueError
-        if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
-            raise ValueError
-        return dict(content["key"]), replace(settings, seconds=seconds)
+        settings = replace(settings, seconds=seconds)
+        _check(settings)
+        return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(
-            f"{file} is not a file of settings as `python -m mlx_mtp.benchmark --tune` writes it: "
-            "run that once more, or do without (--settings off)."
+            f"{file} is not a settings file: write it again with `python -m mlx_mtp.benchmark --tune`, "
+            "or omit it (--settings off)."
         ) from e
 
 
+def _check(settings: Settings) -> None:
+    bits_and_size = [settings.mtp_bits, settings.draft_head_bits, settings.draft_vocab]
+    if not all(n is None or type(n) is int for n in bits_and_size):
+        raise ValueError
+    if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
+        raise ValueError
+    if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
+        raise ValueError
+
+
 def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) -> None:
-    """Write settings, whole or not at all; ``model`` is for people who look into the file."""
+    """Write a settings file; ``model`` is for people who read it."""
     content = {"model": model, "key": key, "settings": asdict(settings)}
-    write_whole(file, json.dumps(content, indent=2) + "\n")
+    write_atomic(file, json.dumps(content, indent=2) + "\n")
 
 
 def check_writable(file: Path) -> None:

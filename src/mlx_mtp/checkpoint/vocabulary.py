@@ -1,23 +1,26 @@
-"""Which token ids drafts are chosen from: a number of them, a list in a file, or all."""
+"""The draft vocabulary, the token ids that drafts are chosen from: the first n, a list in a file, or all."""
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-LIST_FILE = "draft_vocab.json"  # beside a checkpoint: the ids of its draft vocabulary
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+LIST_FILE = "draft_vocab.json"  # beside a checkpoint
 
 DraftVocab = int | str | Path | Sequence[int]
 
 
-def choose_ids(draft_vocab: DraftVocab | None, path: Path, vocab_size: int, tokenizer) -> list[int] | None:
-    """The ids of a draft vocabulary in ascending order, special and stop tokens among them, or ``None`` for all.
+def choose_ids(
+    draft_vocab: DraftVocab | None, path: Path, vocab_size: int, tokenizer: TokenizerWrapper
+) -> list[int] | None:
+    """Choose the ids of a draft vocabulary, in ascending order, special and stop tokens included; ``None`` is all.
 
     Args:
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): As in ``mlx_mtp.load``.
         path (Path): The checkpoint's folder.
         vocab_size (int): The number of rows of the output layer.
-        tokenizer (TokenizerWrapper): It tells the special and stop tokens.
+        tokenizer (TokenizerWrapper): The source of the special and stop tokens.
     """
     if draft_vocab is None and (path / LIST_FILE).exists():
         draft_vocab = path / LIST_FILE
@@ -32,8 +35,8 @@ def choose_ids(draft_vocab: DraftVocab | None, path: Path, vocab_size: int, toke
     return sorted(always.union(check_ids(draft_vocab, vocab_size, "draft_vocab")))
 
 
-def always_in(tokenizer, vocab_size: int) -> set[int]:
-    """The ids of special, added and stop tokens, which text holds few of and answers many."""
+def always_in(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
+    """The ids of special, added and stop tokens, which are rare in text and frequent in answers."""
     ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *tokenizer.eos_token_ids}
     return {i for i in ids if i < vocab_size}
 
@@ -42,12 +45,12 @@ def check_size(size: int, vocab_size: int, always: set[int]) -> None:
     if not max(len(always), 1) <= size <= vocab_size:
         raise ValueError(
             f"A draft vocabulary of {size} token ids is not possible: this model has {vocab_size}, "
-            f"and its {len(always)} special and stop tokens are always in."
+            f"and its {len(always)} special and stop tokens are always included."
         )
 
 
 def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
-    """``size`` ids in ascending order: those that are always in, and the first of the ranked ones."""
+    """Select ``size`` ids, in ascending order: those that are always included, then the first ranked ones."""
     ids = set(always)
     for i in ranked:
         if len(ids) == size:
@@ -57,27 +60,27 @@ def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
 
 
 def read_list(file: Path, vocab_size: int) -> list[int]:
-    """The ids in a file that ``mlx_mtp.draft_vocab`` has written.
+    """Read the ids in a file that ``mlx_mtp.draft_vocab`` wrote.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not such a file, or that of another vocabulary.
+        FileNotFoundError: The file is missing.
+        ValueError: It is not a draft vocabulary, or it is for another vocabulary.
     """
-    mend = "write it with `python -m mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
+    fix = "write it with `python -m mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
     if not file.exists():
-        raise FileNotFoundError(f"There is no draft vocabulary {file}: {mend}")
+        raise FileNotFoundError(f"There is no draft vocabulary {file}: {fix}")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         ids, made_for = value["ids"], value["vocab_size"]
     except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"{file} is not a draft vocabulary: {mend}") from e
+        raise ValueError(f"{file} is not a draft vocabulary: {fix}") from e
     if made_for != vocab_size:
-        raise ValueError(f"{file} is of a vocabulary of {made_for} ids, and this model has {vocab_size}: {mend}")
+        raise ValueError(f"{file} is for a vocabulary of {made_for} ids, and this model has {vocab_size}: {fix}")
     return check_ids(ids, vocab_size, str(file))
 
 
-def check_ids(ids: Any, vocab_size: int, name: str) -> list[int]:
-    """The ids as a list, or a ValueError if they are not ids of this vocabulary."""
+def check_ids(ids: object, vocab_size: int, name: str) -> list[int]:
+    """Return the ids as a list, or raise a ValueError if they are not in this vocabulary."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(values, Sequence) or not values or not all(type(i) is int for i in values):
         raise ValueError(f"{name} has no list of token ids.")

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.convert``: that of ``mlx_lm.convert``, and the flags of the head."""
+"""The command line of ``mlx_mtp.convert``: mlx-lm's flags, and those of the head."""
 
 import argparse
 import sys
@@ -12,19 +12,23 @@ from .recipe import recipe_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """mlx-lm's flags, and those of the head."""
-    parser = configure_parser()
+    """Add the flags of the head to mlx-lm's."""
+    parser: argparse.ArgumentParser = configure_parser()
     parser.prog = "mlx_mtp.convert"
     parser.description = "Convert Hugging Face model to MLX format, with its MTP head"
-    parser.add_argument("--recipe", metavar="FILE", help="A TOML file with these flags; those given beside it win.")
+    parser.add_argument(
+        "--recipe", metavar="NAME|FILE", help="A recipe by name, or a TOML file with these flags; flags given here win."
+    )
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
-    parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Leave the MTP head out.")
+    parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
     parser.add_argument(
         "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits, and print what that costs."
     )
-    parser.add_argument("--mtp-group-size", type=int, default=64, help="Group size for that (default: 64).")
-    parser.add_argument("--graft-mtp-from", help="Add the MTP head of this original to --model, which has lost it.")
-    parser.add_argument("--graft-revision", help="Branch, tag or commit of that original's Hugging Face repo.")
+    parser.add_argument("--mtp-group-size", type=int, default=64, help="Group size for --mtp-bits (default: 64).")
+    parser.add_argument(
+        "--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one."
+    )
+    parser.add_argument("--graft-revision", help="Branch, tag or commit of the original's Hugging Face repo.")
     parser.add_argument(
         "--skip-check",
         action="store_true",
@@ -33,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--inspect",
         metavar="MODEL",
-        help="Only say what a model is and whether --mtp can use its head. Weights are not downloaded.",
+        help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
     )
     return parser
 
@@ -49,7 +53,7 @@ def main() -> None:
             print(inspect(name, args["revision"]))
             return
         if args["hf_path"] is None:
-            raise ValueError("Say what to convert: --hf-path FOLDER_OR_REPO.")
+            raise ValueError("--hf-path is required: a folder or a Hugging Face repo.")
         convert(**args)
 
 

@@ -1,38 +1,23 @@
-"""What conversion and graft have in common: a folder that appears whole, and what is said in it of the head."""
+"""Writing a converted checkpoint: a folder that appears when it is complete, and the config's record of the head."""
 
-import logging
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HTTPError
-from yaml import YAMLError
 
-from ..checkpoint.hub import HEAD_FILE, first_line
-from ..checkpoint.load import EXTRA_TENSORS
-
-log = logging.getLogger(__name__)
-
-USAGE = """
-## Multi-token prediction
-
-This checkpoint keeps the model's MTP head, for faster decoding of the same text with mlx_mtp:
-
-```sh
-pip install mlx-mtp
-mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.'
-```
-
-Plain mlx-lm loads it, too, and leaves the head out.
-"""
+from ..checkpoint.config import Config, text_config_of
+from ..checkpoint.head_formats import EXTRA_TENSORS, load_tensors
+from ..checkpoint.hub import HEAD_FILE, check_path
+from ..checkpoint.tensors import INDEX_FILE
 
 
-def refuse_existing(target: Path) -> None:
+def check_new(target: Path) -> None:
+    """Raise a ValueError if the target exists or MLX cannot write to it."""
+    check_path(target.absolute())
     if target.exists():
         raise ValueError(
             f"Cannot save to the path {target} as it already exists."
@@ -42,7 +27,10 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A folder beside ``target``, renamed to it at the end, and removed if there is none, with the parents it needed."""
+    """Fill a temporary folder beside ``target`` and rename it at the end.
+
+    On failure the folder is removed, and so are the parents that were created for it.
+    """
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -53,7 +41,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in made:
-            with suppress(OSError):  # somebody has put something there
+            with suppress(OSError):  # another program has put something there
                 parent.rmdir()
         raise
 
@@ -65,80 +53,54 @@ def save(file: Path, weights: dict[str, mx.array]) -> None:
         raise OSError(f"{file.name} could not be written: {e}") from e
 
 
+def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -> None:
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).unlink(missing_ok=True)  # it may be a link to another checkpoint's
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=4))
+
+
 def check_written(folder: Path, head: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
-    """Read every tensor of a head back, and compare.
+    """Read every tensor of a head back and compare it.
 
     Raises:
-        OSError: One is not as it was.
+        OSError: A tensor differs.
     """
-    written: dict[str, Any] = {file: mx.load(str(folder / file)) for file in {weight_map[name] for name in head}}
+    written = {file: load_tensors(folder / file) for file in {weight_map[name] for name in head}}
     for name, w in head.items():
         back = written[weight_map[name]][name]
         if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
             raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
 
 
-def describe_head(
-    config: dict[str, Any], origin: dict[str, Any], dtype: mx.Dtype, bits: int | None, apart: bool
-) -> None:
-    """Put into a config that there is a head, where it comes from and what was done to it.
+def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:
+    """Record in a config that there is a head, its origin and its format.
 
     Args:
-        origin (Dict[str, Any]): Its source and revision, or what an earlier conversion recorded of them.
-        apart (bool): Whether it is in a file of its own.
+        origin (Dict[str, Any]): Its source and revision, or the record of an earlier conversion.
+        separate (bool): Whether it is in a separate file.
     """
     config.pop("mtp_num_hidden_layers", None)
-    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    text_config_of(config)["mtp_num_hidden_layers"] = 1
     config["mlx_mtp"] = {
         "source": origin.get("source"),
         "revision": origin.get("revision"),
-        "dtype": str(dtype).removeprefix("mlx.core."),
+        "dtype": dtype_name(dtype),
         "bits": bits,
         "norms_shifted": True,
     }
     config.pop(EXTRA_TENSORS, None)
-    if apart:
+    if separate:
         config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
 
 
-def describe_no_head(config: dict[str, Any]) -> None:
-    """Take out of a config what it says of a head."""
+def describe_no_head(config: Config) -> None:
+    """Remove from a config everything about a head."""
     for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
         config.pop(key, None)
-    text_config = config.get("text_config", config)
+    text_config = text_config_of(config)
     if "mtp_num_hidden_layers" in text_config:
         text_config["mtp_num_hidden_layers"] = 0
 
 
-def write_card(folder: Path, original: Path, base_model: str | None, usage: str = "") -> None:
-    """The model card: what the original's says of licence and language, and how to use this one.
-
-    mlx-lm's own asks the hub for the original's card even where that is in the cache, and fails where it has none.
-    """
-    card = None
-    if original.exists():
-        try:
-            card = ModelCard.load(original)
-        except (ValueError, YAMLError) as e:  # no reason to throw a conversion away
-            log.warning(f"[WARNING] {original} is left aside, because it cannot be read: {' '.join(str(e).split())}")
-    card = card or ModelCard.from_template(ModelCardData(language="en"))
-    card.data.library_name = "mlx"
-    card.data.pipeline_tag = "text-generation"
-    card.data.tags = [*(card.data.tags or []), *([] if "mlx" in (card.data.tags or []) else ["mlx"])]
-    if base_model is not None:
-        card.data.base_model = base_model
-    card.text = usage
-    card.save(folder / "README.md")
-
-
-def upload(folder: Path, repo: str) -> None:
-    """Put a folder on the hub. mlx-lm's own replaces the model card, and calls what huggingface_hub 2 no longer has."""
-    api = HfApi()
-    try:
-        api.create_repo(repo_id=repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder)
-    except (HTTPError, OSError, ValueError) as e:
-        raise OSError(
-            f"{folder} is complete, but could not be uploaded to {repo} ({first_line(e)}): `hf upload {repo} {folder}` does it."
-        ) from e
-    print(f"Upload successful, go to https://huggingface.co/{repo} for details.")
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

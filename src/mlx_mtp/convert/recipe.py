@@ -1,9 +1,10 @@
-"""Recipes: TOML files that say what to convert and how, and what the outcome needs."""
+"""Recipes: what to convert, with which flags, and what the result needs. By name from recipes.toml, or a file of the user's."""
 
 import tomllib
 from pathlib import Path
 from typing import Any
 
+Recipe = dict[str, dict[str, Any]]
 CONVERT = {
     "hf-path": str,
     "mlx-path": str,
@@ -15,44 +16,70 @@ CONVERT = {
     "dtype": str,
 }
 NEEDS = {"disk-gb": float, "memory-gb": int}
+TABLE = Path(__file__).with_name("recipes.toml")
 
 
-def read_recipe(file: str | Path) -> dict[str, dict[str, Any]]:
-    """Read a recipe and check its keys and the types of their values.
+def named_recipes() -> dict[str, Recipe]:
+    """The recipes of recipes.toml, as a file of the user's would say them."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    recipes = {}
+    for name, row in table["recipes"].items():
+        source: str = row["hf-path"]
+        folder = f"{source.rpartition('/')[2]}-{table['convert']['q-bits']}bit"
+        convert = {"hf-path": source, "mlx-path": folder, **table["convert"]}
+        recipes[name] = {"convert": convert, "needs": {key: row[key] for key in NEEDS}}
+    return recipes
+
+
+def read_recipe(recipe: str | Path) -> Recipe:
+    """Read a recipe, and check its keys and the types of their values.
+
+    Args:
+        recipe (Union[str, Path]): The name of a recipe, or a TOML file. A file of that name comes first.
 
     Returns:
         Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp.convert`` without their dashes; under ``needs``
         the size of the weights to be written, in GB of 10^9 bytes, and the memory of the smallest Mac to run them, in GB.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not TOML, or a table or key is unknown, missing or of the wrong type.
+        FileNotFoundError: There is neither such a file nor a recipe of this name.
+        ValueError: The file is not TOML, or a table or key is unknown, missing or of the wrong type.
     """
+    file = Path(recipe)
+    if not file.is_file():
+        recipes = named_recipes()
+        if str(recipe) not in recipes:
+            raise FileNotFoundError(f"There is no recipe {recipe}: give a TOML file, or one of {', '.join(recipes)}.")
+        return recipes[str(recipe)]
     try:
-        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as e:  # text that is not UTF-8, too
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:  # also raised where the text is not UTF-8
         raise ValueError(f"{file} is not TOML: {e}") from e
-    if recipe.keys() != {"convert", "needs"} or not all(isinstance(table, dict) for table in recipe.values()):
+    _check(file, tables)
+    return tables
+
+
+def _check(file: Path, tables: dict[str, Any]) -> None:
+    if tables.keys() != {"convert", "needs"} or not all(isinstance(table, dict) for table in tables.values()):
         raise ValueError(f"{file} is not a recipe: it must have the tables [convert] and [needs], and nothing else.")
     for table, key in (("convert", "hf-path"), *(("needs", key) for key in NEEDS)):
-        if key not in recipe[table]:
+        if key not in tables[table]:
             raise ValueError(f"{file} lacks {key} in [{table}].")
     for table, known in (("convert", CONVERT), ("needs", NEEDS)):
-        for key, value in recipe[table].items():
+        for key, value in tables[table].items():
             if key not in known:
                 raise ValueError(f"{file} has an unknown key {key} in [{table}]; known are {', '.join(known)}.")
             if type(value) is not known[key]:
                 raise ValueError(f"{file} has {value!r} for {key}, which is not of type {known[key].__name__}.")
-    return recipe
 
 
-def recipe_flags(file: str | Path) -> list[str]:
-    """The command line that a recipe stands for. What it needs is printed."""
-    recipe = read_recipe(file)
-    disk, memory = (recipe["needs"][key] for key in NEEDS)
-    print(f"[INFO] By {file}, the outcome takes {disk} GB on disk and a machine with {memory} GB of memory")
+def recipe_flags(recipe: str | Path) -> list[str]:
+    """Turn a recipe into a command line. Prints what the result needs."""
+    tables = read_recipe(recipe)
+    disk, memory = (tables["needs"][key] for key in NEEDS)
+    print(f"[INFO] {recipe}: the result takes {disk} GB on disk and a machine with {memory} GB of memory")
     flags = []
-    for key, value in recipe["convert"].items():
+    for key, value in tables["convert"].items():
         if value is True:
             flags.append(f"--{key}")
         elif value is not False:

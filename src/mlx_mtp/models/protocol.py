@@ -15,6 +15,7 @@ class MTPModel(Protocol):
     args: Any
     model: Any  # the backbone, with ``embed_tokens``
     drafting: Drafting
+    head_prefix: str  # of the names of the head's parameters
 
     @property
     def layers(self) -> list[nn.Module]: ...

@@ -1,0 +1,71 @@
+"""config.json: reading it, checking that the model is supported, comparing two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..models import MODEL_TYPES
+
+Config = dict[str, Any]
+SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "rms_norm_eps",
+)  # fmt: skip
+
+
+def parse_json(text: bytes, name: str) -> Config:
+    """Parse a JSON object; ``name`` is the file's, for the error."""
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except ValueError as e:  # also raised where the text is not UTF-8
+        raise ValueError(f"{name} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not a JSON object.")
+    return value
+
+
+def read_json(file: Path) -> Config:
+    return parse_json(file.read_bytes(), str(file))
+
+
+def read_config(folder: Path, name: str) -> Config:
+    """Read the config of a supported model; ``name`` is the checkpoint's, for the error."""
+    file = folder / "config.json"
+    return check_config(read_json(file) if file.exists() else None, name)
+
+
+def check_config(config: Config | None, name: str) -> Config:
+    """Return the config, or raise an error if it is missing or models of its type are not supported."""
+    if config is None:
+        raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
+    if not isinstance(config.get("text_config", {}), dict):
+        raise ValueError(f"The text_config of {name}'s config.json is not an object.")
+    model_type = config.get("model_type")
+    if model_type == "qwen4_exp":
+        raise ValueError(
+            "Model type qwen4_exp (Qwen3.8-Flash-Next) has another kind of head, with hyper-connections, "
+            "which is not supported: generate without --mtp."
+        )
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"Model type {model_type} is not supported with an MTP head (supported: {', '.join(MODEL_TYPES)}): "
+            "generate without --mtp, convert with --no-mtp."
+        )
+    return config
+
+
+def text_config_of(config: Config) -> Config:
+    """The language model's part of a config, which Qwen3-Next keeps at the top level."""
+    text_config: Config = config.get("text_config", config)
+    return text_config
+
+
+def first_difference(config: Config, other: Config) -> str:
+    """Describe the first size in which two models differ; empty if all known sizes agree."""
+    a, b = ({**c.get("text_config", {}), **c} for c in (config, other))
+    for key in SIZES:
+        if key in a and key in b and a[key] != b[key]:
+            return f"{key} is {a[key]}, not {b[key]}"
+    return ""

@@ -1,0 +1,179 @@
+"""Where a checkpoint keeps its MTP head, and in which layout.
+
+The head is among the model's tensors, in a separate file that config.json names, or in a drafter: a folder with a head
+alone. In the Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..models.mtp import split_head
+from .config import Config, first_difference, read_json, text_config_of
+from .hub import fetch
+from .tensors import WEIGHTS, tensor_names
+
+DRAFTER = "qwen3_5_mtp"  # model type of a folder with a head alone, as mlx-vlm writes it
+EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside the model's
+FEW_BITS = 4
+
+
+@dataclass(frozen=True)
+class SeparateHead:
+    """A head that is not among the model's tensors.
+
+    Args:
+        weights (Dict[str, mx.array]): Its tensors, under names without ``mtp.``.
+        raw (bool, optional): Whether it is in the Hugging Face layout. ``None`` where the backbone beside it tells.
+        metadata (Mapping[str, str]): The file's.
+    """
+
+    weights: dict[str, mx.array]
+    raw: bool | None
+    metadata: Mapping[str, str]
+
+    def is_raw(self, name: str, config: Config, raw_backbone: bool) -> bool:
+        """Whether it is in the Hugging Face layout, beside this backbone."""
+        if self.raw is not None:
+            return self.raw
+        return is_raw_head_file(name, config, raw_backbone, self.weights, self.metadata)
+
+
+def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
+    """Raise a ValueError that says what to do if a checkpoint has no MTP head among its tensors."""
+    text_config = text_config_of(config)
+    if text_config.get("mtp_use_dedicated_embeddings"):
+        raise ValueError(
+            f"The MTP head of {name} has embeddings of its own, which is not supported: generate without --mtp."
+        )
+    _, head = split_head(dict.fromkeys(tensors))
+    if head:
+        return
+    fix = (
+        "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or add the original's head "
+        f"with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name}`, or generate without --mtp (convert with "
+        "--no-mtp)."
+    )
+    if text_config.get("mtp_num_hidden_layers"):
+        raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")
+    raise ValueError(f"{name} has no MTP head: {fix}")
+
+
+def head_file_of(name: str, config: Config) -> str | None:
+    """The separate file that the config names for the head.
+
+    Raises:
+        ValueError: It is outside the checkpoint's folder.
+    """
+    extra = config.get(EXTRA_TENSORS)
+    file = extra.get("mtp_file") if isinstance(extra, dict) else None
+    if file is None:
+        return None
+    if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        raise ValueError(
+            f"The config of {name} names {file!r} as the file of its MTP head, which is not in its folder."
+        )
+    return file
+
+
+def is_raw_head_file(
+    name: str, config: Config, raw_backbone: bool, head: Iterable[str], metadata: Mapping[str, str]
+) -> bool:
+    """Whether a head in a separate file is in the Hugging Face layout, so that 1 must be added to its norms.
+
+    Conversions by this package record it in config.json. Otherwise the file has the layout of the backbone beside it; but
+    one that PyTorch wrote, or whose experts are named as in an original, beside a converted backbone may have either. The
+    norms' values tell nothing: correct ones can be near 0 or near 1 in both layouts.
+
+    Args:
+        raw_backbone (bool): Whether the backbone is in the Hugging Face layout.
+        head (Iterable[str]): The names of the head's tensors.
+        metadata (Mapping[str, str]): The file's.
+
+    Raises:
+        ValueError: The layout cannot be determined.
+    """
+    record = config.get("mlx_mtp")
+    if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
+        return not record["norms_shifted"]
+    if raw_backbone:
+        return True
+    if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
+        raise ValueError(
+            f"The MTP head of {name} is in a separate file that looks like the original's beside converted weights: whether "
+            "its norms are shifted is unknown. Graft the original's: `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            f"--model {name} --mlx-path NEW`."
+        )
+    return False
+
+
+def load_head_file(file: Path) -> SeparateHead:
+    """Load a head from a file beside the model's."""
+    weights, metadata = mx.load(str(file), return_metadata=True)
+    assert isinstance(weights, dict)
+    assert isinstance(metadata, dict)
+    return SeparateHead(split_head(weights)[1], None, metadata)
+
+
+def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
+    """Load the head of a drafter in mlx-vlm's layout, for the model with this name and config.
+
+    Its names tell the layout, as in mlx-vlm: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
+    """
+    path = fetch(drafter, None)
+    own = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    if own.get("model_type") != DRAFTER:
+        raise ValueError(
+            f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft "
+            f"it: `mlx_mtp.convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
+        )
+    if difference := first_difference(own.get("text_config", {}), text_config_of(config)):
+        raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
+    tensor_names(path)
+    weights: dict[str, mx.array] = {}
+    for file in path.glob(WEIGHTS):
+        weights.update(load_tensors(file))
+    raw = any(tensor.startswith("mtp.") for tensor in weights)
+    return SeparateHead({tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw, {})
+
+
+def load_tensors(file: Path) -> dict[str, mx.array]:
+    """The tensors of a safetensors file, which MLX reads when they are used."""
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    return weights
+
+
+def quantization_beside(config: Config, head: Iterable[str]) -> Config:
+    """What to change in a config for a head from elsewhere, whose quantization mlx-lm tells from its tensors.
+
+    Entries for the replaced head are dropped. Where only the head is quantized, mlx-lm needs an entry all the same, which
+    then applies to no module.
+    """
+    if isinstance(quantization := config.get("quantization"), dict):
+        kept = {key: value for key, value in quantization.items() if not is_head(key)}
+        return {"quantization": kept, "quantization_config": kept}
+    if any(name.endswith(".scales") for name in head):
+        return {"quantization": {"group_size": 64, "bits": 4}}
+    return {}
+
+
+def is_head(path: str) -> bool:
+    """Whether this parameter or module of a model belongs to its head."""
+    return path.startswith(("mtp.", "language_model.mtp."))
+
+
+def head_bits(mtp: nn.Module) -> int | None:
+    """The fewest bits that a layer of the head is quantized to."""
+    return min((m.bits for _, m in mtp.named_modules() if hasattr(m, "bits")), default=None)
+
+
+def few_bits_warning(head_of: str, bits: int, model: str) -> str:
+    """What a head of few bits costs, and the command that fixes it."""
+    return (
+        f"the MTP head of {head_of} is quantized to {bits} bits, which can cost most drafts. Give it the original's: "
+        f"`mlx_mtp.convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."
+    )

@@ -1,0 +1,72 @@
+"""The tensors of a checkpoint in a folder, from the headers of its files."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from .config import Config, read_json
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"
+
+
+def tensor_names(folder: Path, head_file: str | None = None) -> list[str]:
+    """List the names of a checkpoint's tensors.
+
+    Args:
+        head_file (str, optional): A file with the head, which the index need not name. Default: ``None``.
+
+    Raises:
+        FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
+        ValueError: A file is damaged.
+    """
+    files = {file.name: file for file in check_weight_files(folder)}
+    if head_file is not None:
+        files[head_file] = folder / head_file
+        if not files[head_file].exists():
+            raise FileNotFoundError(f"{folder} lacks {head_file}, which its config names: download it again.")
+    names = {name for file in files.values() for name in _names_in(file)}
+    _check_index(folder, set(files), names)
+    return sorted(names)
+
+
+def check_weight_files(folder: Path) -> list[Path]:
+    """List the model's files; raise a FileNotFoundError if there are none, a ValueError if one is a folder."""
+    files = sorted(folder.glob(WEIGHTS))
+    if not files:
+        raise FileNotFoundError(f"No safetensors found in {folder}")
+    for file in files:
+        check_is_file(file)
+    return files
+
+
+def check_is_file(file: Path) -> None:
+    if file.is_dir():
+        raise ValueError(f"{file} is not a safetensors file but a folder: remove or rename it.")
+
+
+def _names_in(file: Path) -> list[str]:
+    check_is_file(file)
+    try:
+        with safe_open(file, framework="numpy") as f:
+            return list(f.keys())
+    except SafetensorError as e:
+        raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
+
+
+def _check_index(folder: Path, files: set[str], names: set[str]) -> None:
+    if not (index := folder / INDEX_FILE).exists():
+        return
+    weight_map = weight_map_of(read_json(index), str(index))
+    if missing := sorted(set(weight_map.values()) - files):
+        raise FileNotFoundError(f"{folder} lacks {missing[0]}, which its index names: download it again.")
+    if missing := sorted(weight_map.keys() - names):
+        raise ValueError(f"{folder} lacks the tensor {missing[0]}, which its index names: download it again.")
+
+
+def weight_map_of(index: Config, name: str) -> dict[str, str]:
+    """The file of every tensor in an index; ``name`` is the index file's, for the error."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{name} has no weight_map: download it again.")
+    return weight_map

@@ -1,0 +1,72 @@
+"""A model's tensors in files of bounded size, written one by one to bound the memory that a conversion takes."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import get_total_parameters, save_config
+from tqdm import tqdm
+
+from ..checkpoint.config import Config
+from ..checkpoint.head_formats import EXTRA_TENSORS, is_head
+from ..checkpoint.hub import HEAD_FILE
+from ..checkpoint.tensors import WEIGHTS
+from .output import check_written, save, write_index
+
+
+def max_shard_bytes(source: Path) -> int:
+    """The size of a checkpoint's largest file: the output's are no larger, so a few of them fit in memory."""
+    return max(f.stat().st_size for f in source.glob(WEIGHTS))
+
+
+def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int) -> None:
+    """Write a model's tensors, the index and config.json, and read the head back. The model has no weights afterwards.
+
+    Raises:
+        OSError: A file could not be written, or the head was not read back as it was.
+    """
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": get_total_parameters(model)}
+    head = {name: w for name, w in weights.items() if is_head(name)}
+    # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
+    # goes into a separate file.
+    separate = config.get(EXTRA_TENSORS) is not None
+    shards = split_into_shards({n: w for n, w in weights.items() if not (separate and is_head(n))}, shard_bytes)
+    # From here on only the shards hold the tensors, so that each is freed when it is written.
+    weights.clear()
+    model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
+
+    weight_map = _write_shards(folder, shards)
+    if separate:
+        save(folder / HEAD_FILE, head)
+        weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    write_index(folder, weight_map, metadata)
+    save_config(config, folder / "config.json")
+    check_written(folder, head, weight_map)
+
+
+def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:
+    """Write and release each shard; returns the file of every tensor."""
+    weight_map: dict[str, str] = {}
+    for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shard, shards[i] = shards[i], {}
+        save(folder / name, shard)
+        weight_map.update(dict.fromkeys(shard, name))
+        del shard
+        mx.clear_cache()
+    return weight_map
+
+
+def split_into_shards(weights: dict[str, mx.array], shard_bytes: int) -> list[dict[str, mx.array]]:
+    """mlx-lm's ``make_shards``, in bytes: its shards are whole GiB."""
+    shards: list[dict[str, mx.array]] = [{}]
+    size = 0
+    for name, w in weights.items():
+        if shards[-1] and size + w.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = w
+        size += w.nbytes
+    return shards
