@@ -141,7 +141,7 @@ def test_exact_rollback_gives_the_state_of_plain_decoding(family, other_kernels)
                     assert a.offset == b.offset
                     assert arrays_equal([x[..., : a.offset, :] for x in a.state[:2]],
                                         [x[..., : b.offset, :] for x in b.state[:2]])  # fmt: skip
-            with pytest.raises(ValueError, match="nothing to go back to"):
+            with pytest.raises(ValueError, match="nothing to roll back"):
                 ours[0].rollback(n)
 
 
