@@ -179,7 +179,7 @@ def test_rejects_trimming_beyond_the_window():
     with pytest.raises(ValueError, match="Cannot keep"):
         trim_prompt_cache(target, 10)
     assert [c.offset for c in target if not isinstance(c, ArraysCache)] == before
-    with pytest.raises(ValueError, match="take back its last 1 tokens, not 2"):
+    with pytest.raises(ValueError, match="can trim its last 1 tokens, not 2"):
         trim_prompt_cache(draft, 2)
 
 
