@@ -210,6 +210,7 @@ class APIHandler(stock.APIHandler):  # type: ignore[misc]
 
     def send_response(self, code: int, message: str | None = None) -> None:
         self.status = int(code)
+        self.request_version = "HTTP/1.0"  # what claims to be HTTP/0.9 would get no status line
         super().send_response(code, message)
 
     def end_headers(self) -> None:

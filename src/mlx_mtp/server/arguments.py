@@ -114,7 +114,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default=10,
         help="Maximum number of distinct KV caches to hold in the prompt cache",
     )
-    add("--prompt-cache-bytes", type=_parse_size, help="Maximum size in bytes of the KV caches")
+    add("--prompt-cache-bytes", type=_size, help="Maximum size in bytes of the KV caches")
     add(
         "--kv-bits",
         type=int,
@@ -130,6 +130,14 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _size(text: str) -> int:
+    """mlx-lm's sizes, such as 10GB."""
+    try:
+        return int(_parse_size(text))
+    except (ArithmeticError, KeyError) as e:
+        raise ValueError(text) from e
+
+
 def check(args: argparse.Namespace) -> None:
     """Check the flags before the model is loaded, and read the API key.
 
@@ -142,7 +150,6 @@ def check(args: argparse.Namespace) -> None:
         ("decode_concurrency", 1, 1 << 16),
         ("prompt_concurrency", 1, 1 << 16),
         ("prompt_cache_size", 0, 1 << 31),
-        ("prompt_cache_bytes", 0, 1 << 63),
     ):
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
