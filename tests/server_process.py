@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class Server:
         """Send bytes and nothing more -> all bytes that come back."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as s:
             s.sendall(raw)
-            s.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # the server may have closed the connection already
+                s.shutdown(socket.SHUT_WR)
             answer = b""
             while chunk := s.recv(65536):
                 answer += chunk

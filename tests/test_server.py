@@ -22,6 +22,7 @@ from mlx_lm.server import convert_chat
 from openai import OpenAI
 from server_process import SRC, Server, serve
 
+from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server import api as http_server
 from mlx_mtp.server.arguments import check, make_parser
@@ -178,6 +179,22 @@ def test_concurrent_requests_equal_single_ones(server, alone):
     metrics = server.metrics()
     assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
+
+
+def test_seed_gives_one_text(server, without_mtp, demo, text_of):
+    model, tokenizer = demo
+    want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=make_sampler(1.0, seed=7)))
+    seeded = {"temperature": 1.0, "seed": 7}
+    assert text_from(server, **seeded) == text_from(without_mtp, **seeded) == want
+    assert text_from(server, temperature=1.0, seed=8) != want
+    # Beside others, one of which hangs up.
+    other = begin(server, max_tokens=5000)
+    with ThreadPoolExecutor(3) as pool:
+        again = [pool.submit(text_from, server, **seeded) for _ in range(2)]
+        beside = pool.submit(text_from, server, prompt=PROMPTS[0], temperature=1.0)
+        other.close()
+        assert [answer.result() for answer in again] == [want, want]
+        beside.result()
 
 
 def test_chat_turns_reuse_the_cache(client, demo, text_of):

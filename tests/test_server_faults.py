@@ -334,10 +334,10 @@ def test_slow_reader_delays_nobody(server):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         s.settimeout(60)
         s.connect(("127.0.0.1", server.port))
-        s.sendall(stream_request(500))
+        s.sendall(stream_request(200))
         assert server.request(TEXT, GOOD)[1]["choices"][0]["text"] == server.good
         answer = b""
         while chunk := s.recv(512):
             answer += chunk
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert answer.count(b'"text":') >= 500 or b'"stop"' in answer
+    assert answer.count(b'"text":') >= 200 or b'"stop"' in answer

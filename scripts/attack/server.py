@@ -60,9 +60,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**64), 10**400, 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"),
-    "", "a", "\0", "\ud800", "\u202e", "1", "auto", "default_model", "../../etc/passwd",
-    "{% for i in range(9999) %}x{% endfor %}", "a" * 100_000, [], [[]], [None], ["a"] * 1000, [{}], {}, {"": ""}, {"a": {"b": {"c": []}}}, {"chat_template": "x"},
-    {"padding": True, "max_length": 10**9}, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+    "", "a", "\0", "\ud800", "\u202e", "1", "auto", "default_model", "../../etc/passwd", "a" * 100_000,
+    "{% for i in range(9999) %}x{% endfor %}", [], [[]], [None], ["a"] * 1000, [{}], {}, {"": ""}, {"a": {"b": {"c": []}}},
+    {"chat_template": "x"}, {"padding": True, "max_length": 10**9}, {"type": "image_url", "image_url": {"url": "file:///x"}},
 ]  # fmt: skip
 METHODS = [b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"CONNECT", b"get", b"", b"\xff", b"G" * 70_000]
 PATHS = [b"/", b"/health", b"/metrics", b"/v1/models", b"/v1/models/%00", b"/v1/models/default_model?x", b"*", b"//", b""] + [
@@ -70,10 +70,10 @@ PATHS = [b"/", b"/health", b"/metrics", b"/v1/models", b"/v1/models/%00", b"/v1/
 ]  # fmt: skip
 VERSIONS = [b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2", b"HTTP/9.9", b"HTTP/", b"http/1.1", b"x", b""]
 HEADERS = [
-    b"Content-Length: 2", b"Content-Length: 3", b"Content-Length: -1", b"Content-Length: " + b"9" * 5000,
-    b"Content-Length: 0x2", b"Content-Length:", b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Authorization: bearer \xff",
-    b"Origin: *", b"Connection: keep-alive", b"Upgrade: websocket", b"no colon", b": no name", b"A: " + b"a" * 70_000, b"A: b\r\n c",
-    b"A: \0",
+    b"Content-Length: 2", b"Content-Length: 3", b"Content-Length: -1", b"Content-Length: 0x2", b"Content-Length:",
+    b"Content-Length: " + b"9" * 5000, b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Origin: *",
+    b"Authorization: bearer \xff", b"Connection: keep-alive", b"Upgrade: websocket", b"no colon", b": no name", b"A: \0",
+    b"A: b\r\n c", b"A: " + b"a" * 70_000,
 ]  # fmt: skip
 UNSUPPORTED = (501, 505)  # a method or a version that HTTP does not have
 CONTENTS = [b"", b"{}", b"[]", b"{} ", b'{"prompt": 5}', json.dumps(GOOD).encode(), b"[" * 100_000, b"\xff" * 100]

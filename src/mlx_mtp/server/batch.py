@@ -18,9 +18,9 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
-from ..models.cache import make_prompt_cache
+from ..models.cache import PromptCache, make_prompt_cache
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class Alone:
         s = self.sequence
         n = min(len(s.segments[0]), self.options["prefill_step_size"])
         tokens, s.segments[0] = s.segments[0][:n], s.segments[0][n:]
-        list(mtp_generate_step(mx.array(tokens), self.model, max_tokens=0, prompt_cache=s.prompt_cache, **self.options))
+        prefill(mx.array(tokens), self.model, prompt_cache=s.prompt_cache, **self.options)
         s.tokens += tokens
         if s.segments[0]:
             return Progress(s, len(s.tokens), None, None)
@@ -156,7 +156,7 @@ class Alone:
     def choose(self) -> tuple[int, mx.array]:
         """After ``close``: the token after those in the cache, and its log probabilities [V]."""
         s = self.sequence
-        logits = self.model.logits(s.prompt_cache[-1][0])[:, -1]  # [1, V]
+        logits = self.model.logits(PromptCache(s.prompt_cache, len(self.model.layers)).last_hidden)[:, -1]  # [1, V]
         for processor in s.logits_processors:
             logits = processor(mx.array(s.tokens, mx.uint32), logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)

@@ -40,6 +40,7 @@ class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
         self.is_exclusive = False  # the one job must stay alone
+        self.acceptance = getattr(model_provider.cli_args, "acceptance", None)
         self.loaded: Future[None] = Future()  # the default model, or why it could not be loaded
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
         super().__init__(model_provider, prompt_cache)
@@ -144,7 +145,9 @@ class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
         return self.cli_args.kv_bits is not None or self._seeds_global_state(args)
 
     def _seeds_global_state(self, args: stock.GenerationArguments) -> bool:
-        return args.seed is not None and args.sampling.temperature > 0
+        """MLX's random state is shared by all requests. Only a coupled sampler has a seed of its own."""
+        is_seeded = args.seed is not None and args.sampling.temperature > 0
+        return is_seeded and self.acceptance in ("rejection", "match")
 
     def _fits(self, entry: Entry) -> bool:
         """Whether a request can begin now."""
@@ -264,9 +267,10 @@ class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
 
     def _make_sampler(self, args: stock.GenerationArguments) -> Any:
         tokenizer, s = self.model_provider.tokenizer, args.sampling
+        seed = args.seed
         if self._seeds_global_state(args):
-            mx.random.seed(args.seed)
-            return stock._make_sampler(args, tokenizer)  # its tokens do not depend on the drafts
+            mx.random.seed(seed)
+            seed = None
         return sampling.make_sampler(
             s.temperature,
             s.top_p,
@@ -275,6 +279,8 @@ class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
             xtc_probability=s.xtc_probability,
             xtc_threshold=s.xtc_threshold,
             xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+            seed=seed,
+            acceptance=self.acceptance,
         )
 
     def _step(self) -> None:
