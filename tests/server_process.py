@@ -44,12 +44,16 @@ class Server:
         except ValueError:
             return response.status, text
 
-    def talk(self, raw: bytes) -> bytes:
-        """Send bytes and nothing more -> all bytes that come back."""
+    def talk(self, raw: bytes, is_complete: bool = False) -> bytes:
+        """Send bytes -> all bytes that come back.
+
+        Unless they are a complete request, the connection is then closed for sending, as by a client that hangs up.
+        """
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as s:
             s.sendall(raw)
-            with suppress(OSError):  # the server may have closed the connection already
-                s.shutdown(socket.SHUT_WR)
+            if not is_complete:
+                with suppress(OSError):  # the server may have closed the connection already
+                    s.shutdown(socket.SHUT_WR)
             answer = b""
             while chunk := s.recv(65536):
                 answer += chunk
