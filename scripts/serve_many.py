@@ -1,4 +1,4 @@
-"""Send many different requests at once: each text that can be known must equal a single run, none may be lost, nothing may leak.
+"""Send many different requests at once: each text must equal that of a single run, none may be lost, nothing may leak.
 
     python scripts/serve_many.py                200 requests, then 1,000 more
     python scripts/serve_many.py --soak 0       without the 1,000
