@@ -1,10 +1,10 @@
-"""The server's speed, as ratios of runs that take turns.
+"""Measure the server's speed, as ratios of alternating runs.
 
     python benchmarks/serve_speed.py
 
-One stream through the server against ``mlx_mtp.stream_generate`` in a process of its own; eight streams at once against
-``mlx_lm.server``, asked in the same way; and what it costs the first stream when a second comes and goes: the longest time
-between two of its steps then, and the median before, in steps of plain decoding. Greedy, the demo.
+One stream is compared with ``mlx_mtp.stream_generate`` in its own process, and eight streams at once with ``mlx_lm.server``.
+The cost of a second stream is the longest time between two steps of the first while the second comes and goes, beside the
+median before, in steps of plain decoding. Greedy, the demo.
 """
 
 import sys
@@ -39,7 +39,7 @@ for line in sys.stdin:
 
 
 def stream(server: Server, prompt: str, n: int) -> list[float]:
-    """When each token's line came."""
+    """The time at which each token arrived."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     body = {"prompt": prompt, "max_tokens": n, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
@@ -53,7 +53,7 @@ def stream(server: Server, prompt: str, n: int) -> list[float]:
 
 
 def together(server: Server, n: int) -> float:
-    """Tokens per second of eight at once, from the first request to the last token."""
+    """Tokens per second of eight streams at once, from the first request to the last token."""
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda prompt: stream(server, prompt, n), PROMPTS))
@@ -61,7 +61,7 @@ def together(server: Server, n: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The server's speed beside others'.")
+    parser = argparse.ArgumentParser(description="Measure the server's speed.")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--model", default=str(DEMO))
@@ -88,36 +88,43 @@ def main() -> None:
         for warm in (in_process, served):
             warm("import os\n")
         one = [served(p) / in_process(p) for p in PROMPTS[: args.repeat]]
-        print(
-            f"one stream, to mlx_mtp.stream_generate: {statistics.median(one):.3f} ({min(one):.2f} to {max(one):.2f})"
-        )
-        for warm in (ours, stock):
-            together(warm, 8)
-        eight = []
-        for i in range(args.repeat):
-            arms = [ours, stock] if i % 2 else [stock, ours]
-            speed = {server.port: together(server, n) for server in arms}
-            eight.append(speed[ours.port] / speed[stock.port])
-        print(f"eight streams, to mlx_lm.server: {statistics.median(eight):.3f} ({min(eight):.2f} to {max(eight):.2f})")
-        costs = []
-        for prompt in PROMPTS[: args.repeat]:
-            times = stream(stock, prompt, 64)
-            step = statistics.median(b - a for a, b in pairwise(times))
-            with ThreadPoolExecutor(1) as pool:
-                first = pool.submit(stream, ours, prompt, n)
-                time.sleep(40 * step)
-                start = time.perf_counter()
-                stream(ours, "x", 16)
-                end = time.perf_counter()
-                times = first.result()
-            gaps = [(b, b - a) for a, b in pairwise(times) if b - a > step / 2]  # the others are drafts of one step
-            before = statistics.median(gap for b, gap in gaps if b < start)
-            costs.append((max(gap for b, gap in gaps if start < b < end + 20 * step) / step, before / step))
+        report("one stream, to mlx_mtp.stream_generate", one)
+        report("eight streams, to mlx_lm.server", compare_together(ours, stock, n, args.repeat))
+        costs = [cost_of_second(ours, stock, prompt, n) for prompt in PROMPTS[: args.repeat]]
         longest, ordinary = (statistics.median(c) for c in zip(*costs))
-        print(
-            f"longest wait while a second stream comes and goes: {longest:.1f} plain steps; before it came: {ordinary:.1f}"
-        )
+        print(f"longest step while a second stream comes and goes: {longest:.1f} plain steps; before: {ordinary:.1f}")
     worker.kill()
+
+
+def report(what: str, ratios: list[float]) -> None:
+    print(f"{what}: {statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def compare_together(ours: Server, stock: Server, n: int, repeat: int) -> list[float]:
+    """The ratio of speeds of eight streams at once, for each round."""
+    for warm in (ours, stock):
+        together(warm, 8)
+    ratios = []
+    for i in range(repeat):
+        runs = [ours, stock] if i % 2 else [stock, ours]
+        speed = {server.port: together(server, n) for server in runs}
+        ratios.append(speed[ours.port] / speed[stock.port])
+    return ratios
+
+
+def cost_of_second(ours: Server, stock: Server, prompt: str, n: int) -> tuple[float, float]:
+    """(the longest step of the first stream while a second comes and goes, its median step before), in plain steps"""
+    step = statistics.median(b - a for a, b in pairwise(stream(stock, prompt, 64)))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(stream, ours, prompt, n)
+        time.sleep(40 * step)
+        start = time.perf_counter()
+        stream(ours, "x", 16)
+        end = time.perf_counter()
+        times = first.result()
+    gaps = [(b, b - a) for a, b in pairwise(times) if b - a > step / 2]  # shorter gaps are between tokens of one step
+    before = statistics.median(gap for b, gap in gaps if b < start)
+    return max(gap for b, gap in gaps if start < b < end + 20 * step) / step, before / step
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Requests of all kinds at once: whether each greedy one says what it says alone, whether any is lost, whether anything leaks.
+"""Send many different requests at once: each text must equal that of a single run, none may be lost, nothing may leak.
 
     python scripts/serve_many.py                200 requests, then 1,000 more
-    python scripts/serve_many.py --soak 0       without those
+    python scripts/serve_many.py --soak 0       without the 1,000
 
-Up to 8 at once come and go: of random length, sampling and penalties, streamed or not, some given up by their clients midway.
-Greedy text is compared with mlx-lm's own single run. Exit status 1 on any difference, loss or leak.
+Up to 8 requests run at once, with random lengths, sampling and penalties, streamed or not; some clients hang up midway. The
+text of greedy and of seeded requests is compared with mlx-lm's own single run. Exit status 1 on any difference, loss or leak.
 """
 
 import sys
@@ -32,6 +32,7 @@ from server_process import Server, serve
 from tqdm import tqdm
 
 import mlx_mtp
+from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 
 AT_ONCE = 8
@@ -52,14 +53,14 @@ def random_request(rng: random.Random, source: dict[str, str], longest: int = 20
     return body
 
 
-def ask(server: Server, body: dict, give_up_after: int | None) -> str | None:
-    """The text that came; None where it was given up, after so many bytes."""
+def ask(server: Server, body: dict, hang_up_after: int | None) -> str | None:
+    """The text of a request; None if its client hangs up, after this number of bytes."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
-        if give_up_after is not None:
-            response.read(give_up_after)
+        if hang_up_after is not None:
+            response.read(hang_up_after)
             return None
         raw = response.read().decode()
     finally:
@@ -78,7 +79,9 @@ def plain_text(body: dict, model, tokenizer) -> str:
     processors = make_logits_processors(repetition_penalty=body.get("repetition_penalty", 0.0))
     prompt = tokenizer.encode(body["prompt"])
     detokenizer = tokenizer.detokenizer
-    for token in plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors):
+    sampler = make_sampler(body.get("temperature", 0.0), body.get("top_p", 0.0), seed=body.get("seed"))
+    tokens = plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors, sampler=sampler)
+    for token in tokens:
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)
@@ -87,7 +90,7 @@ def plain_text(body: dict, model, tokenizer) -> str:
 
 
 def run(server: Server, bodies: list[dict], rng: random.Random, expected: dict[int, str], desc: str) -> int:
-    """The number of requests that were lost or said something else."""
+    """The number of requests that were lost or got another text."""
     plans = [
         (rng.randint(1, 4000) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1]))) for _ in bodies
     ]
@@ -95,13 +98,13 @@ def run(server: Server, bodies: list[dict], rng: random.Random, expected: dict[i
 
     def one(i: int) -> None:
         nonlocal wrong
-        give_up_after, pause = plans[i]
+        hang_up_after, pause = plans[i]
         time.sleep(pause)
         try:
-            text = ask(server, bodies[i], give_up_after)
+            text = ask(server, bodies[i], hang_up_after)
         except Exception as e:
             text = f"{type(e).__name__}: {e}"
-        if give_up_after is None and i in expected and text != expected[i]:
+        if hang_up_after is None and i in expected and text != expected[i]:
             with lock:
                 wrong += 1
                 print(f"request {i}: {text!r}, not {expected[i]!r}", flush=True)
@@ -124,9 +127,9 @@ def resources(server: Server) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Many requests at once, against single runs.")
+    parser = argparse.ArgumentParser(description="Compare many requests at once with single runs.")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--soak", type=int, default=1000, help="Requests after those, for leaks (default: 1000).")
+    parser.add_argument("--soak", type=int, default=1000, help="Further requests, to find leaks (default: 1000).")
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -134,8 +137,8 @@ def main() -> None:
     source = {name: inspect.getsource(import_module(name)) for name in MODULES}
     model, tokenizer = mlx_mtp.load(args.model)
     bodies = [random_request(rng, source) for _ in range(args.requests)]
-    greedy = {i: body for i, body in enumerate(bodies) if body.get("temperature", 0) == 0}
-    expected = {i: plain_text(body, model, tokenizer) for i, body in tqdm(greedy.items(), desc="alone", disable=None)}
+    known = {i: body for i, body in enumerate(bodies) if "temperature" not in body or "seed" in body}
+    expected = {i: plain_text(body, model, tokenizer) for i, body in tqdm(known.items(), desc="alone", disable=None)}
     del model
     mx.clear_cache()
 
@@ -146,28 +149,33 @@ def main() -> None:
         metrics = server.metrics()
         switches = {to: metrics.get(f'mlx_mtp_mode_switches_total{{to="{to}"}}', 0) for to in ("mtp", "batch")}
         print(
-            f"{args.requests} requests, {len(expected)} greedy: {wrong} wrong or lost; changes over: {switches}",
+            f"{args.requests} requests, {len(expected)} compared: {wrong} wrong or lost; switches: {switches}",
             flush=True,
         )
         leaks = False
         if args.soak:
-            seen = [resources(server)]
-            for part in range(10):
-                soak = [random_request(rng, source, 200) for _ in range(args.soak // 10)]
-                wrong += run(server, soak, rng, {}, f"soak {part + 1} of 10")
-                server.until_idle()
-                seen.append(resources(server))
-                print(
-                    f"after {args.requests + (part + 1) * len(soak)}: {seen[-1][0]:.0f} MB, {seen[-1][1]} threads",
-                    flush=True,
-                )
-            # Level: the second half needs no more than the first, by more than a tenth.
-            leaks = seen[-1][0] > 1.1 * max(m for m, _ in seen[3:6]) or seen[-1][1] > max(t for _, t in seen[3:6])
+            more, leaks = soak(server, args.requests, args.soak, rng, source)
+            wrong += more
         wrong += "Traceback" in log.read_text()
         if wrong:
             print(f"the server's log: {log}")
         print(f"exit status of the server: {server.stop(signal.SIGTERM)}")
     sys.exit(bool(wrong or leaks))
+
+
+def soak(server: Server, n_before: int, n: int, rng: random.Random, source: dict[str, str]) -> tuple[int, bool]:
+    """(requests that were lost, whether the server's memory or threads grow)"""
+    wrong, used = 0, [resources(server)]
+    for part in range(10):
+        bodies = [random_request(rng, source, 200) for _ in range(n // 10)]
+        wrong += run(server, bodies, rng, {}, f"soak {part + 1} of 10")
+        server.until_idle()
+        memory, threads = resources(server)
+        used.append((memory, threads))
+        print(f"after {n_before + (part + 1) * len(bodies)}: {memory:.0f} MB, {threads} threads", flush=True)
+    # The second half may need at most a tenth more memory than the first, and no more threads.
+    leaks = used[-1][0] > 1.1 * max(m for m, _ in used[3:6]) or used[-1][1] > max(t for _, t in used[3:6])
+    return wrong, leaks
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_mtp.server import __main__, engine
+from mlx_mtp.server import __main__
+from mlx_mtp.server.engine import ResponseGenerator
 
-make_sampler = engine._make_sampler
+make_sampler = ResponseGenerator._make_sampler
 
 
 @partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
@@ -15,8 +16,8 @@ def fail(logprobs):
     raise ValueError("This sampler fails.")
 
 
-engine._make_sampler = lambda args, tokenizer: (
-    fail if args.sampling.temperature == 1.25 else make_sampler(args, tokenizer)
+ResponseGenerator._make_sampler = lambda self, args: (
+    fail if args.sampling.temperature == 1.25 else make_sampler(self, args)
 )
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src"
@@ -28,8 +29,8 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def request(self, path: str, body=None, headers=None, method=None) -> tuple[int, dict | str]:
-        """(status, what came back); a body of a dictionary is sent as JSON."""
+    def request(self, path: str, body=None, headers=None, method=None) -> tuple[int, Any]:
+        """(status, content); a body that is a dictionary is sent as JSON, and content that is JSON is parsed."""
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -43,25 +44,41 @@ class Server:
         except ValueError:
             return response.status, text
 
+    def talk(self, raw: bytes, is_complete: bool = False) -> bytes:
+        """Send bytes -> all bytes that come back.
+
+        Unless they are a complete request, the connection is then closed for sending, as by a client that hangs up.
+        """
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as s:
+            s.sendall(raw)
+            if not is_complete:
+                with suppress(OSError):  # the server may have closed the connection already
+                    s.shutdown(socket.SHUT_WR)
+            answer = b""
+            while chunk := s.recv(65536):
+                answer += chunk
+            return answer
+
     def metrics(self) -> dict[str, float]:
         _, text = self.request("/metrics")
         return {name: float(value) for name, value in (line.split(" ") for line in text.splitlines() if line[0] != "#")}
 
-    def until_idle(self, seconds: float = 20.0) -> None:
+    def until_idle(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while self.metrics()["mlx_mtp_requests_in_flight"] > 0:
             assert time.monotonic() < deadline, "requests are still being generated"
             time.sleep(0.02)
 
     def stop(self, how: int = signal.SIGINT) -> int:
+        """Send a signal -> the exit status."""
         self.process.send_signal(how)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 @contextmanager
 def serve(log: Path, *flags: str, module: str = "mlx_mtp.server") -> Iterator[Server]:
     port = 0
-    if module != "mlx_mtp.server":  # others name the port that they were given
+    if module == "mlx_lm.server":  # it logs the port that it was given
         with socket.create_server(("127.0.0.1", 0)) as s:
             port = s.getsockname()[1]
     with open(log, "w") as file:
@@ -70,9 +87,11 @@ def serve(log: Path, *flags: str, module: str = "mlx_mtp.server") -> Iterator[Se
             env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1"},
             stderr=file,
             stdout=file,
+            # A script starts its background jobs with SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        for _ in range(600):
+        for _ in range(1200):
             if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
                 break
             assert process.poll() is None, log.read_text()

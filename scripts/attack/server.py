@@ -1,0 +1,175 @@
+"""Attack a server with hostile requests: every one must get an answer that blames the client, and none may change the others.
+
+    python scripts/attack/server.py --count 2000 --seed 1
+
+Half of the requests are valid bodies with random mutations, half are bytes that resemble HTTP. Each must get an HTTP answer
+below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a closed connection. Valid requests in between
+must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2] / "tests")
+
+import argparse
+import copy
+import json
+import random
+import re
+import signal
+import tempfile
+from typing import Any
+
+from server_process import Server, serve
+from tqdm import tqdm
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"prompt": "import os\n", "max_tokens": 4}
+OPTIONS = {
+    "max_tokens": 4,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.0},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "seed": 3,
+    "stop": ["\n\n"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "num_draft_tokens": 2,
+    "xtc_probability": 0.1,
+    "xtc_threshold": 0.1,
+    "model": "default_model",
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": [{"type": "text", "text": "Sort a list."}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "user", "content": "Now in C."},
+]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "def f(x):\n", **OPTIONS}),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
+    (CHAT, {"messages": MESSAGES[:2], "role_mapping": {"user": "U: ", "stop": "\n"}, **OPTIONS}),
+]
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**64), 10**400, 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"),
+    "", "a", "\0", "\ud800", "\u202e", "1", "auto", "default_model", "../../etc/passwd", "a" * 2000,
+    "{% for i in range(9999) %}x{% endfor %}", [], [[]], [None], ["a"] * 100, [{}], {}, {"": ""}, {"a": {"b": {"c": []}}},
+    {"chat_template": "x"}, {"padding": True, "max_length": 10**9}, {"type": "image_url", "image_url": {"url": "file:///x"}},
+]  # fmt: skip
+METHODS = [b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"CONNECT", b"get", b"", b"\xff", b"G" * 70_000]
+PATHS = [b"/", b"/health", b"/metrics", b"/v1/models", b"/v1/models/%00", b"/v1/models/default_model?x", b"*", b"//", b""] + [
+    b"/v1/completions", b"/v1/chat/completions", b"/v1/completions?a=b", b"http://[", b"/" + b"a" * 70_000, b"/\xff"
+]  # fmt: skip
+VERSIONS = [b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2", b"HTTP/9.9", b"HTTP/", b"http/1.1", b"x", b""]
+HEADERS = [
+    b"Content-Length: 2", b"Content-Length: 3", b"Content-Length: -1", b"Content-Length: 0x2", b"Content-Length:",
+    b"Content-Length: " + b"9" * 5000, b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Origin: *",
+    b"Authorization: bearer \xff", b"Connection: keep-alive", b"Upgrade: websocket", b"no colon", b": no name", b"A: \0",
+    b"A: b\r\n c", b"A: " + b"a" * 70_000,
+]  # fmt: skip
+UNSUPPORTED = (501, 505)  # a method or a version that HTTP does not have
+CONTENTS = [b"", b"{}", b"[]", b"{} ", b'{"prompt": 5}', json.dumps(GOOD).encode(), b"[" * 100_000, b"\xff" * 100]
+
+
+def mutate(rng: random.Random, body: Any) -> Any:
+    """Replace, remove, rename or repeat a value at a random place."""
+    places = [(None, None), *_places(body)]
+    holder, key = rng.choice(places)
+    if holder is None:
+        return rng.choice(VALUES) if rng.random() < 0.1 else body
+    kind = rng.randrange(5)
+    if kind == 0 and isinstance(holder, dict):
+        holder[rng.choice(["", "\ud800", "model", "x" * 1000])] = holder.pop(key)
+    elif kind == 1:
+        del holder[key]
+    elif kind == 2 and isinstance(holder, list):
+        holder *= rng.choice([0, 2, 30])
+    else:
+        holder[key] = copy.deepcopy(rng.choice(VALUES))
+    return body
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in ((value, key), *_places(item))]
+
+
+def hostile_json(rng: random.Random) -> bytes:
+    path, body = copy.deepcopy(rng.choice(BODIES))
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
+        body = mutate(rng, body)
+    raw = json.dumps(body).encode()
+    if rng.random() < 0.1:
+        i = rng.randrange(len(raw) + 1)
+        raw = raw[:i] + rng.choice([b"", rng.randbytes(3), raw[:i]])
+    return b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
+
+
+def hostile_http(rng: random.Random) -> bytes:
+    request = b" ".join(rng.choice(part) for part in (METHODS, PATHS, VERSIONS))
+    headers = rng.choices(HEADERS, k=rng.choice([0, 1, 2, 3, 200]))
+    raw = b"\r\n".join([request, *headers, b"", rng.choice(CONTENTS)])
+    if rng.random() < 0.3:
+        i = rng.randrange(len(raw) + 1)
+        raw = rng.choice([raw[:i], raw[:i] + rng.randbytes(8) + raw[i:]])
+    return raw
+
+
+def failure(server: Server, raw: bytes, is_complete: bool) -> str | None:
+    """What is wrong with the answer to these bytes, if anything."""
+    try:
+        answer = server.talk(raw, is_complete)
+    except TimeoutError:
+        return "no answer"
+    except ConnectionError:
+        return None
+    match = re.match(rb"HTTP/1\.[01] ([0-9]{3}) ", answer)
+    if answer and not (match and (int(match[1]) < 500 or int(match[1]) in UNSUPPORTED)):
+        return f"answer {answer[:200]!r}"
+    return None
+
+
+def attack(server: Server, seed: int, count: int) -> list[str]:
+    """Send hostile requests -> what went wrong."""
+    rng = random.Random(seed)
+    want = server.request(TEXT, GOOD)[1]["choices"][0]["text"]
+    failures = []
+    for i in tqdm(range(count), desc="attack", disable=None):
+        is_json = bool(i % 2)
+        raw = hostile_json(rng) if is_json else hostile_http(rng)
+        if (wrong := failure(server, raw, is_json)) is not None:
+            failures.append(f"request {i} of seed {seed}: {wrong} to {raw[:500]!r}")
+        if i % 50 == 49:
+            status, content = server.request(TEXT, GOOD)
+            if status != 200 or content["choices"][0]["text"] != want:
+                failures.append(f"after request {i} of seed {seed}, a valid request gets {status}: {content}")
+    return failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attack a server with hostile requests.")
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    log = Path(tempfile.mkdtemp()) / "server.log"
+    with serve(log, "--mtp", "--max-tokens", "16") as server:
+        failures = attack(server, args.seed, args.count)
+        server.until_idle()
+        if (status := server.stop(signal.SIGTERM)) != 0:
+            failures.append(f"SIGTERM ends the server with {status}")
+    if "Traceback" in log.read_text():
+        failures.append(f"a traceback in {log}")
+    print(*failures, f"{args.count} requests, {len(failures)} failures", sep="\n")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The flags of ``mlx_mtp.server``: those of ``mlx_lm.server`` and those of MTP."""
+
+import argparse
+import json
+from pathlib import Path
+
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.utils import _parse_size
+
+from .. import cli
+from ..checkpoint.load import DEMO
+from ..decoding.depth import MAX_DRAFT_TOKENS
+from .body import RESERVED
+from .provider import ModelProvider
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """mlx-lm makes its parser in ``main``: these are its flags, defaults and help."""
+    parser = argparse.ArgumentParser(prog="mlx_mtp.server", description="MLX Http Server, with the MTP head.")
+    _add_model_flags(parser)
+    _add_http_flags(parser)
+    _add_generation_flags(parser)
+    _add_cache_flags(parser)
+    parser.add_argument(
+        "--mtp", action="store_true", help="Draft with the model's MTP head while there is one request."
+    )
+    cli.add_arguments(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        default=str(DEMO),
+        help="The path to the MLX model weights, tokenizer, and config (default: the demo)",
+    )
+    add("--adapter-path", help="Optional path for the trained adapter weights and config.")
+    add("--draft-model", help="A model to be used for speculative decoding.")
+    add(
+        "--num-draft-tokens",
+        type=cli.auto_or_number,
+        default=None,
+        help="Number of tokens to draft when using speculative decoding (default: 3; with --mtp the one in the settings, or "
+        f"auto; up to {MAX_DRAFT_TOKENS}).",
+    )
+    add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
+    add("--chat-template", default="", help="Specify a chat template for the tokenizer")
+    add("--use-default-chat-template", action="store_true", help="Use the default chat template")
+    add(
+        "--chat-template-args",
+        type=json.loads,
+        default="{}",
+        help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
+        """'{"enable_thinking":false}'""",
+    )
+    add("--pipeline", action="store_true", help="Not supported: this server runs on one machine")
+    add(
+        "--serve-model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="One more model that a request may name; can be repeated. One model at a time is loaded.",
+    )
+    add(
+        "--allow-any-model",
+        action="store_true",
+        help="Let a request name any path or Hugging Face repo as its model, adapters or draft model, as mlx_lm.server does.",
+    )
+
+
+def _add_http_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
+    add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
+    add("--allowed-origins", type=lambda x: x.split(","), default="*", help="Allowed origins (default: *)")
+    add(
+        "--log-level",
+        default="INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+        help="Set the logging level (default: INFO)",
+    )
+    add("--api-key", help="Answer only requests with this key (default: every request).")
+    add("--api-key-file", type=Path, help="A file with the key, which hides it from other users of the machine.")
+
+
+def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--temp", type=float, default=0.0, help="Default sampling temperature (default: 0.0)")
+    add("--top-p", type=float, default=1.0, help="Default nucleus sampling top-p (default: 1.0)")
+    add("--top-k", type=int, default=0, help="Default top-k sampling (default: 0, disables top-k)")
+    add("--min-p", type=float, default=0.0, help="Default min-p sampling (default: 0.0, disables min-p)")
+    add("--max-tokens", type=int, default=512, help="Default maximum number of tokens to generate (default: 512)")
+    add(
+        "--decode-concurrency",
+        type=int,
+        default=32,
+        help="When a request is batchable then decode that many requests in parallel",
+    )
+    add(
+        "--prompt-concurrency",
+        type=int,
+        default=8,
+        help="When a request is batchable then process that many prompts in parallel",
+    )
+    add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
+
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--prompt-cache-size",
+        type=int,
+        default=10,
+        help="Maximum number of distinct KV caches to hold in the prompt cache",
+    )
+    add("--prompt-cache-bytes", type=_size, help="Maximum size in bytes of the KV caches")
+    add(
+        "--kv-bits",
+        type=int,
+        help="Number of bits for KV cache quantization (e.g., 4 or 8). Disables batching, so requests are served one at a "
+        "time. Default: None (full precision)",
+    )
+    add("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization (default: 64)")
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=DEFAULT_QUANTIZED_KV_START,
+        help=f"Token position to start KV cache quantization (default: {DEFAULT_QUANTIZED_KV_START})",
+    )
+
+
+def _size(text: str) -> int:
+    """mlx-lm's sizes, such as 10GB."""
+    try:
+        return int(_parse_size(text))
+    except (ArithmeticError, KeyError) as e:
+        raise ValueError(text) from e
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the flags before the model is loaded, and read the API key.
+
+    Raises:
+        ValueError: A flag cannot be served.
+    """
+    cli.check_generation_flags(args, no_limit=False)
+    for name, least, most in (
+        ("port", 0, 65535),
+        ("decode_concurrency", 1, 1 << 16),
+        ("prompt_concurrency", 1, 1 << 16),
+        ("prompt_cache_size", 0, 1 << 31),
+    ):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
+    if args.pipeline:
+        raise ValueError("--pipeline is not supported: use mlx_lm.server to serve from several machines.")
+    template_args = args.chat_template_args
+    if not isinstance(template_args, dict):
+        raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
+    if reserved := RESERVED & template_args.keys():
+        raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
+    _read_api_key(args)
+
+
+def _read_api_key(args: argparse.Namespace) -> None:
+    if args.api_key is not None and args.api_key_file is not None:
+        raise ValueError("--api-key and --api-key-file cannot be combined.")
+    if args.api_key_file is not None:
+        args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
+    if args.api_key == "":
+        raise ValueError("The API key is empty.")
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise ValueError("The API key must be printable ASCII: HTTP headers carry nothing else reliably.")
+
+
+def check_model(args: argparse.Namespace, provider: ModelProvider) -> None:
+    """Check the flags against the model that was loaded.
+
+    Raises:
+        ValueError: A flag does not fit the model.
+    """
+    cli.check_model_flags(args, vars(provider.model.args))
+    if args.chat_template:
+        messages = [{"role": "user", "content": "a"}]
+        try:
+            provider.tokenizer.apply_chat_template(messages, tokenize=False, **args.chat_template_args)
+        except Exception as e:
+            raise ValueError(f"--chat-template cannot be rendered: {e}") from e

@@ -1,0 +1,70 @@
+"""A request on its way through the server, and the error that ends one."""
+
+import select
+import socket
+import time
+from dataclasses import dataclass, field
+
+from mlx_lm import server as stock
+
+from ..decoding.pace import DraftCounts
+
+
+class ApiError(BaseException):
+    """An answer in OpenAI's error format. Not an ``Exception``: mlx-lm's handler answers those in a format of its own."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+@dataclass
+class Prompt:
+    """A tokenized prompt.
+
+    Args:
+        tokens (List[int]): All tokens of the prompt.
+        segments (List[List[int]]): The same tokens, split where the prompt cache is saved.
+        segment_types (List[str]): The prompt cache's name for each segment.
+        initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
+    """
+
+    tokens: list[int]
+    segments: list[list[int]]
+    segment_types: list[str]
+    initial_state: str
+
+    def skip(self, n: int) -> None:
+        """Drop the first n tokens, which are cached, from the segments."""
+        while n > 0:
+            if n >= len(self.segments[0]):
+                n -= len(self.segments.pop(0))
+                self.segment_types.pop(0)
+            else:
+                self.segments[0], n = self.segments[0][n:], 0
+
+
+@dataclass
+class Request(stock.CompletionRequest):  # type: ignore[misc]
+    """mlx-lm's request, its client, and what has been generated for it."""
+
+    connection: socket.socket
+    arrived: float = field(default_factory=time.perf_counter)
+    encoded: Prompt | None = None
+    n_tokens: int = 0
+    n_accepted: int = 0  # tokens that were drafted
+    counts: DraftCounts = field(default_factory=DraftCounts)
+
+    @property
+    def param(self) -> str:
+        """The field with the prompt."""
+        return "messages" if self.request_type == "chat" else "prompt"
+
+    def is_gone(self) -> bool:
+        """Whether the client has hung up."""
+        try:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
