@@ -172,7 +172,7 @@ def test_what_cannot_be_checked_is_refused(monkeypatch, capsys):
         (["--check"], "--check is of --mtp"),
         (["--exact"], "--exact is of --mtp"),
         (["--mtp", "--check", "--temp", "0.7"], "leave out --temp"),
-        (["--mtp", "--check", "-m", "0"], "non-zero"),
+        (["--mtp", "--check", "-m", "0"], "--max-tokens must be"),
         (["--mtp", "--check", "--num-draft-tokens", "9"], "auto or from 0 to 8"),
     ):
         status, out, err = run(monkeypatch, capsys, *args)

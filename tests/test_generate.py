@@ -16,6 +16,8 @@ from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_mtp
+from mlx_mtp import cli
+from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
@@ -244,16 +246,92 @@ def test_a_file_cut_short_is_one_line_without_mtp_too(monkeypatch, capsys, tmp_p
     assert (status, out, err.count("\n")) == (2, "", 1), err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-tokens 0",
+        "--max-tokens -2",
+        "--temp -1",
+        "--temp nan",
+        "--temp inf",
+        "--top-p -0.1",
+        "--top-p 1.1",
+        "--top-p nan",
+        "--min-p 2",
+        "--min-p nan",
+        "--top-k -1",
+        "--min-tokens-to-keep 0",
+        "--xtc-probability 2",
+        "--xtc-threshold 0.6",
+        "--seed -1",
+        f"--seed {2**64}",
+        "--kv-bits 7",
+        "--kv-bits 1",
+        "--kv-group-size 17",
+        "--quantized-kv-start -1",
+        "--prefill-step-size 0",
+        "--prefill-step-size -5",
+        "--max-kv-size 0",
+        "--num-draft-tokens 0",
+    ],
+)
+def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):
+    monkeypatch.setattr(command, "load", lambda *args, **kwargs: pytest.fail("loaded"))
+    status, out, err = run(monkeypatch, capsys, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    name, value = flags.split()
+    assert re.fullmatch(rf"mlx_mtp\.generate: error: {name} must be .*, not {value}(\.0)?\.\n", err)
+
+
+@pytest.mark.parametrize("flags", ["--max-tokens -1", f"--seed {2**64 - 1}", "--top-p 0", "--temp 0", "--kv-bits 3"])
+def test_accepts_the_ends_of_a_range(flags):
+    cli.check_generation_flags(make_parser().parse_args(flags.split()))
+
+
+def test_the_server_needs_a_limit_of_tokens():
+    with pytest.raises(ValueError, match="--max-tokens must be 1 or more, not -1"):
+        cli.check_generation_flags(make_parser().parse_args(["--max-tokens", "-1"]), no_limit=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--min-tokens-to-keep 4097 --min-p 0.1 --temp 1", "must be at most 4096 for a vocabulary of 4096 tokens"),
+        ("--top-k 4096 --temp 1", "--top-k must be at most 4095 for a vocabulary of 4096 tokens, not 4096."),
+        ("--kv-bits 4 --kv-group-size 128", "attention heads have 64 values"),
+    ],
+)
+@pytest.mark.parametrize("mtp", [["--mtp"], []])
+def test_refuses_a_flag_that_does_not_fit_the_model(monkeypatch, capsys, mtp, flags, message):
+    status, out, err = run(monkeypatch, capsys, *mtp, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_kv_bits_that_mlx_lm_cannot_pack_into_the_heads_are_refused():
+    args = make_parser().parse_args(["--kv-bits", "3"])
+    cli.check_model_flags(args, {"text_config": {"head_dim": 64}})
+    with pytest.raises(ValueError, match="use --kv-bits 4 or 8"):
+        cli.check_model_flags(args, {"head_dim": 256})
+
+
+def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load", interrupt)
+    assert run(monkeypatch, capsys) == (130, "", "")
+
+
 def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = json.loads((DATA / "dense" / "config.json").read_text())
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     cases = [
-        (["--draft-model", "x"], "cannot draft together"),
+        (["--draft-model", "x"], "cannot be combined"),
         (["--num-draft-tokens", "9"], "must be auto or from 0 to 8"),
         (["--num-draft-tokens", "-1"], "must be auto or from 0 to 8"),
         (["--max-kv-size", "100"], "do not rotate"),
-        (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "the hub has no repository"),
         (["--model", tmp_path], "no config.json"),
         (["--prompt-cache-file", tmp_path / "none.safetensors"], "There is no prompt cache"),

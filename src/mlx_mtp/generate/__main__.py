@@ -71,8 +71,7 @@ def main() -> None:
 
 def run(args) -> None:
     """mlx-lm's ``mlx_lm.generate``, flag by flag."""
-    if args.mtp and args.draft_model is not None:
-        raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
+    cli.check_generation_flags(args)
     for flag in ("exact", "check", "draft_p_min"):
         if getattr(args, flag) and not args.mtp:
             raise ValueError(f"--{flag.replace('_', '-')} is of --mtp: give both, or neither.")
@@ -82,10 +81,6 @@ def run(args) -> None:
         raise ValueError("--check is of what is drafted, with the head as it is: leave out --settings.")
     if args.check and args.max_kv_size is not None:
         raise ValueError("--check is of MTP, whose caches do not rotate: leave out --max-kv-size.")
-    if not args.mtp and args.num_draft_tokens == "auto":
-        raise ValueError("--num-draft-tokens auto is of --mtp: give both, or a number.")
-    if args.draft_model is not None and args.num_draft_tokens is None:
-        args.num_draft_tokens = 3
     if args.seed is not None:
         mx.random.seed(args.seed)
 
@@ -109,6 +104,7 @@ def run(args) -> None:
         mtp=args.mtp,
         **options,
     )
+    cli.check_model_flags(args, config)
     if args.mtp and model.drafting.tuned is not None:
         given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
         used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
