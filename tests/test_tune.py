@@ -6,7 +6,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from helpers import arrays_equal, tiny_model
+from helpers import DATA, arrays_equal, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx import nn
@@ -76,9 +76,10 @@ def test_tries_only_cheaper_forms(tmp_path):
 
 
 def test_measures_all_and_leaves_the_model_unchanged():
-    model, tokenizer = mlx_mtp.load(str(DEMO), draft_vocab=0, settings=False)
+    folder = DATA / "dense"
+    model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
     before = dict(model.parameters())
-    measured = tune.tune(model, tokenizer, DEMO, {"a": mx.array([5, 6, 7])}, max_tokens=6, repeat=2)
+    measured = tune.tune(model, tokenizer, folder, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]

@@ -80,6 +80,8 @@ def stream_generate(
         return
     if draft_model is not None:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     kwargs |= {"num_draft_tokens": num_draft_tokens, "draft_p_min": draft_p_min, "exact": exact}
@@ -105,8 +107,6 @@ def _stream_mtp(
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """As mlx-lm's ``stream_generate`` does with its steps, make responses of those of ``mtp_generate_step``."""
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
     steps = mtp_generate_step(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
