@@ -12,12 +12,14 @@ import mlx_lm
 import pytest
 from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
 from helpers import DATA
+from mlx_lm.generate import main as mlx_lm_main
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_mtp
 from mlx_mtp import cli
+from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 
@@ -130,6 +132,7 @@ def test_every_flag_is_mlx_lms():
         "mtp_bits",
         "draft_head_bits",
         "settings",
+        "acceptance",
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
@@ -169,6 +172,55 @@ def test_reads_the_prompt_from_stdin(monkeypatch, capsys):
     _, piped, _ = run(monkeypatch, capsys, "--mtp", "--prompt", "-", "-m", 12, "--verbose", "F", stdin=PROMPT)
     _, given, _ = run(monkeypatch, capsys, "--mtp", "--prompt", PROMPT, "-m", 12, "--verbose", "F")
     assert piped == given != "\n"
+
+
+SAMPLED = ("--prompt", PROMPT, "-m", 16, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
+
+
+@pytest.fixture
+def sampled(monkeypatch, capsys):
+    """The text that the command samples with some flags."""
+
+    def text(*flags):
+        status, out, err = run(monkeypatch, capsys, *SAMPLED, *flags)
+        assert (status, err) == (0, "")
+        return out
+
+    return text
+
+
+def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
+    plain = sampled("--seed", 5, "--acceptance", "coupled")
+    for depth in (0, 4, "auto"):
+        assert sampled("--seed", 5, "--mtp", "--num-draft-tokens", depth) == plain
+    assert sampled("--seed", 6, "--mtp") != plain
+
+
+def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
+    argv = ["mlx_lm.generate", "--model", mlx_mtp.DEMO, *SAMPLED, "--seed", 5]
+    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+    mlx_lm_main()
+    text, _ = capsys.readouterr()
+    for flags in ([], ["--acceptance", "match"], ["--mtp", "--acceptance", "match", "--num-draft-tokens", 2]):
+        assert sampled("--seed", 5, *flags) == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "acceptance"),
+    [
+        ("--mtp", RejectionSampling),
+        ("--mtp --seed 5", Coupled),
+        ("--mtp --acceptance coupled", Coupled),
+        ("--mtp --acceptance rejection --seed 5", RejectionSampling),
+        ("--mtp --acceptance match", TokenMatch),
+        ("--acceptance coupled", Coupled),
+        ("--seed 5", TokenMatch),
+        ("", TokenMatch),
+    ],
+)
+def test_sampler_of_flags(demo, flags, acceptance):
+    args = make_parser().parse_args(["--temp", "1", *flags.split()])
+    assert type(make_acceptance(command.sampler_of(args, demo[1]))) is acceptance
 
 
 def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
@@ -351,6 +403,16 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         assert (status, err.count("\n")) == (2, 1), (args, err)
         assert message in err
         assert "Traceback" not in out + err
+    for args, message in (
+        (["--acceptance", "rejection"], "--acceptance rejection requires --mtp"),
+        (
+            ["--acceptance", "coupled", "--draft-model", "x"],
+            "--acceptance coupled cannot be combined with --draft-model",
+        ),
+    ):
+        status, _, err = run(monkeypatch, capsys, *args)
+        assert (status, err.count("\n")) == (2, 1)
+        assert message in err
     for model_type in ("llama", "qwen4_exp"):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
         status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import prefill
 from ..decoding.pace import DraftCounts
 from ..models import cache as caches
 
@@ -59,14 +59,12 @@ class _Timer:
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):
         self.model = model
-        self.prompt_cache = caches.make_prompt_cache(model)
-        for _ in mtp_generate_step(prompt, model, max_tokens=0, prompt_cache=self.prompt_cache):
-            pass
-        n_layers = len(model.layers)
-        self.backbone, self.head_cache = self.prompt_cache[:n_layers], self.prompt_cache[n_layers]
-        self.hidden = self.prompt_cache[-1][0]  # of the last token, [1, 1, H]
-        mx.eval([c.state for c in self.prompt_cache])
-        self.offset = prompt.size
+        entries = caches.make_prompt_cache(model)
+        prefill(prompt, model, prompt_cache=entries)
+        mx.eval([c.state for c in entries])
+        cache = caches.PromptCache(entries, len(model.layers))
+        self.backbone, self.head_cache, self.hidden = cache.backbone, cache.head, cache.last_hidden
+        self.offset = cache.n_tokens
         self.token = prompt[None, -1:]  # [1, 1]
         self.windows = [mx.repeat(self.token, n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
 

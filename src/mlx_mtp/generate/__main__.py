@@ -2,21 +2,21 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm import sample_utils
 from mlx_lm.generate import setup_arg_parser
+from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
 from ..checkpoint.load import DEMO, load
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.sampling import make_sampler
+from ..decoding.sampling import AcceptanceName, make_sampler
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
     cli.add_arguments(parser)
+    cli.add_acceptance(parser)
     for action in parser._actions:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
@@ -64,6 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
                 f"auto: chosen at every step for speed; up to {MAX_DRAFT_TOKENS})."
             )
             action.default, action.type = None, cli.auto_or_number
+        if action.dest == "seed":
+            action.help = "PRNG seed. With --mtp, the text depends on the seed and the prompt alone: see --acceptance."
     return parser
 
 
@@ -76,8 +79,6 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Do what ``mlx_lm.generate`` does with its flags."""
     check_flags(args)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
     saved = load_prompt_cache(args)
     model, tokenizer, config = load_model(args, saved)
     prompt, input_embeddings = encode_prompt(args, model, tokenizer, config, saved is not None)
@@ -125,23 +126,29 @@ def check_flags(args: argparse.Namespace) -> None:
 def load_model(
     args: argparse.Namespace, saved: PromptCacheFile | None
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """The model, its tokenizer and its config; what they are is checked against the flags."""
+    """The model, its tokenizer and its config, with MLX's random state seeded and the flags checked against the model."""
     tokenizer_config = {} if saved is None else saved.tokenizer_config
     if args.model is None:
         args.model = str(DEMO) if saved is None else saved.model
-    options = cli.options(args)
-    if args.check:
-        options["settings"] = False
-    model, tokenizer, config = load(
+    load_as = partial(
+        load,
         args.model,
         adapter_path=args.adapter_path,
         tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        mtp=args.mtp,
-        **options,
     )
+    options = cli.options(args)
+    if args.check:
+        options["settings"] = False
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    model, tokenizer, config = load_as(mtp=args.mtp, **options)
+    if args.mtp and args.acceptance == "match" and args.seed is not None:
+        # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
+        mx.random.seed(args.seed)
+        load_as(mtp=False, lazy=True)
     cli.check_model_flags(args, config)
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)
@@ -168,19 +175,20 @@ def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> n
     return model
 
 
-def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Callable[[mx.array], mx.array]:
-    make = make_sampler if args.mtp else sample_utils.make_sampler
-    sampler: Callable[[mx.array], mx.array] = make(
+def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Sampler:
+    acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
+    return make_sampler(
         args.temp,
         args.top_p,
         args.min_p,
         args.min_tokens_to_keep,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+        tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        acceptance=acceptance,
+        seed=args.seed if acceptance in (None, "coupled") else None,  # the others draw from MLX's random state
     )
-    return sampler
 
 
 if __name__ == "__main__":
