@@ -1,90 +1,71 @@
-"""How many drafts stand when sampling: rejection sampling, what theory allows it, and token match.
+"""The acceptance rate of sampled drafts, by position: rejection sampling, coupled drafts and token match.
 
-    python benchmarks/acceptance.py                        the bundled demo, temperature 0.7, top-p 0.95, top-k 20
-    python benchmarks/acceptance.py --model REPO --temp 1
+    python benchmarks/acceptance.py                        the bundled demo, with and without filters
+    python benchmarks/acceptance.py --model REPO --temps 1 --depths 2
 
-Rejection sampling of a draft from q against p accepts with probability sum(min(p, q)): the mean of that over the drafts that
-were judged stands beside what was accepted, with the standard error of that.
+The rate of a position counts the drafts whose predecessors were accepted, with its standard error.
 """
 
 import argparse
 import math
-from unittest import mock
+from typing import get_args
 
 import mlx.core as mx
-from mlx_lm import sample_utils
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding import acceptance, loop
+from mlx_mtp.decoding.sampling import AcceptanceName
 from mlx_mtp.prompts import PYTHON
 
-
-class Measured(acceptance.RejectionSampling):
-    """Keeps, for every draft that was judged, the sum of min(p, q)."""
-
-    def __init__(self, sampler):
-        super().__init__(sampler)
-        self.sums: list[mx.array] = []
-
-    def judge(self, logprobs, drafts, records):
-        verdict = super().judge(logprobs, drafts, records)
-        if records:
-            log_p = self.sampler.distribution(
-                mx.concatenate(logprobs[: len(records)]), mx.concatenate([c for _, c in records])
-            )
-            log_q = mx.concatenate([q for q, _ in records])
-            reached = mx.concatenate([mx.array([True]), mx.cumprod(verdict.stands)[:-1].astype(mx.bool_)])
-            sums = mx.minimum(mx.exp(log_p), mx.exp(log_q)).sum(axis=-1)
-            self.sums.append(mx.stack([sums * reached, reached.astype(mx.float32)]))
-        return verdict
+FILTERS = {"top_p": 0.95, "top_k": 20}
 
 
-def reached(counts: loop.DraftCounts) -> int:
-    """Drafts that were judged: those whose predecessors all stood."""
-    return sum(counts.drafted[:1]) + sum(counts.accepted[:-1])
+def measure(model, prompts: list[mx.array], depth: int, max_tokens: int, **options) -> mlx_mtp.DraftCounts:
+    """Generate from each prompt, with a seed of its own."""
+    counts = mlx_mtp.DraftCounts()
+    for i, prompt in enumerate(tqdm(prompts, disable=None, leave=False)):
+        mx.random.seed(i)
+        seed = i if options["acceptance"] == "coupled" else None
+        for _ in mlx_mtp.mtp_generate_step(
+            prompt,
+            model,
+            max_tokens=max_tokens,
+            num_draft_tokens=depth,
+            sampler=mlx_mtp.make_sampler(**options, seed=seed),
+            counts=counts,
+        ):
+            pass
+    return counts
+
+
+def show(counts: mlx_mtp.DraftCounts) -> str:
+    """The acceptance rate of each position given that those before it were accepted."""
+    cells = []
+    for drafted, accepted, before in zip(counts.drafted, counts.accepted, [counts.drafted[0], *counts.accepted]):
+        n = min(drafted, before)  # the last step of a text drafts fewer
+        rate = accepted / n if n else math.nan
+        cells.append(f"{rate:.3f} +- {math.sqrt(rate * (1 - rate) / n) if n else math.nan:.3f}")
+    return "  ".join(cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Acceptance when sampling.")
-    parser.add_argument("--model", default=str(DEMO))
-    parser.add_argument("--temp", type=float, default=0.7)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--top-k", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser = argparse.ArgumentParser(description="The acceptance rate of sampled drafts.")
+    parser.add_argument("--model", default=str(mlx_mtp.DEMO), help="Local directory or repo (default: the demo).")
+    parser.add_argument("--temps", type=float, nargs="+", default=[0.5, 0.7, 1.0], help="Temperatures.")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 3], help="Drafts in a step (default: 1 3).")
+    parser.add_argument("--max-tokens", "-m", type=int, default=256, help="Tokens for each prompt (default: 256).")
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
-    options = dict(temp=args.temp, top_p=args.top_p, top_k=args.top_k)
-
-    def run(depth, sampler, counts):
-        for i, prompt in enumerate(tqdm(PYTHON, disable=None, leave=False)):
-            mx.random.seed(i)
-            steps = mlx_mtp.mtp_generate_step(
-                mx.array(tokenizer.encode(prompt)),
-                model,
-                max_tokens=args.max_tokens,
-                num_draft_tokens=depth,
-                sampler=sampler,
-                counts=counts,
-            )
-            for _ in steps:
-                pass
-
-    print("depth  rejection sampling  sum of min(p, q)  token match   (of the drafts that were judged)")
-    for depth in (1, 2, 3, 4):
-        measured = Measured(mlx_mtp.make_sampler(**options))
-        rejection, match = loop.DraftCounts(), loop.DraftCounts()
-        with mock.patch.object(loop, "make_acceptance", return_value=measured):
-            run(depth, None, rejection)
-        run(depth, sample_utils.make_sampler(**options), match)
-        theory, n = (x.item() for x in sum(s.sum(axis=1) for s in measured.sums))
-        rate = sum(rejection.accepted) / reached(rejection)
-        error = math.sqrt(rate * (1 - rate) / n)
-        print(
-            f"{depth:5}  {rate:.3f} +- {error:.3f}      {theory / n:16.3f}  {sum(match.accepted) / reached(match):11.3f}",
-            flush=True,
-        )
+    prompts = [mx.array(tokenizer.encode(text)) for text in PYTHON]
+    print("temp  filters                 depth  acceptance  rate by position")
+    for temp in args.temps:
+        for filters in ({}, FILTERS):
+            words = ", ".join(f"{name} {value}" for name, value in filters.items()) or "none"
+            for depth in args.depths:
+                for acceptance in get_args(AcceptanceName):
+                    options = {"temp": temp, "acceptance": acceptance, **filters}
+                    counts = measure(model, prompts, depth, args.max_tokens, **options)
+                    print(f"{temp:4}  {words:22}  {depth:5}  {acceptance:10}  {show(counts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a draft vocabulary gains and what it costs.
+"""What a draft vocabulary gains, and what it costs in acceptance.
 
     python benchmarks/measure_drafts.py                      the cost of a draft, at published shapes, random weights
     python benchmarks/measure_drafts.py --acceptance FILES   acceptance of the bundled demo's first draft, by vocabulary
 
-The cost is that of one pass of the head over one token, its output layer and the choice of the best token. Arms alternate;
+The cost is the time of one pass of the head over one token, with its output layer and argmax. The two vocabularies alternate;
 each figure is a median. The corpus is ranked as by ``python -m mlx_mtp.draft_vocab``.
 """
 
@@ -24,7 +24,6 @@ from mlx_lm.models.cache import KVCache
 from published import model_of
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.models.draft_lm_head import DraftLMHead, quantize_head
@@ -32,7 +31,7 @@ from mlx_mtp.prompts import PYTHON
 
 SHAPES = ("0.8B", "4B", "9B", "27B")
 ROWS = 32768
-# (bits of the output layer, of the head's layer)
+# bits of (the output layer, the head's decoder layer)
 PRECISIONS = ((16, 16), (4, 16), (4, 4))
 
 
@@ -80,7 +79,7 @@ def measure_cost(name: str, bits: int, mtp_bits: int, n_rows: int, repeat: int) 
 
 
 def measure_acceptance(files: list[Path], max_tokens: int) -> None:
-    model, tokenizer = mlx_mtp.load(str(DEMO), draft_vocab=0)
+    model, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO), draft_vocab=0)
     vocab_size = model.output_layer.weight.shape[0]
     always, ranked = always_in(tokenizer, vocab_size), rank(count_tokens(tokenizer, files), vocab_size)
     hits: dict[str, list[int]] = {}
@@ -89,7 +88,7 @@ def measure_acceptance(files: list[Path], max_tokens: int) -> None:
         steps = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens)
         text = tokens + [r.token for r in steps]
         _, hidden = model(mx.array([text]), return_hidden=True)
-        # Row i is fed token i + 1 and guesses token i + 2; those of the prompt's own tokens do not count.
+        # Row i is fed token i + 1 and guesses token i + 2; those within the prompt do not count.
         out = model.mtp(model.model.embed_tokens(mx.array([text[1:-1]])), hidden[:, :-2], KVCache())
         for size in (vocab_size, vocab_size // 2, vocab_size // 4, vocab_size // 8):
             for name, order in (
@@ -103,7 +102,7 @@ def measure_acceptance(files: list[Path], max_tokens: int) -> None:
                     if name.endswith("text's"):
                         head = head.with_tokens(text[: i + 2] if i < len(tokens) else text[i + 1 : i + 2])
                     hit.append(head.ids[mx.argmax(head(out[:, i : i + 1]))].item() == text[i + 2])
-    print("acceptance of the first draft, by the token ids that it is chosen from")
+    print("acceptance rate of the first draft, by the token ids that it is chosen from")
     for name, hit in hits.items():
         print(f"{sum(hit) / len(hit):.3f} of {len(hit)} {name}")
 
@@ -116,7 +115,7 @@ def main() -> None:
         "--shapes", nargs="+", choices=SHAPES, default=SHAPES[:1], help=f"Models (default: {SHAPES[0]})."
     )
     parser.add_argument("--rows", type=int, default=ROWS, help=f"Size of the draft vocabulary (default: {ROWS}).")
-    parser.add_argument("--repeat", type=int, default=10, help="Drafts of each arm (default: 10).")
+    parser.add_argument("--repeat", type=int, default=10, help="Drafts with each vocabulary (default: 10).")
     args = parser.parse_args()
     if args.acceptance:
         measure_acceptance(args.acceptance, args.max_tokens)

@@ -1,11 +1,11 @@
-"""Whether auto is ever slower: its speed to plain mlx-lm's and to that of the best fixed depth, where MTP has a hard time.
+"""Whether auto is ever slower than plain mlx-lm or the best fixed depth, in cases that are hard for MTP.
 
     python benchmarks/never_slower.py              on the bundled demo
     python benchmarks/never_slower.py --repeat 9
 
-In a round all arms generate at once in one process, 64 tokens each in turn, so that a machine that is now faster, now slower
-is so for all of them; ratios are of each round, and their median is given, and plain decoding's to a second plain arm, which
-says how far to believe them. Time to the first token is left out: the prompt is read before.
+In a round all runs generate at once in one process and take turns of 64 tokens, so that drift of the machine affects all alike.
+Ratios are taken in each round and their median is printed; the ratio of plain decoding to a second plain run tells how precise
+they are. The time to the first token does not count: the prompt is read before.
 """
 
 import sys
@@ -28,36 +28,35 @@ from mlx_lm.generate import generate_step, generation_stream
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.benchmark.runs import AUTO, PLAIN, Arm, in_turn
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.benchmark.runs import AUTO, PLAIN, Run, in_turn
 from mlx_mtp.prompts import PYTHON
 
 AGAIN = "plain again"
 FIXED = (PLAIN, 1, 2, 3, 4)
-ARMS = (*FIXED, AGAIN, AUTO)
+RUNS = (*FIXED, AGAIN, AUTO)
 TURN = 64  # tokens
 
 
-def start(arm: Arm, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
-    if arm in (PLAIN, AGAIN):
+def start(run: Run, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
+    if run in (PLAIN, AGAIN):
         return generate_step(mx.array(prompt), model, **options)
-    return mlx_mtp.mtp_generate_step(mx.array(prompt), model, num_draft_tokens=arm, **options)
+    return mlx_mtp.mtp_generate_step(mx.array(prompt), model, num_draft_tokens=run, **options)
 
 
-def seconds(model: nn.Module, prompt: list[int], options: dict) -> dict[Arm, float]:
-    """Of all tokens but the first, by arm."""
-    running = {arm: start(arm, model, prompt, options) for arm in ARMS}
+def seconds(model: nn.Module, prompt: list[int], options: dict) -> dict[Run, float]:
+    """The seconds of all tokens but the first, by run."""
+    running = {run: start(run, model, prompt, options) for run in RUNS}
     for steps in running.values():
         next(steps)
-    total = dict.fromkeys(ARMS, 0.0)
+    total = dict.fromkeys(RUNS, 0.0)
     for i in range(-(-options["max_tokens"] // TURN)):
-        for arm in in_turn(ARMS, i):
+        for run in in_turn(RUNS, i):
             mx.synchronize(generation_stream)
             began = time.perf_counter()
-            for _ in islice(running[arm], TURN):
+            for _ in islice(running[run], TURN):
                 pass
-            mx.synchronize(generation_stream)  # what has begun of the next token is this arm's work
-            total[arm] += time.perf_counter() - began
+            mx.synchronize(generation_stream)  # what has begun of the next token is this run's work
+            total[run] += time.perf_counter() - began
     return total
 
 
@@ -65,7 +64,7 @@ def cases(n_tokens: int) -> Iterator[tuple[str, nn.Module, list[int], Callable |
     """(name, model, prompt, sampler)"""
 
     def load(dtype=mx.bfloat16):
-        model, tokenizer = mlx_mtp.load(str(DEMO))
+        model, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))
         model.set_dtype(dtype)
         return model, tokenizer
 
@@ -90,10 +89,12 @@ def cases(n_tokens: int) -> Iterator[tuple[str, nn.Module, list[int], Callable |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Auto's speed to plain decoding's and the best fixed depth's.")
+    parser = argparse.ArgumentParser(
+        description="The speed of auto relative to plain decoding and to the best fixed depth."
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--only", help="Only the cases whose name has this.")
+    parser.add_argument("--only", help="Run only the cases whose name contains this.")
     args = parser.parse_args()
     print("case                     auto/plain  low to high   auto/best  best depth  plain again/plain")
     for name, model, prompt, sampler in cases(args.max_tokens):
@@ -105,8 +106,8 @@ def main() -> None:
         for i in tqdm(range(args.repeat), desc=name, disable=None, leave=False):
             mx.random.seed(i)
             rounds.append(seconds(model, prompt, options))
-        best = min(FIXED, key=lambda arm: statistics.median(r[arm] for r in rounds))
-        to_plain, to_best = ([r[arm] / r[AUTO] for r in rounds] for arm in (PLAIN, best))
+        best = min(FIXED, key=lambda run: statistics.median(r[run] for r in rounds))
+        to_plain, to_best = ([r[run] / r[AUTO] for r in rounds] for run in (PLAIN, best))
         again = statistics.median(r[PLAIN] / r[AGAIN] for r in rounds)
         print(
             f"{name:24} {statistics.median(to_plain):10.3f} {min(to_plain):6.3f}-{max(to_plain):.3f}"

@@ -2,8 +2,8 @@
 
     python examples/chat.py --model PATH_OR_REPO
 
-One prompt cache lasts over all turns, so that only what is new is read. While an answer is written, the last line of the
-terminal shows tokens per step and per second. q leaves, r begins anew, h helps; Ctrl-C ends an answer, not the chat.
+One prompt cache holds the whole conversation, so each turn reads only its new tokens. While an answer is written, the last line
+of the terminal shows tokens per step and per second. q exits, r resets the chat, h prints help; Ctrl-C stops an answer.
 """
 
 import argparse
@@ -12,23 +12,20 @@ import sys
 
 import mlx.core as mx
 
-from mlx_mtp import load, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.cli import auto_or_number, one_line_errors
-from mlx_mtp.decoding.depth import MAX_DRAFT_TOKENS
+from mlx_mtp import DEMO, MAX_DRAFT_TOKENS, load, make_prompt_cache, make_sampler, stream_generate
 
 HELP = "The command list:\n- 'q' to exit\n- 'r' to reset the chat\n- 'h' to display these commands"
 
 
 class StatusLine:
-    """The last line of a terminal, kept apart from the text that scrolls above it; nothing where there is no terminal."""
+    """The last line of a terminal, fixed below the text that scrolls. Without a terminal it shows nothing."""
 
     def __init__(self):
         self.rows = shutil.get_terminal_size().lines if sys.stdout.isatty() else 0
 
     def __enter__(self):
         if self.rows:
-            # Make room, scroll all lines but the last, go back to the text.
+            # Make room, scroll all lines but the last, return to the text.
             print(f"\n\033[A\0337\033[1;{self.rows - 1}r\0338", end="", flush=True)
         return self
 
@@ -49,7 +46,7 @@ def figures(response) -> str:
 
 
 def encode(tokenizer, query: str, system_prompt: str | None) -> list[int]:
-    """What is new of the conversation: through the chat template, or as it is where there is none."""
+    """The new tokens of the conversation, through the chat template if there is one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(query + "\n")
     messages = [{"role": "user", "content": query}]
@@ -59,7 +56,7 @@ def encode(tokenizer, query: str, system_prompt: str | None) -> list[int]:
 
 
 def answer(model, tokenizer, prompt: list[int], **options) -> None:
-    """Write the answer as it comes, and its figures."""
+    """Stream the answer, then print its figures."""
     response = None
     try:
         with StatusLine() as status:
@@ -67,7 +64,7 @@ def answer(model, tokenizer, prompt: list[int], **options) -> None:
                 print(response.text, end="", flush=True)
                 status.show(figures(response))
     except KeyboardInterrupt:
-        pass  # the prompt cache has what was written
+        pass  # the prompt cache holds the tokens written so far
     print()
     if response is not None:
         print(f"[{figures(response)}, {len(prompt)} prompt tokens]", flush=True)
@@ -86,9 +83,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system-prompt", help="System prompt to be used for the chat template")
     parser.add_argument(
         "--num-draft-tokens",
-        type=auto_or_number,
+        type=lambda text: text if text == "auto" else int(text),
         choices=("auto", *range(MAX_DRAFT_TOKENS + 1)),
-        help="Tokens to draft in a step; 0 is plain decoding (default: what `mlx_mtp.benchmark --tune` has found, or auto: "
+        help="Tokens to draft in a step; 0 is plain decoding (default: the settings of `mlx_mtp.benchmark --tune`, or auto: "
         "chosen at every step for speed).",
     )
     return parser
@@ -130,6 +127,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    args = make_parser().parse_args()
-    with one_line_errors("chat"):
-        run(args)
+    try:
+        run(make_parser().parse_args())
+    except (ValueError, OSError) as e:
+        print(f"chat: error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,11 +4,11 @@
     python examples/train_demo.py --output demo
 
 The text is the standard library of the Python that runs this script, so nothing is downloaded. The backbone is
-transformers' reference Qwen3.5, 24 layers of 128; the head is put together from the same library's decoder layer and
-RMSNorm. The loss is the next-token loss plus, for drafts 1 to 3, the cross entropy of the head against the backbone's own
-distribution at the position it guesses, which is what decides whether a draft is accepted.
+transformers' reference Qwen3.5, 24 layers of 128; the head is built from the same library's decoder layer and RMSNorm. The
+loss is the next-token loss plus, for drafts 1 to 3, the cross entropy of the head against the backbone's own distribution at
+the position it guesses, which decides whether a draft is accepted.
 
-A checkpoint of the training is kept in the output folder (``training.pt``): the same command goes on where it stopped.
+The state of the training is kept in the output folder (``training.pt``): the same command resumes it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 END = "<|endoftext|>"
 DEPTH = 3  # drafts that the head is trained for
-HEAD_WEIGHTS = (0.5, 0.25, 0.15)  # of the losses of drafts 1, 2, 3, beside 1.0 for the next token
+HEAD_WEIGHTS = (0.5, 0.25, 0.15)  # of the losses of drafts 1, 2 and 3; the next token has 1.0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3  # peak learning rates
 NOT_CODE = ("site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__")
 
@@ -156,7 +156,7 @@ class Demo(nn.Module):
                 p.data *= scale
 
     def logits(self, hidden):
-        """hidden [B, T, H] -> [B, T, V]: the embedding is the output layer too."""
+        """hidden [B, T, H] -> [B, T, V]: the embedding is also the output layer."""
         return F.linear(hidden, self.backbone.embed_tokens.weight)
 
     def losses(self, window):
@@ -166,24 +166,26 @@ class Demo(nn.Module):
         Accuracy counts the drafts that are the text's own token, agreement those that are the backbone's choice.
         """
         T = window.shape[1] - 1 - DEPTH
-        n = T + DEPTH
-        hidden = self.backbone(window[:, :n]).last_hidden_state  # [B, n, H]
-        logits = self.logits(hidden)  # [B, n, V]
-        next_token = F.cross_entropy(logits.flatten(0, 1), window[:, 1 : n + 1].flatten())
-        target = logits.detach().softmax(-1)
+        hidden = self.backbone(window[:, : T + DEPTH]).last_hidden_state  # [B, T + DEPTH, H]
+        logits = self.logits(hidden)  # [B, T + DEPTH, V]
+        next_token = F.cross_entropy(logits.flatten(0, 1), window[:, 1 : T + DEPTH + 1].flatten())
+        return next_token, self.draft_losses(window, hidden[:, :T], logits.detach().softmax(-1))
 
-        # Draft d + 1 of row i is fed token i + d + 1 and draft d's output; it sees the verified rows up to i and the drafts
-        # of row i alone, as in decoding.
+    def draft_losses(self, window, h, target):
+        """window [B, T + 1 + DEPTH], verified h [B, T, H], target [B, T + DEPTH, V] -> what ``losses`` says of each draft.
+
+        Draft d + 1 of row i is fed token i + d + 1 and draft d's output; it sees the verified rows up to i and the drafts
+        of row i alone, as in decoding.
+        """
+        B, T, _ = h.shape
         rows = torch.arange(T, device=window.device)
         causal = rows[:, None] >= rows[None, :]
         own = rows[:, None] == rows[None, :]
         cache, drafts = DynamicCache(), []
-        h = hidden[:, :T]
         for d in range(DEPTH):
             mask = torch.cat([causal] + [own] * d, dim=1)[None, None]
-            # [B, T, H]
-            e = self.backbone.embed_tokens(window[:, d + 1 : d + 1 + T])
-            positions = (rows + d).view(1, 1, -1).expand(3, window.shape[0], -1)
+            e = self.backbone.embed_tokens(window[:, d + 1 : d + 1 + T])  # [B, T, H]
+            positions = (rows + d).view(1, 1, -1).expand(3, B, -1)
             h = self.mtp(e, h, self.backbone.rotary_emb(h, positions), mask, cache)
             draft = self.logits(h)
             wanted = target[:, d + 1 : d + 1 + T]
@@ -192,7 +194,60 @@ class Demo(nn.Module):
             accuracy = (choice == window[:, d + 2 : d + 2 + T]).float().mean()
             agreement = (choice == wanted.argmax(-1)).float().mean()
             drafts.append((loss, accuracy, agreement))
-        return next_token, drafts
+        return drafts
+
+
+class Training:
+    """A model, its optimizers and the number of steps done; ``save`` and ``resume`` keep them in a file."""
+
+    def __init__(self, model: Demo, file: Path, steps: int):
+        self.model, self.file, self.steps, self.step = model, file, steps, 0
+        # Muon for the matrices inside the layers, AdamW for the embedding, the norms, the gates and the convolutions.
+        matrices, others = [], []
+        for name, p in model.named_parameters():
+            (matrices if p.ndim == 2 and "embed_tokens" not in name else others).append(p)
+        self.optimizers = {
+            torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.02, adjust_lr_fn="original"): MATRIX_RATE,
+            torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0): OTHER_RATE,
+        }
+
+    def resume(self) -> None:
+        if not self.file.exists():
+            return
+        state = torch.load(self.file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        print(f"resuming at step {self.step}")
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+        }
+        new = self.file.with_suffix(".tmp")
+        torch.save(state, new)
+        os.replace(new, self.file)
+
+    def do_step(self, window: torch.Tensor) -> tuple[float, float]:
+        """One optimizer step on window [B, L] -> the next-token loss, and the first draft's agreement."""
+        for optimizer, rate in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * learning_rate(self.step, self.steps)
+            optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(window.device.type, torch.bfloat16):
+            next_token, drafts = self.model.losses(window)
+        loss = next_token + sum(w * d[0] for w, d in zip(HEAD_WEIGHTS, drafts))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        if math.isnan(value := next_token.item()):
+            raise SystemExit(f"the loss is not a number at step {self.step}: lower the learning rates")
+        return value, drafts[0][2].item()
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -254,80 +309,46 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)  # states that have decayed to denormals slow a CPU down many times
     args.output.mkdir(parents=True, exist_ok=True)
-
     texts, held_out_texts = standard_library()
     tokenizer = train_tokenizer(texts, args.output / "tokenizer.json")
-    ids = encode(tokenizer, texts)
-    held_out = encode(tokenizer, held_out_texts).to(args.device)
-    size = args.length + 1 + DEPTH
+    ids, held_out = encode(tokenizer, texts), encode(tokenizer, held_out_texts).to(args.device)
     print(
         f"{len(ids):,} tokens to train on, {len(held_out):,} held out, {args.steps * args.batch * args.length:,} a run"
     )
-
     config = Qwen3_5TextConfig(**TEXT_CONFIG)
     config._attn_implementation = "sdpa"
     model = Demo(config).to(args.device).float()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-
-    # Muon for the matrices inside the layers, AdamW for the embedding, the norms, the gates and the convolutions.
-    matrices, others = [], []
-    for name, p in model.named_parameters():
-        (matrices if p.ndim == 2 and "embed_tokens" not in name else others).append(p)
-    optimizers = [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.02, adjust_lr_fn="original"),
-        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    rates = [MATRIX_RATE, OTHER_RATE]
-
-    step, state_file = 0, args.output / "training.pt"
-    if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        step = state["step"]
-        print(f"going on from step {step}")
-
-    def keep():
-        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
-        torch.save(state, state_file.with_suffix(".tmp"))
-        os.replace(state_file.with_suffix(".tmp"), state_file)
-
-    bar = tqdm(total=args.steps, initial=step, unit="step", disable=None)
-    mean = None
-    while step < args.steps:
-        # Each step's windows depend on its number alone, so a resumed run sees the same text.
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-        starts = torch.randint(len(ids) - size, (args.batch,), generator=generator)
-        window = torch.stack([ids[s : s + size] for s in starts]).to(args.device)
-        for optimizer, rate in zip(optimizers, rates):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(step, args.steps)
-            optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(args.device, torch.bfloat16):
-            next_token, drafts = model.losses(window)
-        loss = next_token + sum(w * d[0] for w, d in zip(HEAD_WEIGHTS, drafts))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        step += 1
-        value = next_token.item()
-        if math.isnan(value):
-            raise SystemExit(f"the loss is not a number at step {step}: lower the learning rates")
-        mean = value if mean is None else 0.98 * mean + 0.02 * value
-        bar.update()
-        bar.set_postfix(loss=f"{mean:.3f}", draft=f"{drafts[0][2].item():.2f}")
-        if step % 100 == 0 or step == args.steps:
-            keep()
-            print(
-                f"{time.strftime('%H:%M:%S')} step {step}: loss {mean:.3f}; {evaluate(model, held_out, args.length)}",
-                flush=True,
-            )
-    bar.close()
+    training = Training(model, args.output / "training.pt", args.steps)
+    training.resume()
+    train(training, ids, held_out, args)
     model.cpu()
     save(model, args.output)
-    print(f"written: {args.output}; {state_file} can go")
+    print(f"written: {args.output}; {training.file} can be deleted")
+
+
+def train(training: Training, ids: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> None:
+    """Train to the last step; every 100 steps save and evaluate."""
+    bar = tqdm(total=args.steps, initial=training.step, unit="step", disable=None)
+    mean = None
+    while training.step < args.steps:
+        loss, agreement = training.do_step(draw_windows(ids, training.step, args).to(args.device))
+        mean = loss if mean is None else 0.98 * mean + 0.02 * loss
+        bar.update()
+        bar.set_postfix(loss=f"{mean:.3f}", draft=f"{agreement:.2f}")
+        if training.step % 100 == 0 or training.step == args.steps:
+            training.save()
+            figures = evaluate(training.model, held_out, args.length)
+            print(f"{time.strftime('%H:%M:%S')} step {training.step}: loss {mean:.3f}; {figures}", flush=True)
+    bar.close()
+
+
+def draw_windows(ids: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
+    """Random windows [B, length + 1 + DEPTH], which depend on the step's number alone: a resumed run sees the same text."""
+    size = args.length + 1 + DEPTH
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    starts = torch.randint(len(ids) - size, (args.batch,), generator=generator)
+    return torch.stack([ids[s : s + size] for s in starts])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The comparison with plain decoding: rounding is told from a fault."""
+"""--check: the comparison with plain decoding tells rounding from a fault."""
 
 import copy
 import io
@@ -21,8 +21,8 @@ PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 model_of = cached(tiny_model)
 
 
-def forget_to_go_back(monkeypatch):
-    """A fault: after a rejected draft the recurrent state stays that of the whole window."""
+def skip_rollback(monkeypatch):
+    """A fault: after a rejected draft the recurrent state remains that of the whole window."""
 
     def rollback(self, n):
         self.window = None
@@ -44,11 +44,11 @@ def rounded_model(monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}], ids=str)
-def test_the_same_tokens_pass(family, options):
+def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, max_tokens=30, num_draft_tokens=3, **options) == Check(30)
 
 
-def test_it_ends_at_a_stop_token():
+def test_stops_at_a_stop_token():
     model = model_of("qwen3_5")
     want = plain(PROMPT, model, max_tokens=30)
     assert check(model, PROMPT, stop_tokens={want[9]}) == Check(want.index(want[9]) + 1)
@@ -70,7 +70,7 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
 @pytest.mark.parametrize("amount", [0, 1e-4])
 def test_a_fault_is_not_within_rounding(monkeypatch, amount):
     round_otherwise(monkeypatch, amount)
-    forget_to_go_back(monkeypatch)
+    skip_rollback(monkeypatch)
     for seed in range(4):
         model = model_of("qwen3_5", seed)
         want = plain(PROMPT, model, max_tokens=50)
@@ -96,13 +96,13 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
     assert not d.within_rounding
 
 
-def test_in_exact_mode_nothing_is_excused_by_rounding(monkeypatch):
+def test_exact_mode_excuses_no_difference(monkeypatch):
     model, _, _ = rounded_model(monkeypatch)
     options = dict(max_tokens=50, num_draft_tokens=3)
     monkeypatch.setattr(
         import_module("mlx_mtp.generate.check"),
         "mtp_generate_step",
-        lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs),  # as if exact mode were not
+        lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs),  # as if exact mode did nothing
     )
     assert check(model, PROMPT, **options).passed
     result = check(model, PROMPT, exact=True, **options)
@@ -110,13 +110,13 @@ def test_in_exact_mode_nothing_is_excused_by_rounding(monkeypatch):
     assert not result.passed
 
 
-def test_the_gap_is_that_of_the_two_tokens():
+def test_the_gap_is_between_the_two_tokens():
     """A token that is not the runner-up is not excused by a runner-up that is near."""
     assert Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
     assert not Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
 
 
-def test_a_prompt_cache_is_used_and_left_as_it_is():
+def test_a_prompt_cache_is_left_unchanged():
     model = model_of("qwen3_5")
     prompt_cache = make_prompt_cache(model)
     tokens = [t for t, _, _ in mtp_generate_step(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)]
@@ -140,39 +140,37 @@ def run(monkeypatch, capsys, *args):
     return exit.value.code, *capsys.readouterr()
 
 
-ARGS = ("--mtp", "--check", "--prompt", "-", "-m", 40)
+ARGS = ("--mtp", "--check", "--prompt", "-", "-m", 16)
 
 
-def test_the_command_passes_with_status_0(monkeypatch, capsys):
+def test_command_exits_0_for_equal_tokens(monkeypatch, capsys):
     for exact in ((), ("--exact",)):
         status, out, err = run(monkeypatch, capsys, *ARGS, *exact)
         assert (status, err) == (0, "")
-        assert out == "Identical: plain decoding and MTP generated the same 40 tokens.\n"
+        assert out == "Identical: plain decoding and MTP generated the same 16 tokens.\n"
 
 
-def test_the_command_reports_a_fault_with_status_1(monkeypatch, capsys):
-    forget_to_go_back(monkeypatch)
+def test_command_exits_1_for_a_fault(monkeypatch, capsys):
+    skip_rollback(monkeypatch)
     status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
     assert status == 1
-    assert re.match(
-        r"Different at token \d+, after as many that are the same: plain \d+ \('.*'\), MTP \d+ \('.*'\)\.\n", out
-    )
-    assert "NOT within rounding" in out
+    assert re.match(r"Different at token \d+, after \d+ equal tokens: plain \d+ \('.*'\), MTP \d+ \('.*'\)\.\n", out)
+    assert "NOT within rounding: a fault" in out
 
 
-def test_the_command_reports_rounding_with_status_0(monkeypatch, capsys):
+def test_command_exits_0_for_rounding(monkeypatch, capsys):
     round_otherwise(monkeypatch, 0.1)
     status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
     assert status == 0
     assert out.endswith("The difference is within rounding.\n")
 
 
-def test_what_cannot_be_checked_is_refused(monkeypatch, capsys):
+def test_refuses_flags_that_do_not_go_together(monkeypatch, capsys):
     for args, message in (
-        (["--check"], "--check is of --mtp"),
-        (["--exact"], "--exact is of --mtp"),
-        (["--mtp", "--check", "--temp", "0.7"], "leave out --temp"),
-        (["--mtp", "--check", "-m", "0"], "non-zero"),
+        (["--check"], "--check requires --mtp"),
+        (["--exact"], "--exact requires --mtp"),
+        (["--mtp", "--check", "--temp", "0.7"], "cannot be combined with --temp"),
+        (["--mtp", "--check", "-m", "0"], "--max-tokens must be"),
         (["--mtp", "--check", "--num-draft-tokens", "9"], "auto or from 0 to 8"),
     ):
         status, out, err = run(monkeypatch, capsys, *args)

@@ -5,17 +5,22 @@ import json
 import re
 import shutil
 import sys
+from functools import cache as cached
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
 from helpers import DATA
+from mlx_lm.generate import main as mlx_lm_main
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_mtp
+from mlx_mtp import cli
+from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
+from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
@@ -39,21 +44,33 @@ def summary(responses):
     return [(r.text, r.token, r.prompt_tokens, r.generation_tokens, r.finish_reason) for r in responses]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 40])
-def test_responses_are_mlx_lms(demo, depth, max_tokens):
+@pytest.fixture(scope="module")
+def plain_summary(demo):
+    """What plain mlx-lm says after ``PROMPT``, by the number of tokens."""
     model, tokenizer = demo
-    for prompt in (PROMPT, tokenizer.encode(PROMPT)):
-        ours = list(mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens, num_draft_tokens=depth))
-        theirs = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens))
-        assert summary(ours) == summary(theirs)
-        assert ours[-1].generation_tps > 0
-        assert ours[-1].prompt_tps > 0
+    return cached(lambda max_tokens: summary(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens)))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 20, pytest.param(40, marks=pytest.mark.slow)])
+def test_responses_are_mlx_lms(demo, plain_summary, depth, max_tokens):
+    model, tokenizer = demo
+    ours = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens, num_draft_tokens=depth))
+    assert summary(ours) == plain_summary(max_tokens)
+    assert ours[-1].generation_tps > 0
+    assert ours[-1].prompt_tps > 0
+
+
+@pytest.mark.parametrize("kind", [list, mx.array])
+def test_a_prompt_may_be_tokens(demo, plain_summary, kind):
+    model, tokenizer = demo
+    prompt = kind(tokenizer.encode(PROMPT))
+    assert summary(mlx_mtp.stream_generate(model, tokenizer, prompt, 7)) == plain_summary(7)
 
 
 def test_drafts_are_counted_by_position(demo):
     model, tokenizer = demo
-    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 60, num_draft_tokens=3))
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 30, num_draft_tokens=3))
     for r in responses:
         assert len(r.drafted) == len(r.accepted) <= 3
         assert all(a <= d for a, d in zip(r.accepted, r.drafted))
@@ -64,16 +81,16 @@ def test_drafts_are_counted_by_position(demo):
 
 
 def test_a_stop_token_in_the_middle_of_a_window(demo):
-    """Tokens that the text has from a draft, as the token that stops."""
+    """The token that stops is one that the head drafted."""
     model, tokenizer = demo
-    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 40, num_draft_tokens=4))
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 24, num_draft_tokens=4))
     drafted = {r.token for r in responses if r.from_draft}
     assert drafted
-    for token in sorted(drafted)[:6]:
+    for token in sorted(drafted)[:3]:
         stopping = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[token])
         cache = mlx_mtp.make_prompt_cache(model)
-        ours = list(mlx_mtp.stream_generate(model, stopping, PROMPT, 40, num_draft_tokens=4, prompt_cache=cache))
-        assert summary(ours) == summary(mlx_lm.stream_generate(model, stopping, PROMPT, 40))
+        ours = list(mlx_mtp.stream_generate(model, stopping, PROMPT, 24, num_draft_tokens=4, prompt_cache=cache))
+        assert summary(ours) == summary(mlx_lm.stream_generate(model, stopping, PROMPT, 24))
         assert ours[-1].finish_reason == "stop"
         # As in mlx-lm, the token that stops is in the cache.
         n_tokens = len(tokenizer.encode(PROMPT)) + ours[-1].generation_tokens
@@ -90,11 +107,11 @@ def test_without_mtp_it_is_plain_mlx_lm(demo):
     assert mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12) == text
 
 
-def test_what_cannot_be_is_refused(demo):
+def test_refuses_arguments_that_do_not_go_together(demo):
     model, tokenizer = demo
-    with pytest.raises(ValueError, match="cannot draft together"):
+    with pytest.raises(ValueError, match="requires mtp=False"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
-    with pytest.raises(ValueError, match="leave them out"):
+    with pytest.raises(ValueError, match="require mtp=True"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, mtp=False, exact=True))
     with pytest.raises(ValueError, match="non-zero"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=0))
@@ -115,6 +132,7 @@ def test_every_flag_is_mlx_lms():
         "mtp_bits",
         "draft_head_bits",
         "settings",
+        "acceptance",
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
@@ -126,20 +144,20 @@ def test_every_flag_is_mlx_lms():
             assert (a.default, a.type) == (ours[name].default, ours[name].type)
 
 
-def test_the_closing_lines_where_nothing_was_drafted(monkeypatch, capsys):
+def test_summary_without_drafts(monkeypatch, capsys):
     args = ["--prompt", PROMPT, "-m", 5, "--num-draft-tokens", 0]
     assert run(monkeypatch, capsys, "--mtp", *args)[1].endswith("\nDrafts: none, 1.000 tokens-per-step\n")
     assert "Drafts" not in run(monkeypatch, capsys, "--prompt", PROMPT, "-m", 5)[1]
 
 
-def test_the_closing_lines(monkeypatch, capsys):
-    args = ["--mtp", "--prompt", PROMPT, "-m", 30, "--num-draft-tokens", 3]
+def test_summary_lines(monkeypatch, capsys):
+    args = ["--mtp", "--prompt", PROMPT, "-m", 16, "--num-draft-tokens", 3]
     status, out, _ = run(monkeypatch, capsys, *args)
     assert status == 0
     *_, rule, prompt, generation, memory, drafts = out.strip().split("\n")
     assert rule == "=========="
     assert re.fullmatch(r"Prompt: \d+ tokens, [\d.]+ tokens-per-sec", prompt)
-    assert re.fullmatch(r"Generation: 30 tokens, [\d.]+ tokens-per-sec", generation)
+    assert re.fullmatch(r"Generation: 16 tokens, [\d.]+ tokens-per-sec", generation)
     assert re.fullmatch(r"Peak memory: [\d.]+ GB", memory)
     assert re.fullmatch(r"Drafts: [\d.]+, [\d.]+, [\d.]+ accepted by position, [\d.]+ tokens-per-step", drafts)
 
@@ -150,13 +168,62 @@ def test_the_closing_lines(monkeypatch, capsys):
     assert quiet.strip() == out.split("==========")[1].strip()
 
 
-def test_the_prompt_from_stdin(monkeypatch, capsys):
+def test_reads_the_prompt_from_stdin(monkeypatch, capsys):
     _, piped, _ = run(monkeypatch, capsys, "--mtp", "--prompt", "-", "-m", 12, "--verbose", "F", stdin=PROMPT)
     _, given, _ = run(monkeypatch, capsys, "--mtp", "--prompt", PROMPT, "-m", 12, "--verbose", "F")
     assert piped == given != "\n"
 
 
-def test_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
+SAMPLED = ("--prompt", PROMPT, "-m", 16, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
+
+
+@pytest.fixture
+def sampled(monkeypatch, capsys):
+    """The text that the command samples with some flags."""
+
+    def text(*flags):
+        status, out, err = run(monkeypatch, capsys, *SAMPLED, *flags)
+        assert (status, err) == (0, "")
+        return out
+
+    return text
+
+
+def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
+    plain = sampled("--seed", 5, "--acceptance", "coupled")
+    for depth in (0, 4, "auto"):
+        assert sampled("--seed", 5, "--mtp", "--num-draft-tokens", depth) == plain
+    assert sampled("--seed", 6, "--mtp") != plain
+
+
+def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
+    argv = ["mlx_lm.generate", "--model", mlx_mtp.DEMO, *SAMPLED, "--seed", 5]
+    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+    mlx_lm_main()
+    text, _ = capsys.readouterr()
+    for flags in ([], ["--acceptance", "match"], ["--mtp", "--acceptance", "match", "--num-draft-tokens", 2]):
+        assert sampled("--seed", 5, *flags) == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "acceptance"),
+    [
+        ("--mtp", RejectionSampling),
+        ("--mtp --seed 5", Coupled),
+        ("--mtp --acceptance coupled", Coupled),
+        ("--mtp --acceptance rejection --seed 5", RejectionSampling),
+        ("--mtp --acceptance match", TokenMatch),
+        ("--acceptance coupled", Coupled),
+        ("--seed 5", TokenMatch),
+        ("", TokenMatch),
+    ],
+)
+def test_sampler_of_flags(demo, flags, acceptance):
+    args = make_parser().parse_args(["--temp", "1", *flags.split()])
+    assert type(make_acceptance(command.sampler_of(args, demo[1]))) is acceptance
+
+
+def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
     model, tokenizer = demo
     cache = mlx_mtp.make_prompt_cache(model)
     list(mlx_mtp.mtp_generate_step(mx.array(tokenizer.encode(PROMPT)), model, max_tokens=0, prompt_cache=cache))
@@ -176,32 +243,21 @@ def test_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
     assert (status, err.count("\n")) == (2, 1)
 
 
-def test_a_draft_model_drafts_as_many_tokens_as_mlx_lms(monkeypatch, capsys):
+def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(
-        sys.modules["mlx_mtp.generate"], "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens)
-    )
+    monkeypatch.setattr(command, "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens))
     for flags in ([], ["--num-draft-tokens", 5]):
         run(monkeypatch, capsys, "--model", DATA / "dense", "--draft-model", DATA / "dense", *flags)
     assert given == [3, 5]
 
 
-@pytest.fixture
-def headless(tmp_path):
-    folder = shutil.copytree(DATA / "dense", tmp_path / "headless")
-    weights = mx.load(str(folder / "model.safetensors"))
-    mx.eval(weights)
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), {k: w for k, w in weights.items() if not k.startswith("mtp.")}
-    )
-    return folder
-
-
-def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, headless):
+def test_a_missing_head_is_an_error_without_fallback(monkeypatch, capsys, tmp_path):
+    headless = copied(tmp_path)
+    no_head(headless)
     status, out, err = run(monkeypatch, capsys, "--mtp", "--model", headless, "-m", 5)
     assert (status, out) == (2, "")
     assert re.fullmatch(
-        r"mlx_mtp\.generate: error: The config of .*headless claims an MTP head.*--mtp \(convert with --no-mtp\)\.\n",
+        r"mlx_mtp\.generate: error: The config of .* claims an MTP head.*--mtp \(convert with --no-mtp\)\.\n",
         err,
     )
     status, out, _ = run(monkeypatch, capsys, "--model", headless, "-m", 5)
@@ -209,7 +265,7 @@ def test_without_a_head_it_is_an_error_and_no_fallback(monkeypatch, capsys, head
     assert "Generation: 5 tokens" in out
 
 
-def test_a_drafter_apart_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_path):
+def test_a_drafter_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_path):
     folder = copied(tmp_path)
     drafter = shutil.copytree(folder, tmp_path / "drafter")
     edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
@@ -229,7 +285,7 @@ def test_a_drafter_apart_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_
 
 
 @pytest.mark.parametrize("spoil", [bad[0] for bad in BAD], ids=BAD_IDS)
-def test_every_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, spoil):
+def test_a_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, spoil):
     folder = copied(tmp_path)
     spoil(folder)
     status, out, err = run(monkeypatch, capsys, "--mtp", "--model", folder, "-m", 1)
@@ -237,32 +293,109 @@ def test_every_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_
     assert err.startswith("mlx_mtp.generate: error: ")
 
 
-def test_a_file_cut_short_is_one_line_without_mtp_too(monkeypatch, capsys, tmp_path):
+def test_a_truncated_file_is_one_line_without_mtp(monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     status, out, err = run(monkeypatch, capsys, "--model", folder, "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1), err
 
 
-def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-tokens 0",
+        "--max-tokens -2",
+        "--temp -1",
+        "--temp nan",
+        "--temp inf",
+        "--top-p -0.1",
+        "--top-p 1.1",
+        "--top-p nan",
+        "--min-p 2",
+        "--min-p nan",
+        "--top-k -1",
+        "--min-tokens-to-keep 0",
+        "--xtc-probability 2",
+        "--xtc-threshold 0.6",
+        "--seed -1",
+        f"--seed {2**64}",
+        "--kv-bits 7",
+        "--kv-bits 1",
+        "--kv-group-size 17",
+        "--quantized-kv-start -1",
+        "--prefill-step-size 0",
+        "--prefill-step-size -5",
+        "--max-kv-size 0",
+        "--num-draft-tokens 0",
+    ],
+)
+def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):
+    monkeypatch.setattr(command, "load", lambda *args, **kwargs: pytest.fail("loaded"))
+    status, out, err = run(monkeypatch, capsys, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    name, value = flags.split()
+    assert re.fullmatch(rf"mlx_mtp\.generate: error: {name} must be .*, not {value}(\.0)?\.\n", err)
+
+
+@pytest.mark.parametrize("flags", ["--max-tokens -1", f"--seed {2**64 - 1}", "--top-p 0", "--temp 0", "--kv-bits 3"])
+def test_accepts_the_ends_of_a_range(flags):
+    cli.check_generation_flags(make_parser().parse_args(flags.split()))
+
+
+def test_the_server_needs_a_limit_of_tokens():
+    with pytest.raises(ValueError, match="--max-tokens must be 1 or more, not -1"):
+        cli.check_generation_flags(make_parser().parse_args(["--max-tokens", "-1"]), no_limit=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--min-tokens-to-keep 4097 --min-p 0.1 --temp 1", "must be at most 4096 for a vocabulary of 4096 tokens"),
+        ("--top-k 4096 --temp 1", "--top-k must be at most 4095 for a vocabulary of 4096 tokens, not 4096."),
+        ("--kv-bits 4 --kv-group-size 128", "attention heads have 64 values"),
+    ],
+)
+@pytest.mark.parametrize("mtp", [["--mtp"], []])
+def test_refuses_a_flag_that_does_not_fit_the_model(monkeypatch, capsys, mtp, flags, message):
+    status, out, err = run(monkeypatch, capsys, *mtp, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_kv_bits_that_mlx_lm_cannot_pack_into_the_heads_are_refused():
+    args = make_parser().parse_args(["--kv-bits", "3"])
+    cli.check_model_flags(args, {"text_config": {"head_dim": 64}})
+    with pytest.raises(ValueError, match="use --kv-bits 4 or 8"):
+        cli.check_model_flags(args, {"head_dim": 256})
+
+
+def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load", interrupt)
+    assert run(monkeypatch, capsys) == (130, "", "")
+
+
+def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = json.loads((DATA / "dense" / "config.json").read_text())
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     cases = [
-        (["--draft-model", "x"], "cannot draft together"),
+        (["--draft-model", "x"], "cannot be combined"),
         (["--num-draft-tokens", "9"], "must be auto or from 0 to 8"),
         (["--num-draft-tokens", "-1"], "must be auto or from 0 to 8"),
         (["--max-kv-size", "100"], "do not rotate"),
-        (["--max-tokens", "0"], "non-zero"),
         (["--model", "no/such-model"], "the hub has no repository"),
         (["--model", tmp_path], "no config.json"),
         (["--prompt-cache-file", tmp_path / "none.safetensors"], "There is no prompt cache"),
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt", "-"], "The prompt is empty"),
         (["--prompt", "caf\udce9"], "is not text in UTF-8"),
-        (["--check", "--settings", "off"], "leave out --settings"),
-        (["--check", "--max-kv-size", "9"], "leave out --max-kv-size"),
-        (["--check", "--draft-p-min", "7"], "from 0 to 1, not 7"),
+        (["--check", "--settings", "off"], "cannot be combined with --settings"),
+        (["--chat-template-config", "[]"], "must be a JSON object, not []"),
+        (["--chat-template-config", "{"], "is not JSON"),
+        (["--draft-p-min", "7"], "from 0 to 1, not 7"),
         (["--settings", tmp_path], "There are no settings"),
     ]
     for args, message in cases:
@@ -270,6 +403,16 @@ def test_every_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         assert (status, err.count("\n")) == (2, 1), (args, err)
         assert message in err
         assert "Traceback" not in out + err
+    for args, message in (
+        (["--acceptance", "rejection"], "--acceptance rejection requires --mtp"),
+        (
+            ["--acceptance", "coupled", "--draft-model", "x"],
+            "--acceptance coupled cannot be combined with --draft-model",
+        ),
+    ):
+        status, _, err = run(monkeypatch, capsys, *args)
+        assert (status, err.count("\n")) == (2, 1)
+        assert message in err
     for model_type in ("llama", "qwen4_exp"):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
         status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)

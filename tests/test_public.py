@@ -1,14 +1,90 @@
-"""The public names, and how they are spelled."""
+"""The public names, how they are imported, and the architecture: imports that go down only."""
 
+import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from itertools import permutations
 from pathlib import Path
 
+import pytest
+
 import mlx_mtp
+
+PACKAGE = Path(mlx_mtp.__file__).parent
+COMMANDS = {"generate", "convert", "benchmark", "server", "draft_vocab"}
+SHARED = {"cli", "prompts"}  # by the commands
+# What each room may import, beside itself and the version; the public names may import anything.
+ARROWS = {
+    "models": set(),
+    "checkpoint": {"models"},
+    "decoding": {"models"},
+    "prompts": set(),
+    "cli": {"checkpoint", "decoding", "models"},
+    **{command: {"decoding", "checkpoint", "models"} | SHARED for command in COMMANDS},
+}
+
+
+def module_files() -> dict[str, Path]:
+    """The files of the package by the name of their module."""
+    files = {}
+    for file in PACKAGE.glob("**/*.py"):
+        parts = ("mlx_mtp", *file.relative_to(PACKAGE).with_suffix("").parts)
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return files
+
+
+FILES = module_files()
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules of the package that a module imports, at its top or inside a function."""
+    found: set[str] = set()
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(part for part in (base, node.module) if part)
+            # `from .. import cli` names a module, `from ..cli import options` a name in one.
+            found |= {f"{origin}.{a.name}" if f"{origin}.{a.name}" in FILES else origin for a in node.names}
+    return found & FILES.keys()
+
+
+def room(name: str) -> str:
+    """The package or the module under ``mlx_mtp`` that a module belongs to."""
+    return (name.split(".") + [""])[1]
+
+
+def test_imports_are_found():
+    assert "mlx_mtp.cli" in imports_of("mlx_mtp.generate.__main__")  # from .. import cli
+    assert "mlx_mtp.generate.check" in imports_of("mlx_mtp.generate.__main__")  # from .check import check
+    assert "mlx_mtp.decoding.loop" in imports_of("mlx_mtp.generate.check")  # from ..decoding.loop import ...
+    assert imports_of("mlx_mtp.generate") == {"mlx_mtp.generate.stream"}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_go_down_only(name):
+    own = room(name)
+    if own in ("", "_version"):
+        return
+    assert own in ARROWS, f"{own} is a new room: say in ARROWS what it may import"
+    rooms = {room(imported) for imported in imports_of(name)} - {own, "_version"}
+    assert rooms <= ARROWS[own]
+
+
+def test_no_import_cycle():
+    graph = {name: imports_of(name) - {name} for name in FILES}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # raises CycleError
 
 
 def test_public_names():
     assert mlx_mtp.__all__ == [
+        "DEMO",
+        "MAX_DRAFT_TOKENS",
+        "Depth",
+        "DraftCounts",
         "GenerationResponse",
         "MTPModule",
         "convert",
@@ -19,31 +95,37 @@ def test_public_names():
         "mtp_generate_step",
         "stream_generate",
     ]
-    assert all(callable(getattr(mlx_mtp, name)) for name in mlx_mtp.__all__)
+    assert mlx_mtp.DEMO.is_dir()
+    assert mlx_mtp.MAX_DRAFT_TOKENS == 8
+    assert all(callable(getattr(mlx_mtp, name)) for name in mlx_mtp.__all__[2:])
 
 
 def test_type_hints_are_shipped():
-    assert (Path(mlx_mtp.__file__).parent / "py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
 
 
-def test_both_spellings_of_generate_in_any_order_without_a_warning():
-    program = """
-import mlx_mtp
-from mlx_mtp import generate
-from mlx_mtp.generate import generate as function, mtp_generate_step
-import mlx_mtp.generate
-from mlx_mtp import convert, generate as again
-assert callable(mlx_mtp.generate) and callable(generate) and again is generate and callable(convert)
-assert mlx_mtp.generate.generate is function
-try:
-    mlx_mtp.generate(None, None, "prompt", max_tokens=0)
-except ValueError as e:
-    print(e)
+def test_generate_is_a_function_in_any_order_of_imports():
+    """As in mlx-lm, ``generate`` is the function, and its module can still be imported from."""
+    ways = ("import mlx_mtp", "from mlx_mtp import generate", "from mlx_mtp.generate import stream_generate")
+    use = (
+        "import mlx_mtp; from mlx_mtp import convert, generate; from mlx_mtp.generate import stream_generate\n"
+        "assert mlx_mtp.generate is generate and mlx_mtp.stream_generate is stream_generate\n"
+        "assert mlx_mtp.convert is convert and callable(generate) and callable(convert)\n"
+        "try: mlx_mtp.generate(None, None, [1], max_tokens=0)\n"
+        "except ValueError as e: print(e)"
+    )
+    orders = ["\n".join([*order, use]) for order in permutations(ways, 2)]
+    program = f"""
+import sys
+import mlx_lm
+for order in {orders!r}:
+    for name in [name for name in sys.modules if name.startswith("mlx_mtp")]:
+        del sys.modules[name]
+    exec(order, {{}})
 """
-    for first in ("", "import mlx_mtp.generate\n", "from mlx_mtp.generate import stream_generate\n"):
-        done = subprocess.run([sys.executable, "-W", "error", "-c", first + program], capture_output=True, text=True)
-        assert done.stderr == ""
-        assert "must be non-zero" in done.stdout
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.count("must be non-zero") == len(orders)
 
 
 def test_the_command_runs_without_a_warning():

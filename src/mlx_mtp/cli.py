@@ -5,13 +5,14 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_DRAFT_TOKENS
+from .decoding.sampling import AcceptanceName
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's quantization
@@ -30,8 +31,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "draft_p_min": (0, 1),
 }
-
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 
 
 @contextmanager
@@ -68,6 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda x: False if x == "off" else x,
         help="Settings that `python -m mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
         "user's cache folder, if there is one. Ignored when one of the three flags above is given.",
+    )
+
+
+def add_acceptance(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that says how sampled drafts are accepted."""
+    parser.add_argument(
+        "--acceptance",
+        choices=get_args(AcceptanceName),
+        help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
+        "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
+        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without; without "
+        "--mtp to match.",
     )
 
 
@@ -121,6 +132,11 @@ def _check_drafting(args: argparse.Namespace) -> None:
         raise ValueError(f"--num-draft-tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
     if not args.mtp and n < 1:
         raise ValueError(f"--num-draft-tokens must be 1 or more, not {n}.")
+    acceptance = getattr(args, "acceptance", None)
+    if acceptance == "rejection" and not args.mtp:
+        raise ValueError("--acceptance rejection requires --mtp.")
+    if acceptance == "coupled" and args.draft_model is not None:
+        raise ValueError("--acceptance coupled cannot be combined with --draft-model.")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

@@ -21,68 +21,71 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("accepted/drafted", lambda r: f"{sum(r.accepted)}/{sum(r.drafted)}"),
     ("by position", lambda r: " ".join(f"{a:.2f}" for a in r.acceptance).ljust(11)),
 ]
+# Each of a result and of that at the first length.
+GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
+    ("drafts", lambda r, first: str(r.num_draft_tokens)),
+    ("ms a token", lambda r, first: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
+    ("of the first", lambda r, first: f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}"),
+    ("ratio", lambda r, first: f"{r.ratio:.2f}"),
+    ("tokens/step", lambda r, first: f"{r.tokens_per_step:.2f}"),
+    ("step/plain", lambda r, first: f"{r.step_to_plain:.2f}"),
+    ("of the first", lambda r, first: f"{r.step_to_plain / first.step_to_plain:.2f}"),
+    ("efficiency", lambda r, first: f"{r.efficiency:.2f}"),
+    ("first token, s", lambda r, first: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
+    ("ratio", lambda r, first: f"{r.mtp_first_token / r.plain_first_token:.3f}"),
+]
 
 
 def show(report: Report) -> str:
     """The report as lines for people."""
-    parts, one = report.parts, report.parts.verify[0]
-    passes = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
-    exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
-    back = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
-    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
-    lines = [f"{report.model} on {report.device}; {versions}"]
-    if report.acceptance_was_set is not None:
-        lines.append(
-            f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
-            "the ratios hold for a head that is right so often."
-        )
-    lines += [
-        f"{report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's",
-        "",
-        f"Verify pass over 1 token: {one * 1e3:.2f} ms; the head: {parts.head / one:.3f} of it",
-        f"Verify pass over n tokens, of that over 1: {passes}",
-        f"With --exact, of the plain pass over 1: {exact}",
-        f"Going back to n of {len(parts.verify)} tokens, of the pass over all: {back}",
-        "",
-        "  ".join(name for name, _ in COLUMNS),
-    ]
+    lines = [*_show_model(report), "", *_show_parts(report), "", "  ".join(name for name, _ in COLUMNS)]
     for name in dict.fromkeys(r.prompt for r in report.results):
         for r in report.of(name):
             lines.append("  ".join(f"{column(r):>{len(title)}}" for title, column in COLUMNS).rstrip())
     return "\n".join(lines)
 
 
+def _show_model(report: Report) -> list[str]:
+    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
+    lines = [f"{report.model} on {report.device}; {versions}"]
+    if report.acceptance_was_set is not None:
+        lines.append(
+            f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
+            "the ratios hold for a head with this acceptance rate."
+        )
+    lines.append(
+        f"{report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's"
+    )
+    return lines
+
+
+def _show_parts(report: Report) -> list[str]:
+    parts, one = report.parts, report.parts.verify[0]
+    verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
+    exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
+    rollback = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
+    return [
+        f"Verify pass over 1 token: {one * 1e3:.2f} ms; a pass of the head: {parts.head / one:.3f} of it",
+        f"Verify pass over n tokens, relative to 1: {verify}",
+        f"With --exact, relative to the plain pass over 1: {exact}",
+        f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
+    ]
+
+
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:
-    """How time grows with the context, as lines for people: that of a token, of a step, and that to the first token."""
-    titles = ["tokens", "drafts", "ms a token", "of the first", "ratio", "tokens/step"]
-    titles += ["step/plain", "of the first", "efficiency", "first token, s", "ratio"]
+    """How the times of a token, of a step and to the first token grow with the context, as lines for people."""
     n_prompts = len({r.prompt for r in reports[0].results}) - 1
-    rows = []
+    rows = [["tokens", *(title for title, _ in GROWTH_COLUMNS)]]
     for first, *others in zip(*(r.of(OVERALL) for r in reports)):
         for r in (first, *others):
-            rows.append(
-                [
-                    str(r.prompt_tokens // n_prompts),
-                    str(r.num_draft_tokens),
-                    f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}",
-                    f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}",
-                    f"{r.ratio:.2f}",
-                    f"{r.tokens_per_step:.2f}",
-                    f"{r.step_to_plain:.2f}",
-                    f"{r.step_to_plain / first.step_to_plain:.2f}",
-                    f"{r.efficiency:.2f}",
-                    f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}",
-                    f"{r.mtp_first_token / r.plain_first_token:.3f}",
-                ]
-            )
-    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in [titles, *rows]]
+            rows.append([str(r.prompt_tokens // n_prompts), *(column(r, first) for _, column in GROWTH_COLUMNS)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         [
             "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
-            "A token's time also goes by how many drafts stand, and so by the text; a step's (step/plain) does not.",
+            "The time of a token depends on the acceptance rate, and so on the text; that of a step (step/plain) does not.",
             f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
             "",
-            *lines,
+            *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows),
         ]
     )

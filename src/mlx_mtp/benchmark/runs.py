@@ -1,9 +1,9 @@
-"""Runs that are timed: plain ``mlx_lm`` generation and MTP, on the same prompts, greedy, so many tokens, whatever they are."""
+"""Timed runs: plain mlx-lm and MTP at each depth, greedy, on the same prompts, with no token that stops."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
@@ -13,29 +13,32 @@ from ..decoding.loop import mtp_generate_step
 from ..decoding.pace import DraftCounts
 
 PLAIN, AUTO = "plain", "auto"
-Arm = int | str  # a fixed depth, AUTO or PLAIN
+Run = int | str  # a fixed depth, AUTO or PLAIN
+T = TypeVar("T")
 
 
 @dataclass
 class Generation:
+    """What one run on one prompt yielded, and its times."""
+
     tokens: list[int]
-    first_token: float  # seconds, from the start
+    first_token: float  # seconds from the start
     seconds: float  # from the first token to the last
     peak_memory: float  # GB
     counts: DraftCounts
 
 
 def generate(
-    model, prompt: mx.array, max_tokens: int, arm: Arm | Depth, draft_p_min: float | None = None
+    model: Any, prompt: mx.array, max_tokens: int, run: Run | Depth, draft_p_min: float | None = None
 ) -> Generation:
-    """One run of one arm."""
+    """Time one run on one prompt, [T]."""
     counts = DraftCounts()
-    steps: Any
-    if arm == PLAIN:
+    steps: Iterable[tuple[int, Any] | tuple[int, Any, bool]]
+    if run == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)
     else:
-        options: Any = {"num_draft_tokens": arm, "draft_p_min": draft_p_min}
-        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, counts=counts, **options)
+        options: dict[str, Any] = {"num_draft_tokens": run, "draft_p_min": draft_p_min, "counts": counts}
+        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, **options)
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens: list[int] = []
@@ -48,23 +51,23 @@ def generate(
     return Generation(tokens, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
-def in_turn(arms: Sequence[Any], i: int) -> list[Any]:
-    """The arms of turn i: another goes first each time."""
-    i %= len(arms)
-    return [*arms[i:], *arms[:i]]
+def in_turn(runs: Sequence[T], i: int) -> list[T]:
+    """The runs in the order of turn i: each turn begins with another."""
+    i %= len(runs)
+    return [*runs[i:], *runs[:i]]
 
 
-def sum_counts(every: Sequence[DraftCounts]) -> DraftCounts:
-    n = max(len(c.drafted) for c in every)
-    drafted, accepted = (
-        [sum(values) for values in zip(*([*v, *[0] * (n - len(v))] for v in of))]
-        for of in ([c.drafted for c in every], [c.accepted for c in every])
-    )
-    return DraftCounts(drafted, accepted)
+def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
+    return DraftCounts(_sum_columns([c.drafted for c in counts]), _sum_columns([c.accepted for c in counts]))
+
+
+def _sum_columns(rows: Sequence[Sequence[int]]) -> list[int]:
+    width = max(map(len, rows))
+    return [sum(row[i] for row in rows if i < len(row)) for i in range(width)]
 
 
 def check_sizes(max_tokens: int, repeat: int) -> None:
     if max_tokens < 2:
-        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: time is taken from the first token on.")
+        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
     if repeat < 1:
         raise ValueError(f"repeat must be 1 or more, not {repeat}.")

@@ -1,12 +1,12 @@
-"""Models of real shapes with random weights, to time what no checkpoint is at hand for.
+"""Models of real shapes with random weights, to time a model without its checkpoint.
 
-All that costs time is computed: every layer, the head, both output layers. Only what they say is then replaced by a script:
-the model chooses token i of a fixed text, and the head drafts it where a throw of a seeded die says so and another elsewhere.
-So the rate of acceptance is set, not measured, and the text is the same on every device.
+Everything that costs time is computed: every layer, the head, both output layers. Only the logits are then replaced: the model
+chooses token i of a fixed text, and the head drafts it where a seeded draw says so and another token elsewhere. So the
+acceptance rate is set, not measured, and the text is the same on every device.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -17,82 +17,13 @@ from ..models import model_module
 from ..models.cache import n_tokens
 from ..models.draft_lm_head import DraftLMHead, quantize_head
 
-COMMON = {
-    "vocab_size": 248320,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "mtp_num_hidden_layers": 1,
-}
-FOUR_BITS = {"quantization": {"group_size": 64, "bits": 4}}
-# The text_config of published Qwen3.5 checkpoints, as far as it has to do with time.
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.8b-bf16": {
-        **COMMON,
-        "model_type": "qwen3_5",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "4b-4bit": {
-        **COMMON,
-        **FOUR_BITS,
-        "model_type": "qwen3_5",
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "27b-4bit": {
-        **COMMON,
-        **FOUR_BITS,
-        "model_type": "qwen3_5",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 48,
-        "tie_word_embeddings": False,
-    },
-    "35b-a3b-4bit": {
-        **COMMON,
-        **FOUR_BITS,
-        "model_type": "qwen3_5_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 0,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    },
-}
-
 
 class Script:
-    """What the model and its head say.
+    """The text of a synthetic model, and which of its drafts are right.
 
     Args:
-        acceptance (float): The probability of a draft to stand, given that those before it stood.
-        n_ids (int): The text is of the first so many token ids.
+        acceptance (float): The acceptance rate of a draft whose predecessors were accepted.
+        n_ids (int): The text uses the first ``n_ids`` token ids.
     """
 
     def __init__(self, acceptance: float, n_ids: int):
@@ -103,7 +34,7 @@ class Script:
         return (i * 7919 + 13) % self.n_ids
 
     def say(self, logits: mx.array, tokens: list[int]) -> mx.array:
-        """Logits [B, T, V], computed all the same, that say these tokens [T]."""
+        """Replace logits [B, T, V], which are computed all the same, by those of tokens [T]."""
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32)
         return 0 * logits + 10 * (ids == mx.array(tokens, mx.uint32)[:, None])
 
@@ -117,6 +48,15 @@ class Script:
         return self.say(logits, [(self.token(i) + (not right)) % self.n_ids])
 
 
+class ScriptedLMHead(DraftLMHead):
+    """A ``DraftLMHead`` whose logits are those of a script."""
+
+    script: Script
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return self.script.draft(super().__call__(hidden))
+
+
 def synthetic_model(
     shape: Mapping[str, Any],
     acceptance: float,
@@ -126,85 +66,94 @@ def synthetic_model(
     draft_head_bits: int | None = None,
 ) -> tuple[nn.Module, Script]:
     """
-    A model with random weights, the backbone quantized as mlx-lm would, where the shape says so, the head in 16 bits.
+    Make a model with random weights: the backbone quantized as mlx-lm would where the shape says so, the head in 16 bits.
 
-    Quantized weights are made so: at no time is there a copy of them in floating point.
+    Quantized weights are made directly, without a copy in floating point.
 
     Args:
         shape (Mapping[str, Any]): A text config, its model type and its quantization, such as one of ``SHAPES``.
-        acceptance (float): The probability of a draft to stand, given that those before it stood.
-        draft_vocab (int, optional): Drafts come from the first so many token ids.
+        acceptance (float): The acceptance rate of a draft whose predecessors were accepted.
+        draft_vocab (int, optional): Draft from the first ``draft_vocab`` token ids.
         mtp_bits (int, optional): As in ``mlx_mtp.load``.
         draft_head_bits (int, optional): As in ``mlx_mtp.load``.
 
     Returns:
-        Tuple[nn.Module, Script]: The model, and what it says.
+        Tuple[nn.Module, Script]: The model and its text.
     """
-    module = model_module(shape["model_type"])
     script = Script(acceptance, draft_vocab or shape["vocab_size"])
+    model = _scripted_model(shape, script)
+    model.eval()
+    # MLX's CPU backend multiplies gathered matrices only in float32.
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    dtype = mx.float32 if shape.get("num_experts") and on_cpu else mx.bfloat16
+    _cast(model, dtype)
+    if "quantization" in shape:
+        _quantize(model, dtype, **shape["quantization"])
+    if mtp_bits is not None:
+        quantize_head(model.language_model.mtp, mtp_bits)
+    mx.eval(model.parameters())
+    if draft_vocab is not None or draft_head_bits is not None:
+        ids = None if draft_vocab is None else list(range(draft_vocab))
+        lm_head = ScriptedLMHead(model.output_layer, ids, draft_head_bits)
+        lm_head.script = script
+        model.drafting.lm_head = lm_head
+    return model, script
 
-    class Model(module.Model):  # type: ignore[name-defined]
-        def __call__(self, inputs, cache=None, input_embeddings=None, *, return_hidden=False, **kwargs):
+
+def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
+    """The model of a shape, lazy, whose logits and drafts are those of a script."""
+    module = model_module(shape["model_type"])
+
+    class Model(module.Model):  # type: ignore[name-defined,misc]  # the base is chosen at run time
+        def __call__(
+            self,
+            inputs: mx.array,
+            cache: list[Any] | None = None,
+            input_embeddings: mx.array | None = None,
+            *,
+            return_hidden: bool = False,
+            **kwargs: Any,
+        ) -> mx.array | tuple[mx.array, mx.array]:
             offset = 0 if cache is None else n_tokens(cache[: len(self.layers)])
             logits, hidden = super().__call__(inputs, cache, input_embeddings, return_hidden=True, **kwargs)
             logits = script.choose(logits, offset)
             return (logits, hidden) if return_hidden else logits
 
         @property
-        def mtp(self):
+        def mtp(self) -> Callable[..., mx.array]:
             head = self.language_model.mtp
 
-            def run(embeddings, hidden, cache, last_only=False):
-                out = head(embeddings, hidden, cache, last_only)
+            def run(embeddings: mx.array, hidden: mx.array, cache: Any, last_only: bool = False) -> mx.array:
+                out: mx.array = head(embeddings, hidden, cache, last_only)
                 script.rows = cache.offset
                 return out
 
             return run
 
-        def draft_logits(self, hidden):
+        def draft_logits(self, hidden: mx.array) -> mx.array:
             return script.draft(super().draft_logits(hidden))
 
-    class ScriptedLMHead(DraftLMHead):
-        def __call__(self, hidden):
-            return script.draft(super().__call__(hidden))
-
     config = {"model_type": shape["model_type"], "text_config": dict(shape)}
-    model = Model(module.ModelArgs.from_dict(config))
-    model.eval()
-    # MLX's CPU backend multiplies gathered matrices in nothing but float32.
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    dtype = mx.float32 if shape.get("num_experts") and on_cpu else mx.bfloat16
-    _cast(model, dtype)
-    if "quantization" in shape:
-        _quantize(model, dtype, **shape["quantization"])
-    head = model.language_model.mtp
-    if mtp_bits is not None:
-        quantize_head(head, mtp_bits)
-    mx.eval(model.parameters())
-    if not (draft_vocab is draft_head_bits is None):
-        ids = None if draft_vocab is None else list(range(draft_vocab))
-        model.drafting.lm_head = ScriptedLMHead(model.output_layer, ids, draft_head_bits)
-    return model, script
+    return Model(module.ModelArgs.from_dict(config))
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    def cast(path, p):
+    def cast(path: str, p: mx.array) -> mx.array:
         return p.astype(dtype) if model.cast_predicate(path) and mx.issubdtype(p.dtype, mx.floating) else p
 
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
 def _quantize(model: Any, dtype: mx.Dtype, group_size: int, bits: int) -> None:
-    """Quantize all but the head. Nothing is evaluated yet, so what the layers held is never made."""
+    """Quantize all but the head. Nothing is evaluated yet, so the weights in floating point are never made."""
     chosen = model.quant_predicate or (lambda path, module: True)
 
-    def predicate(path, module):
+    def predicate(path: str, module: Any) -> Any:
         if "mtp." in path or not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
         return chosen(path, module)
 
     nn.quantize(model, group_size, bits, class_predicate=predicate)
-    m: Any
     for _, m in model.named_modules():
         if "scales" not in m:
             continue

@@ -1,29 +1,33 @@
 """The command line of ``mlx_mtp.generate``: that of ``mlx_lm.generate``, and the flags of MTP."""
 
-import json
+import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
-import numpy as np
-from mlx_lm import sample_utils
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from mlx_lm.sample_utils import Sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
 from ..checkpoint.load import DEMO, load
-from ..decoding import sampling
 from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.sampling import AcceptanceName, make_sampler
 from .check import check
+from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
 
+SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+MTP_OPTIONS = ("num_draft_tokens", "draft_p_min", "exact")
 
-def make_parser():
-    """mlx-lm's flags, and those of MTP."""
-    parser = setup_arg_parser()
+
+def make_parser() -> argparse.ArgumentParser:
+    """mlx-lm's parser, with the flags of MTP added."""
+    parser: argparse.ArgumentParser = setup_arg_parser()
     parser.prog = "mlx_mtp.generate"
     parser.description = "LLM inference script, with the model's own MTP head"
     parser.add_argument(
@@ -42,8 +46,8 @@ def make_parser():
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="Verify with the very operations of plain decoding: its tokens also where two logits are nearly equal, "
-        "for the price of a pass for each token.",
+        help="Verify with the very operations of plain decoding, so that near ties are decided alike, at the price of one "
+        "pass for each token.",
     )
     parser.add_argument(
         "--check",
@@ -51,6 +55,7 @@ def make_parser():
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
     cli.add_arguments(parser)
+    cli.add_acceptance(parser)
     for action in parser._actions:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
@@ -60,6 +65,8 @@ def make_parser():
                 f"auto: chosen at every step for speed; up to {MAX_DRAFT_TOKENS})."
             )
             action.default, action.type = None, cli.auto_or_number
+        if action.dest == "seed":
+            action.help = "PRNG seed. With --mtp, the text depends on the seed and the prompt alone: see --acceptance."
     return parser
 
 
@@ -69,89 +76,16 @@ def main() -> None:
         run(args)
 
 
-def run(args) -> None:
-    """mlx-lm's ``mlx_lm.generate``, flag by flag."""
-    if args.mtp and args.draft_model is not None:
-        raise ValueError("--mtp and --draft-model cannot draft together: leave out one of them.")
-    for flag in ("exact", "check", "draft_p_min"):
-        if getattr(args, flag) and not args.mtp:
-            raise ValueError(f"--{flag.replace('_', '-')} is of --mtp: give both, or neither.")
-    if args.check and args.temp > 0:
-        raise ValueError("--check compares the most likely tokens: leave out --temp.")
-    if args.check and args.settings is not True:
-        raise ValueError("--check is of what is drafted, with the head as it is: leave out --settings.")
-    if args.check and args.max_kv_size is not None:
-        raise ValueError("--check is of MTP, whose caches do not rotate: leave out --max-kv-size.")
-    if not args.mtp and args.num_draft_tokens == "auto":
-        raise ValueError("--num-draft-tokens auto is of --mtp: give both, or a number.")
-    if args.draft_model is not None and args.num_draft_tokens is None:
-        args.num_draft_tokens = 3
-    if args.seed is not None:
-        mx.random.seed(args.seed)
-
-    model_path, prompt_cache, tokenizer_config = args.model, None, {}
-    if args.prompt_cache_file is not None:
-        prompt_cache, metadata = _load_prompt_cache(args)
-        model_path = metadata["model"]
-        tokenizer_config = json.loads(metadata["tokenizer_config"])
-    model_path = model_path or str(DEMO)
-
-    options = cli.options(args)
+def run(args: argparse.Namespace) -> None:
+    """Do what ``mlx_lm.generate`` does with its flags."""
+    check_flags(args)
+    saved = load_prompt_cache(args)
+    model, tokenizer, config = load_model(args, saved)
+    prompt, input_embeddings = encode_prompt(args, model, tokenizer, config, saved is not None)
+    options = {name: getattr(args, name) for name in (*SHARED_OPTIONS, *MTP_OPTIONS)}
+    options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
     if args.check:
-        options["settings"] = False
-    model, tokenizer, config = load(
-        model_path,
-        adapter_path=args.adapter_path,
-        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": args.quantize_activations},
-        return_config=True,
-        trust_remote_code=args.trust_remote_code,
-        mtp=args.mtp,
-        **options,
-    )
-    if args.mtp and model.drafting.tuned is not None:
-        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
-        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
-        print(f"Settings that --tune has found best here: {used} (--settings off does without)", file=sys.stderr)
-    for eos_token in args.extra_eos_token:
-        tokenizer.add_eos_token(eos_token)
-
-    prompt, input_embeddings = _encode_prompt(args, model_path, model, tokenizer, config, prompt_cache is not None)
-    if not prompt:
-        raise ValueError("The prompt is empty: give --prompt some text.")
-
-    draft_model = None
-    if args.draft_model is not None:
-        draft_model, draft_tokenizer = mlx_lm.load(args.draft_model)
-        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-            raise ValueError("Draft model tokenizer does not match model tokenizer.")
-    make_sampler = sampling.make_sampler if args.mtp else sample_utils.make_sampler
-    sampler = make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )
-    if args.check:
-        result = check(
-            model,
-            mx.array(prompt),
-            max_tokens=args.max_tokens,
-            num_draft_tokens=args.num_draft_tokens,
-            draft_p_min=args.draft_p_min,
-            exact=args.exact,
-            stop_tokens=tokenizer.eos_token_ids,
-            prompt_cache=prompt_cache,
-            input_embeddings=input_embeddings,
-            prefill_step_size=args.prefill_step_size,
-            kv_bits=args.kv_bits,
-            kv_group_size=args.kv_group_size,
-            quantized_kv_start=args.quantized_kv_start,
-        )
+        result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
     response = generate(
@@ -160,95 +94,101 @@ def run(args) -> None:
         prompt,
         verbose=args.verbose,
         mtp=bool(args.mtp),
-        draft_p_min=args.draft_p_min,
-        exact=args.exact,
-        max_tokens=args.max_tokens,
-        sampler=sampler,
+        sampler=sampler_of(args, tokenizer),
         max_kv_size=args.max_kv_size,
-        prefill_step_size=args.prefill_step_size,
-        prompt_cache=prompt_cache,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-        draft_model=draft_model,
-        num_draft_tokens=args.num_draft_tokens,
-        input_embeddings=input_embeddings,
+        draft_model=load_draft_model(args, tokenizer),
+        **options,
     )
     if not args.verbose:
         print(response)
 
 
-def _load_prompt_cache(args) -> tuple[list[Any], dict[str, str]]:
-    file = args.prompt_cache_file
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
-    try:
-        prompt_cache, metadata = load_prompt_cache(file, return_metadata=True)
-        if missing := {"model", "tokenizer_config"} - metadata.keys():
-            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
-    except (RuntimeError, ValueError, KeyError) as e:
-        raise ValueError(f"{file} is not a prompt cache that `mlx_lm.cache_prompt` has written: {e}") from e
-    if isinstance(prompt_cache[0], QuantizedKVCache):
-        if args.kv_bits is not None and args.kv_bits != prompt_cache[0].bits:
-            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
-        if args.kv_group_size != prompt_cache[0].group_size:
-            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
-    if args.model not in (None, metadata["model"]):
-        raise ValueError(
-            f"Providing a different model ({args.model}) than that used to create the prompt cache "
-            f"({metadata['model']}) is an error."
-        )
-    return prompt_cache, metadata
+def check_flags(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: A flag is out of range, or does not go with another.
+    """
+    cli.check_generation_flags(args)
+    template_options(args)
+    if not args.mtp:
+        for flag in ("exact", "check", "draft_p_min"):
+            if getattr(args, flag):
+                raise ValueError(f"--{flag.replace('_', '-')} requires --mtp.")
+    if args.check:
+        if args.temp > 0:
+            raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
+        if args.settings is not True:
+            raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
+    if args.mtp and args.max_kv_size is not None:
+        raise ValueError("--mtp cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
-def _encode_prompt(
-    args, model_path: str, model, tokenizer, config, is_suffix: bool
-) -> tuple[list[int], mx.array | None]:
-    """The prompt's token ids, through the chat template where there is one, and its embeddings where it has images."""
-    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    prompt = sys.stdin.read() if prompt == "-" else prompt
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError("The prompt is not text in UTF-8.") from e
-    use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
-    if use_chat_template:
-        messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
-        messages.append({"role": "user", "content": prompt})
-        has_prefill = args.prefill_response is not None
-        if has_prefill:
-            messages.append({"role": "assistant", "content": args.prefill_response})
+def load_model(
+    args: argparse.Namespace, saved: PromptCacheFile | None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """The model, its tokenizer and its config, with MLX's random state seeded and the flags checked against the model."""
+    tokenizer_config = {} if saved is None else saved.tokenizer_config
+    if args.model is None:
+        args.model = str(DEMO) if saved is None else saved.model
+    load_as = partial(
+        load,
+        args.model,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        return_config=True,
+        trust_remote_code=args.trust_remote_code,
+    )
+    options = cli.options(args)
+    if args.check:
+        options["settings"] = False
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    model, tokenizer, config = load_as(mtp=args.mtp, **options)
+    if args.mtp and args.acceptance == "match" and args.seed is not None:
+        # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
+        mx.random.seed(args.seed)
+        load_as(mtp=False, lazy=True)
+    cli.check_model_flags(args, config)
+    for eos_token in args.extra_eos_token:
+        tokenizer.add_eos_token(eos_token)
+    if args.mtp:
+        report_settings(args, model)
+    return model, tokenizer, config
 
-        def render(**template_kwargs) -> str:
-            return tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=has_prefill,
-                add_generation_prompt=not has_prefill,
-                **template_kwargs,
-            )
 
-        prompt = render(**json.loads(args.chat_template_config or "{}"))
-        if is_suffix:
-            # The prefix is in the prompt cache.
-            messages[-1]["content"] = "<query>"
-            prompt = prompt[render().index("<query>") :]
+def report_settings(args: argparse.Namespace, model: nn.Module) -> None:
+    """Say which tuned settings are in use."""
+    if model.drafting.tuned is not None:
+        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
+        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
+        print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)
 
-    if not args.image:
-        return tokenizer.encode(prompt, add_special_tokens=not use_chat_template), None
 
-    from mlx_lm.processors import load_processor
-    from PIL import Image
+def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:
+    if args.draft_model is None:
+        return None
+    model: nn.Module
+    model, draft_tokenizer = mlx_lm.load(args.draft_model)
+    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+        raise ValueError("Draft model tokenizer does not match model tokenizer.")
+    return model
 
-    processor = load_processor(model, config)
-    if processor is None:
-        raise ValueError(f"The model {model_path} does not take images.")
-    images = [np.asarray(Image.open(f).convert("RGB")) for f in args.image]
-    prompt, pixel_values = processor(prompt, images=images)
-    tokens = tokenizer.encode(prompt, add_special_tokens=not use_chat_template)
-    embeddings = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values)
-    mx.eval(embeddings)  # on this stream, before the prefill on another
-    return tokens, embeddings
+
+def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Sampler:
+    acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+        tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        acceptance=acceptance,
+        seed=args.seed if acceptance in (None, "coupled") else None,  # the others draw from MLX's random state
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """``generate`` and ``stream_generate``: mlx-lm's text generation, with the MTP head."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,13 +18,13 @@ from ..decoding.pace import DraftCounts, NumDraftTokens
 
 
 @dataclass
-class GenerationResponse(StockResponse):
+class GenerationResponse(StockResponse):  # type: ignore[misc]  # mlx-lm's is Any to mypy
     """
-    mlx-lm's response, and what became of the drafts so far.
+    mlx-lm's response, with the drafts made and accepted so far.
 
     Args:
         drafted (Tuple[int, ...]): The number of drafts made, by position in the window.
-        accepted (Tuple[int, ...]): The number of them that stood.
+        accepted (Tuple[int, ...]): The number of drafts accepted, by position in the window.
     """
 
     drafted: tuple[int, ...] = ()
@@ -37,7 +38,7 @@ class GenerationResponse(StockResponse):
 
 def stream_generate(
     model: nn.Module,
-    tokenizer,
+    tokenizer: TokenizerWrapper,
     prompt: str | mx.array | list[int],
     max_tokens: int = 256,
     draft_model: nn.Module | None = None,
@@ -47,7 +48,7 @@ def stream_generate(
     num_draft_tokens: NumDraftTokens | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
-    **kwargs,
+    **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """
     A generator producing text based on the given prompt from the model, as mlx-lm's ``stream_generate``.
@@ -57,52 +58,58 @@ def stream_generate(
         tokenizer (PreTrainedTokenizer): The tokenizer.
         prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
-        draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; not together with ``mtp``.
+        draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen
           at every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
-        exact (bool): Verify with the very operations of plain decoding, at its price: see ``models/exact.py``.
-          Default: ``False``.
-        kwargs: The remaining options get passed to :func:`mtp_generate_step`, those of mlx-lm's ``generate_step``.
+        exact (bool): Verify with the very operations of plain decoding, see ``models/exact.py``. Default: ``False``.
+        kwargs: The remaining options get passed to :func:`mtp_generate_step`, or with ``mtp=False`` to mlx-lm.
 
     Yields:
-        GenerationResponse: mlx-lm's, with the drafts made and accepted.
+        GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
     if not mtp:
         if exact or draft_p_min:
-            raise ValueError("exact and draft_p_min are of MTP: leave them out, or draft with the MTP head.")
+            raise ValueError("exact and draft_p_min require mtp=True.")
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
         for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
             yield GenerationResponse(**vars(r))
         return
     if draft_model is not None:
-        raise ValueError("A draft model and the MTP head cannot draft together: leave out one of draft_model and mtp.")
+        raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    if not isinstance(prompt, mx.array):
-        if isinstance(prompt, str):
-            add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-            prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        prompt = mx.array(prompt)  # type: ignore[arg-type]
+    kwargs |= {"num_draft_tokens": num_draft_tokens, "draft_p_min": draft_p_min, "exact": exact}
+    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, **kwargs)
 
+
+def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
+    """The prompt's tokens, [T], as mlx-lm encodes it."""
+    if isinstance(prompt, mx.array):
+        return prompt
+    if isinstance(prompt, str):
+        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    return mx.array(prompt)  # type: ignore[arg-type]  # mypy cannot tell an array from the rest
+
+
+def _stream_mtp(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: mx.array,
+    max_tokens: int,
+    stream: mx.Stream | mx.ThreadLocalStream,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """As mlx-lm's ``stream_generate`` does with its steps, make responses of those of ``mtp_generate_step``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
-    steps = mtp_generate_step(
-        prompt,
-        model,
-        stream,
-        max_tokens=max_tokens,
-        num_draft_tokens=num_draft_tokens,
-        draft_p_min=draft_p_min,
-        exact=exact,
-        counts=counts,
-        **kwargs,
-    )
+    steps = mtp_generate_step(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(
@@ -122,7 +129,7 @@ def stream_generate(
 
     with wired_limit(model, [stream]):
         tic = time.perf_counter()
-        # Closed before the last response, so that the prompt cache is then that of the tokens yielded.
+        # Close the steps before the last response, so that the prompt cache then holds exactly the tokens yielded.
         with closing(steps):
             for n, (token, logprobs, from_draft) in enumerate(steps, start=1):  # noqa: B007 (response reads them)
                 if n == 1:
@@ -134,17 +141,16 @@ def stream_generate(
                 if n == max_tokens:
                     break
                 yield response()
-
         detokenizer.finalize()
         yield response("stop" if token in tokenizer.eos_token_ids else "length")
 
 
 def generate(
     model: nn.Module,
-    tokenizer,
+    tokenizer: TokenizerWrapper,
     prompt: str | list[int],
     verbose: bool = False,
-    **kwargs,
+    **kwargs: Any,
 ) -> str:
     """
     Generate a complete response from the model, as mlx-lm's ``generate``.
@@ -156,24 +162,28 @@ def generate(
        verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
     """
+    text = ""
     if verbose:
         print("=" * 10)
-    text = ""
-    for r in stream_generate(model, tokenizer, prompt, **kwargs):
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
-            print(r.text, end="", flush=True)
-        text += r.text
+            print(response.text, end="", flush=True)
+        text += response.text
     if verbose:
         print()
         print("=" * 10)
-        if len(text) == 0:
+        if text:
+            _print_figures(response, kwargs.get("mtp", True))
+        else:
             print("No text generated for this prompt")
-            return text
-        print(f"Prompt: {r.prompt_tokens} tokens, {r.prompt_tps:.3f} tokens-per-sec")
-        print(f"Generation: {r.generation_tokens} tokens, {r.generation_tps:.3f} tokens-per-sec")
-        print(f"Peak memory: {r.peak_memory:.3f} GB")
-        if kwargs.get("mtp", True):
-            rates = ", ".join(f"{a / d:.3f}" for a, d in zip(r.accepted, r.drafted))
-            drafts = f"{rates} accepted by position" if rates else "none"
-            print(f"Drafts: {drafts}, {r.tokens_per_step:.3f} tokens-per-step")
     return text
+
+
+def _print_figures(response: GenerationResponse, mtp: bool) -> None:
+    print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+    print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+    print(f"Peak memory: {response.peak_memory:.3f} GB")
+    if mtp:
+        rates = ", ".join(f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted))
+        drafts = f"{rates} accepted by position" if rates else "none"
+        print(f"Drafts: {drafts}, {response.tokens_per_step:.3f} tokens-per-step")

@@ -4,6 +4,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 FOLDER = Path(__file__).parent
 KINDS = (
@@ -17,7 +18,7 @@ KINDS = (
     "mathematics",
     "code_review",
 )
-# Beginnings of Python files: for the demo, which knows nothing else.
+# Beginnings of Python files, for the demo: it has learned nothing else.
 PYTHON = (
     'import os\nimport sys\n\n\nclass Queue:\n    """A first in, first out queue."""\n\n    def __init__(self, maxsize=0):\n',
     "def read_config(path):\n    with open(path) as f:\n        data = f.read()\n    for line in data.splitlines():\n",
@@ -36,10 +37,10 @@ def python_beginnings() -> dict[str, str]:
 
 
 def read_prompts(file: Path) -> dict[str, str]:
-    """The texts of a file, parted by lines of three dashes, under the numbers of their places.
+    """The texts of a file, separated by lines of three dashes, named by their position.
 
     Raises:
-        ValueError: It has none, or is not text.
+        ValueError: The file has no prompts, or is not text.
     """
     try:
         texts = file.read_text(encoding="utf-8").split("\n---\n")
@@ -47,29 +48,32 @@ def read_prompts(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} is not text in UTF-8: {e}") from e
     prompts = {f"prompt_{i}": text for i, text in enumerate(texts, 1) if text.strip()}
     if not prompts:
-        raise ValueError(f"{file} has no prompts: write texts, parted by lines of three dashes.")
+        raise ValueError(f"{file} has no prompts: write texts, separated by lines of three dashes.")
     return prompts
 
 
-def encode(tokenizer, text: str, context: int = 0) -> mx.array:
+def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0) -> mx.array:
     """
-    A prompt's tokens, [T], through the chat template where there is one.
+    A prompt's tokens, [T], through the chat template if there is one.
 
     Args:
-        tokenizer (TokenizerWrapper): The model's.
+        tokenizer (TokenizerWrapper): The model's tokenizer.
         text (str): The prompt.
-        context (int): Put so much of this package's source before the text that there are about so many tokens.
+        context (int): Lengthen the prompt to about this many tokens, with the source of this package before it.
     """
     if (n := context - len(_encode(tokenizer, text))) > 0:
-        source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # it is cut below
+        source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below
         text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
     return mx.array(_encode(tokenizer, text))
 
 
-def _encode(tokenizer, text: str) -> list[int]:
-    if not tokenizer.has_chat_template:
-        return tokenizer.encode(text)
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    tokens: list[int]
+    if tokenizer.has_chat_template:
+        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    else:
+        tokens = tokenizer.encode(text)
+    return tokens
 
 
 def _source() -> str:

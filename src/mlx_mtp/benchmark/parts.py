@@ -1,0 +1,137 @@
+"""The parts of a step, each timed alone: the verify pass, the head's pass, the rollback.
+
+With V(n) the time of a verify pass over n tokens and D that of a pass of the head, n steps that drafted k_1, ..., k_n tokens
+and yielded N of them allow a speed, relative to plain decoding, of
+
+    N V(1) / sum(V(k_i + 1) + k_i D)        achieved / allowed is the efficiency of the loop
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.loop import prefill
+from ..decoding.pace import DraftCounts
+from ..models import cache as caches
+
+N_CALLS = 20  # of a part that is timed
+ENOUGH = 20.0  # seconds, after which three calls suffice
+N_ROLLBACKS = 5
+
+
+@dataclass
+class Parts:
+    """Seconds, each the median of several calls, one evaluated before the next begins."""
+
+    verify: list[float]  # V(1), V(2), ...: a backbone pass over n tokens in an open window
+    head: float  # D: a pass of the head over one token, with its output layer and argmax
+    rollback: list[float]  # to 1, 2, ... tokens of the longest window
+    exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
+
+    def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
+        """The time of the passes that yielded these tokens."""
+        n_plain = n_tokens - sum(counts.accepted) - (counts.drafted[0] if counts.drafted else 0)
+        steps = [n_plain] + [n - m for n, m in zip(counts.drafted, [*counts.drafted[1:], 0])]  # that drafted 0, 1, ...
+        return sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(steps))
+
+
+def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
+    """Time the parts of a step alone, behind a prompt [T]."""
+    timer = _Timer(model, prompt, max_draft_tokens)
+    verify, exact = timer.time_passes()
+    rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[0])))
+    head = timer.time_head()
+    median = statistics.median
+    return Parts(
+        [median(s) for s in verify],
+        median(head),
+        [median(s) for s in rollback],
+        {n: median(s) for n, s in exact.items()},
+    )
+
+
+class _Timer:
+    """A model behind a prompt [T], and windows of 1 to ``max_draft_tokens + 1`` tokens to verify there."""
+
+    def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):
+        self.model = model
+        entries = caches.make_prompt_cache(model)
+        prefill(prompt, model, prompt_cache=entries)
+        mx.eval([c.state for c in entries])
+        cache = caches.PromptCache(entries, len(model.layers))
+        self.backbone, self.head_cache, self.hidden = cache.backbone, cache.head, cache.last_hidden
+        self.offset = cache.n_tokens
+        self.token = prompt[None, -1:]  # [1, 1]
+        self.windows = [mx.repeat(self.token, n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
+
+    def verify(self, n: int, exact: bool = False) -> float:
+        """Time a pass over n tokens that leaves its window open."""
+        return _timed(
+            lambda: mx.eval(
+                self.model(self.windows[n - 1], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
+            )
+        )
+
+    def rollback(self, n: int) -> float:
+        """Time closing the window with n of its tokens kept."""
+
+        def call() -> None:
+            caches.rollback(self.backbone, self.offset, n)
+            mx.eval([c.state for c in self.backbone if isinstance(c, caches.ArraysCache)])
+
+        seconds = _timed(call)
+        self.offset += n
+        return seconds
+
+    def time_passes(self) -> tuple[list[list[float]], dict[int, list[float]]]:
+        """The seconds of passes over 1, 2, ... tokens, and of exact ones by the number of tokens.
+
+        Lengths take turns, so that a pause of the machine affects all alike. The first turn compiles and is not counted.
+        """
+        verify: list[list[float]] = [[] for _ in self.windows]
+        exact: dict[int, list[float]] = {2: [], len(self.windows): []}
+        start = time.perf_counter()
+        for i in range(N_CALLS + 1):
+            if i > 3 and time.perf_counter() - start > ENOUGH:
+                break
+            for n, seconds, is_exact in [
+                *((n, s, False) for n, s in enumerate(verify, 1)),
+                *((n, s, True) for n, s in exact.items()),
+            ]:
+                t = self.verify(n, is_exact)
+                if i > 0:
+                    seconds.append(t)
+                self.rollback(1)
+        return verify, exact
+
+    def time_rollbacks(self, n_calls: int) -> list[list[float]]:
+        """The seconds of rollbacks to 1, 2, ... tokens of the longest window."""
+        rollback: list[list[float]] = [[] for _ in self.windows[1:]]
+        for n, seconds in enumerate(rollback, 1):
+            for _ in range(n_calls):
+                self.verify(len(self.windows))
+                seconds.append(self.rollback(n))
+        return rollback
+
+    def time_head(self) -> list[float]:
+        """The seconds of passes of the head over one token, without the first, which compiles."""
+
+        def call() -> None:
+            out = self.model.mtp(self.model.model.embed_tokens(self.token), self.hidden, self.head_cache)
+            mx.eval(mx.argmax(self.model.draft_logits(out), axis=-1))
+
+        seconds = []
+        for _ in range(N_CALLS + 1):
+            seconds.append(_timed(call))
+            self.head_cache.trim(1)
+        return seconds[1:]
+
+
+def _timed(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -1,0 +1,144 @@
+"""The prompt of the command line: its tokens, and the prompt cache that goes before it."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import load_prompt_cache as load_caches
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass
+class PromptCacheFile:
+    """What a file of ``mlx_lm.cache_prompt`` holds."""
+
+    model: str
+    caches: list[Any]
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+
+
+def load_prompt_cache(args: argparse.Namespace) -> PromptCacheFile | None:
+    """Read ``--prompt-cache-file``, if it is given."""
+    if args.prompt_cache_file is None:
+        return None
+    file = args.prompt_cache_file
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
+    try:
+        caches, metadata = load_caches(file, return_metadata=True)
+        if missing := {"model", "tokenizer_config"} - metadata.keys():
+            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
+        saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
+    except (RuntimeError, ValueError, KeyError) as e:
+        raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
+    _check_saved(args, saved)
+    return saved
+
+
+def _check_saved(args: argparse.Namespace, saved: PromptCacheFile) -> None:
+    """As ``mlx_lm.generate``, refuse a cache of another quantization or model."""
+    first = saved.caches[0]
+    if isinstance(first, QuantizedKVCache):
+        if args.kv_bits is not None and args.kv_bits != first.bits:
+            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+        if args.kv_group_size != first.group_size:
+            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+    if args.model not in (None, saved.model):
+        raise ValueError(
+            f"Providing a different model ({args.model}) than that used to create the prompt cache ({saved.model}) "
+            "is an error."
+        )
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``apply_chat_template`` in ``--chat-template-config``."""
+    try:
+        config = json.loads(args.chat_template_config or "{}")
+    except json.JSONDecodeError as e:
+        raise ValueError(f"--chat-template-config is not JSON: {e}.") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"--chat-template-config must be a JSON object, not {args.chat_template_config}.")
+    return config
+
+
+def encode_prompt(
+    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], is_suffix: bool
+) -> tuple[list[int], mx.array | None]:
+    """The prompt's token ids, and the embeddings [T, H] of a prompt with images.
+
+    Args:
+        config (dict): The model's config.
+        is_suffix (bool): A prompt cache already holds the beginning of the conversation.
+
+    Raises:
+        ValueError: The prompt is empty or is not text, or the model does not take images.
+    """
+    text = _read_text(args)
+    use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
+    if use_chat_template:
+        text = _apply_chat_template(args, tokenizer, text, is_suffix)
+    pixel_values = None
+    if args.image:
+        text, pixel_values = _process_images(args, model, config, text)
+    tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
+    if not tokens:
+        raise ValueError("The prompt is empty: give --prompt some text.")
+    if pixel_values is None:
+        return tokens, None
+    embeddings = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values)
+    mx.eval(embeddings)  # prefill runs on another stream
+    return tokens, embeddings
+
+
+def _read_text(args: argparse.Namespace) -> str:
+    text: str = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else text
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError("The prompt is not text in UTF-8.") from e
+    return text
+
+
+def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
+    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+    messages.append({"role": "user", "content": text})
+    has_prefill = args.prefill_response is not None
+    if has_prefill:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+
+    def render(**options: Any) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=has_prefill,
+            add_generation_prompt=not has_prefill,
+            **options,
+        )
+        return rendered
+
+    text = render(**template_options(args))
+    if is_suffix:
+        # The prefix is in the prompt cache.
+        messages[-1]["content"] = "<query>"
+        text = text[render().index("<query>") :]
+    return text
+
+
+def _process_images(args: argparse.Namespace, model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
+    """The prompt with its image placeholders expanded, and the pixels."""
+    from mlx_lm.processors import load_processor
+    from PIL import Image
+
+    processor = load_processor(model, config)
+    if processor is None:
+        raise ValueError(f"The model {args.model} does not take images.")
+    text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in args.image])
+    return text, pixel_values
