@@ -57,20 +57,20 @@ def main() -> None:
     tokens = [prompts.encode(tokenizer, text) for text in texts.values()]
 
     n = args.max_tokens
-    arms = {
+    runs = {
         PLAIN: lambda p: generate_step(p, model, max_tokens=n),
         AUTO: lambda p: mlx_mtp.mtp_generate_step(p, model, max_tokens=n),
         VLM_PLAIN: lambda p: vlm_generate_step(p[None], vlm, None, None, max_tokens=n, temperature=0.0),
     }
     for k in args.depths:
         options = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": k + 1}
-        arms[f"mlx-vlm, {k} drafts"] = lambda p, options=options: vlm_generate_step(
+        runs[f"mlx-vlm, {k} drafts"] = lambda p, options=options: vlm_generate_step(
             p[None], vlm, None, None, max_tokens=n, temperature=0.0, **options
         )
 
-    for steps in arms.values():
+    for steps in runs.values():
         timed(steps(tokens[0]))
-    names = list(arms)
+    names = list(runs)
     rounds: list[dict[str, float]] = []
     same = dict.fromkeys(names, True)
     for i in tqdm(range(args.repeat), disable=None):
@@ -79,7 +79,7 @@ def main() -> None:
             turn = (i + j) % len(names)
             got = {}
             for name in names[turn:] + names[:turn]:
-                got[name], s = timed(arms[name](prompt))
+                got[name], s = timed(runs[name](prompt))
                 seconds[name] += s
             for name in names:
                 same[name] &= got[name] == got[PLAIN]

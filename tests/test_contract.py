@@ -1,4 +1,4 @@
-"""What is relied on of mlx-lm. A failure here says what moved: mend that before anything else."""
+"""What the package relies on in mlx-lm. A failure here says what changed upstream: fix that first."""
 
 import ast
 import inspect

@@ -73,7 +73,7 @@ def test_stateful_processor_sees_only_yielded_tokens(n):
 
 
 def test_stateful_processor_with_rollback_is_asked_about_drafts():
-    """A draft of the wrong parity never stands."""
+    """A draft of the wrong parity is never accepted."""
     model = load_reference(DATA / "dense")
     accepted = [
         sum(run([kind()], model, max_tokens=60, num_draft_tokens=2)[1].accepted)

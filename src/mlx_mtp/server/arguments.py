@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--mtp", action="store_true", help="Draft with the model's MTP head while there is one request."
     )
     cli.add_arguments(parser)
+    cli.add_acceptance(parser)
     return parser
 
 

@@ -40,7 +40,7 @@ class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
         self.is_exclusive = False  # the one job must stay alone
-        self.acceptance = getattr(model_provider.cli_args, "acceptance", None)
+        self.acceptance = model_provider.cli_args.acceptance
         self.loaded: Future[None] = Future()  # the default model, or why it could not be loaded
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
         super().__init__(model_provider, prompt_cache)
