@@ -70,15 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_acceptance(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that says how sampled drafts are accepted."""
+def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> None:
+    """Add the flag that says how sampled drafts are accepted; ``without_mtp`` is its default then, in a sentence."""
     parser.add_argument(
         "--acceptance",
         choices=get_args(AcceptanceName),
         help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
         "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
-        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without; without "
-        "--mtp to match.",
+        f"draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without.{without_mtp}",
     )
 
 

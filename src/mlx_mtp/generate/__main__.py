@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
     cli.add_arguments(parser)
-    cli.add_acceptance(parser)
+    cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
     for action in parser._actions:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
