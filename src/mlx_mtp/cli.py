@@ -77,7 +77,8 @@ def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> No
         choices=get_args(AcceptanceName),
         help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
         "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
-        f"draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without.{without_mtp}",
+        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without."
+        + without_mtp,
     )
 
 
