@@ -104,7 +104,7 @@ def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
     """The model of a shape, lazy, whose logits and drafts are those of a script."""
     module = model_module(shape["model_type"])
 
-    class Model(module.Model):  # type: ignore[name-defined,misc]  # the base is chosen at run time
+    class Model(module.Model):  # type: ignore[name-defined]
         def __call__(
             self,
             inputs: mx.array,

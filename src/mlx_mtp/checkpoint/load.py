@@ -154,7 +154,7 @@ def _load_with_head(
 def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -> Any:
     """A model class that takes its head's tensors from elsewhere."""
 
-    class Model(base):  # type: ignore[misc]  # known at run time only
+    class Model(base):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             sanitized: dict[str, mx.array] = super().sanitize(
                 weights, head.weights, head.is_raw(name, config, is_raw(weights))

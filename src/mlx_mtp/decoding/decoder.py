@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -41,7 +41,7 @@ def on_stream(move: "Callable[Concatenate[Decoder, P], R]") -> "Callable[Concate
         with mx.stream(self.stream):
             return move(self, *args, **kwargs)
 
-    return wrapped
+    return cast("Callable[Concatenate[Decoder, P], R]", wrapped)
 
 
 class KVOptions(NamedTuple):

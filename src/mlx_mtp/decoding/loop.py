@@ -202,7 +202,7 @@ def resolve_drafting(
         draft_p_min = tuned.draft_p_min
     if not 0 <= draft_p_min <= 1:
         raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
-    return cast(int | Depth, num_draft_tokens), draft_p_min
+    return num_draft_tokens, draft_p_min
 
 
 def auto_depth(model: MTPModel) -> Depth:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def keeps_state(processor: Callable) -> bool:
+def keeps_state(processor: Callable[..., Any]) -> bool:
     """Whether a processor or sampler may keep state: it is an object, and neither a function nor a part of one."""
     while isinstance(processor, functools.partial):
         processor = processor.func

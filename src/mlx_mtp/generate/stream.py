@@ -18,7 +18,7 @@ from ..decoding.pace import DraftCounts, NumDraftTokens
 
 
 @dataclass
-class GenerationResponse(StockResponse):  # type: ignore[misc]  # mlx-lm's is Any to mypy
+class GenerationResponse(StockResponse):
     """
     mlx-lm's response, with the drafts made and accepted so far.
 

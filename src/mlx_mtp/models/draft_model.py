@@ -50,7 +50,7 @@ class DraftCache(stock._BaseCache):
         self.verified = False  # the target's last pass was over drafts, which can now be trimmed
 
     @property
-    def state(self):
+    def state(self) -> Any:
         return self.rows.state
 
     @property
@@ -127,7 +127,7 @@ class DraftModel:
 
     def __init__(self, model: Any):
         self.model = model
-        self._offered: list[weakref.ref] = []
+        self._offered: list[weakref.ref[Any]] = []
 
     def offer(self, target: list[Any]) -> None:
         """Remember a cache made for the target: the next draft cache is tied to it."""

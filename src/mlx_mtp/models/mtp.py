@@ -35,7 +35,7 @@ class MTPModule(nn.Module):
         layer (nn.Module): A full-attention decoder layer of the backbone's kind.
     """
 
-    def __init__(self, args, layer: nn.Module):
+    def __init__(self, args: Any, layer: nn.Module):
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
@@ -43,7 +43,7 @@ class MTPModule(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, embeddings: mx.array, hidden: mx.array, cache=None, last_only: bool = False) -> mx.array:
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None, last_only: bool = False) -> mx.array:
         """
         Args:
             embeddings (mx.array): The embedding of the token after each position, [B, T, H].
@@ -116,7 +116,9 @@ class MTPMixin:
         # A copy of the model has the original's reference.
         return draft_model if draft_model is not None and draft_model.model is self else None
 
-    def sanitize(self, weights, head: Mapping[str, mx.array] | None = None, raw: bool = False):
+    def sanitize(
+        self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
+    ) -> dict[str, mx.array]:
         """mlx-lm's ``sanitize``, which drops the head, and then the head's.
 
         Args:
@@ -148,7 +150,7 @@ class MTPMixin:
         """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
         return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
-    def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache=None) -> tuple[mx.array, mx.array]:
+    def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
         """One pass of the head.
 
         Args:

@@ -22,7 +22,7 @@ class TextModelArgs(stock.TextModelArgs):
 @dataclass
 class ModelArgs(stock.ModelArgs):
     @classmethod
-    def from_dict(cls, params):
+    def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":
         # mlx_mtp.load puts what the tensors say of the head beside text_config, which may claim a head that is not there.
         args = super().from_dict(params)
         if (n := params.get("mtp_num_hidden_layers")) is not None:
@@ -102,7 +102,7 @@ class Model(MTPMixin, stock.Model):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
-    ):
+    ) -> mx.array | tuple[mx.array, mx.array]:
         """mlx-lm's call, with three more options.
 
         Args:

@@ -47,7 +47,7 @@ class Model(MTPMixin, stock.Model):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
-    ):
+    ) -> mx.array | tuple[mx.array, mx.array]:
         """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings: mlx-lm's Qwen3-Next does not take them."""
         draft = following(cache) if n_confirmed == 0 else None
         if draft is not None:

@@ -26,7 +26,7 @@ MAX_BODY = 16 << 20  # bytes
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 
 
-class APIHandler(stock.APIHandler):  # type: ignore[misc]
+class APIHandler(stock.APIHandler):
     """mlx-lm's handler. It answers every request, unless the client has hung up."""
 
     default_request_version = "HTTP/1.0"  # errors have a status line, whatever the request was

@@ -24,7 +24,7 @@ from .request import ApiError, Prompt, Request
 Entry = tuple["Queue[Any]", Request, stock.GenerationArguments]  # a request, and where its responses go
 
 
-class ResponseGenerator(stock.ResponseGenerator):  # type: ignore[misc]
+class ResponseGenerator(stock.ResponseGenerator):
     """mlx-lm's generation thread with another loop.
 
     It takes requests in order and generates them together if it can: same model, no quantized cache, no seed of the global

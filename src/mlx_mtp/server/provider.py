@@ -16,7 +16,7 @@ MAX_TOKENIZERS = 8
 ModelKey = tuple[str, str | None, str | None]  # paths or repos of the model, its adapters and its draft model
 
 
-class ModelProvider(stock.ModelProvider):  # type: ignore[misc]
+class ModelProvider(stock.ModelProvider):
     """Loads models with their MTP heads, one at a time, and only those that the operator serves.
 
     The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.

@@ -45,7 +45,7 @@ class Prompt:
 
 
 @dataclass
-class Request(stock.CompletionRequest):  # type: ignore[misc]
+class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
     connection: socket.socket
