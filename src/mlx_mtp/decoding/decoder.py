@@ -291,9 +291,10 @@ class Decoder:
         """Yield the step's last token, which is the first of the window that is being verified."""
         step = self.step
         assert step is not None
+        token, logprobs = self.tokens[-1], step.logprobs[-1]
         # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
         self.n_kept, self.before = 1, None
-        yield self.tokens[-1], step.logprobs[-1], False
+        yield token, logprobs, False
 
     # Roll back
 
@@ -325,24 +326,22 @@ class Decoder:
 
     # Finalize
 
-    @on_stream
     def finalize(self) -> None:
         """Keep the tokens handed over, take back all others, and give the head a row for each but the last.
 
-        This may come at any point of the moves above, after an error or an interrupt.
+        This may come at any point of the moves above, after an error or an interrupt, and in any thread.
         """
-        if self.before is not None:
-            restore(self.cache.entries, self.before)
-            self.window = None
-        if self.window is not None:
-            # Where the source was given these by ``draft``, they come first, and the same once more behind changes nothing.
-            self.source.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
-            self._commit()
-        self._quantize()  # as mlx-lm does after every pass
-        self.cache.record(self.n_cached)
-        self.source.finalize(self.n_cached)
-        if threading.get_ident() != self.thread:
-            mx.eval(
-                [c.state for c in self.cache.entries]
-            )  # MLX's streams end with their thread, and this one may end first
+        with mx.stream(self.stream):
+            if self.before is not None:
+                restore(self.cache.entries, self.before)
+                self.window = None
+            if self.window is not None:
+                # ``draft`` may have told the source of these already: then they come twice, and the second time is ignored.
+                self.source.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
+                self._commit()
+            self._quantize()  # as mlx-lm does after every pass
+            self.cache.record(self.n_cached)
+            self.source.finalize(self.n_cached)
+            if threading.get_ident() != self.thread:
+                mx.eval([c.state for c in self.cache.entries])  # MLX's streams end with their thread
         self.cache.in_use = False
