@@ -24,7 +24,6 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.checkpoint.load import DEMO
 
 PLAIN, AUTO, VLM_PLAIN = "mlx-lm, plain", "mlx_mtp, auto", "mlx-vlm, plain"
 
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
 
-    path = fetch(args.model or str(DEMO), None)
+    path = fetch(args.model or str(mlx_mtp.DEMO), None)
     model, tokenizer = mlx_mtp.load(str(path))
     vlm = load_model(path)
     with TemporaryDirectory() as folder:

@@ -35,8 +35,8 @@ def rounded_model(monkeypatch):
     round_otherwise(monkeypatch, 0.01)
     for seed in range(8):
         model = model_of("qwen3_5", seed)
-        want = plain(PROMPT, model, max_tokens=50)
-        got = [token for token, _, _ in mtp_generate_step(PROMPT, model, max_tokens=50, num_draft_tokens=3)]
+        want = plain(PROMPT, model, max_tokens=32)
+        got = [token for token, _, _ in mtp_generate_step(PROMPT, model, max_tokens=32, num_draft_tokens=3)]
         if got != want:
             return model, want, got
     raise AssertionError("no near-tie: nothing is at stake")
@@ -56,15 +56,15 @@ def test_stops_at_a_stop_token():
 
 def test_a_near_tie_is_within_rounding(monkeypatch):
     model, want, got = rounded_model(monkeypatch)
-    at = next(i for i in range(50) if want[i] != got[i])
-    result = check(model, PROMPT, max_tokens=50, num_draft_tokens=3)
+    at = next(i for i in range(32) if want[i] != got[i])
+    result = check(model, PROMPT, max_tokens=32, num_draft_tokens=3)
     d = result.difference
     assert (result.n_tokens, d.position, d.plain, d.mtp) == (at, at, want[at], got[at])
     logits = model(mx.array([PROMPT.tolist() + want[:at]]))[0, -1]
     assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
     assert d.top_gap <= d.gap
     assert result.passed
-    assert check(model, PROMPT, max_tokens=50, num_draft_tokens=3, exact=True) == Check(50)
+    assert check(model, PROMPT, max_tokens=32, num_draft_tokens=3, exact=True) == Check(32)
 
 
 @pytest.mark.parametrize("amount", [0, 1e-4])
@@ -98,7 +98,7 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
 
 def test_exact_mode_excuses_no_difference(monkeypatch):
     model, _, _ = rounded_model(monkeypatch)
-    options = dict(max_tokens=50, num_draft_tokens=3)
+    options = dict(max_tokens=32, num_draft_tokens=3)
     monkeypatch.setattr(
         import_module("mlx_mtp.generate.check"),
         "mtp_generate_step",

@@ -144,9 +144,13 @@ def check(
         size = 1 + (num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS)
         caches = _prefilled(model, prompt, prompt_cache, options)
         rounding = float(mx.abs(row - _run_in_windows(model, caches, same, size, **options)).max())
-    a, b = pair
+    return Check(len(same), _difference(len(same), row, *pair, rounding))
+
+
+def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:
+    """The difference of two tokens by plain decoding's logits, [V]."""
     top = mx.sort(row)[-2:]
-    return Check(len(same), Difference(len(same), a, b, float(top[1] - top[0]), float(row[a] - row[b]), rounding))
+    return Difference(position, plain, mtp, float(top[1] - top[0]), float(row[plain] - row[mtp]), rounding)
 
 
 def _compare(
