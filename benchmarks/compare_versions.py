@@ -6,6 +6,8 @@
 Each version runs in a child process of its own, and the two take turns at every generation, so that drift of the machine
 affects both alike. Greedy, the bundled demo in bfloat16, its Python prompts; a round is every run on every prompt.
 
+A version against itself (the same folder twice) tells how precise the figures are on a machine.
+
 Efficiency is as in ``mlx_mtp.benchmark``: the measured ratio over the one that the parts of a step allow. Only what both
 versions have is used: ``mlx_mtp.load``, ``mtp_generate_step``, ``DraftCounts`` and the models' ``mtp_forward``.
 """
@@ -208,8 +210,9 @@ def measure(children: Sequence[Child], runs: Sequence[str | int], max_tokens: in
                 f.seconds[run].append(0.0)
         for prompt in range(n_prompts):
             turn = (i + prompt) % len(runs)
-            for j, run in enumerate([*runs[turn:], *runs[:turn]]):
-                for child, f in versions[:: 1 if (i + j) % 2 else -1]:
+            for run in [*runs[turn:], *runs[:turn]]:
+                # Either version goes first in every other round, prompt and run.
+                for child, f in versions[:: 1 if (i + prompt + runs.index(run)) % 2 else -1]:
                     f.add(run, child.ask("generate", run=run, prompt=prompt, max_tokens=max_tokens))
     return figures
 
