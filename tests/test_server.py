@@ -14,9 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 
+import mlx.core as mx
 import openai
 import pytest
 from helpers import plain
+from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
 from openai import OpenAI
@@ -195,6 +197,16 @@ def test_seed_gives_one_text(server, without_mtp, demo, text_of):
         other.close()
         assert [answer.result() for answer in again] == [want, want]
         beside.result()
+
+
+def test_match_draws_the_tokens_of_mlx_lm(tmp_path, demo, text_of):
+    model, tokenizer = demo
+    mx.random.seed(7)
+    want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=sample_utils.make_sampler(1.0)))
+    with serve(tmp_path / "log", "--mtp", "--acceptance", "match") as s, ThreadPoolExecutor(3) as pool:
+        seeded = [pool.submit(text_from, s, temperature=1.0, seed=7) for _ in range(2)]
+        pool.submit(text_from, s, prompt=PROMPTS[0], temperature=1.0).result()
+        assert [answer.result() for answer in seeded] == [want, want]
 
 
 def test_chat_turns_reuse_the_cache(client, demo, text_of):
