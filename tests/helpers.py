@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.models import switch_layers
@@ -15,6 +16,11 @@ from mlx_mtp import mtp_generate_step
 from mlx_mtp.models.cache import ArraysCache
 
 DATA = Path(__file__).parent / "data"
+# Where a generation is stopped: at every length up to 40 with `-m slow`, at those that differ most by default.
+STOPS = [
+    pytest.param((1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 14, 18, 25, 33, 40), id="some stops"),
+    pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops"),
+]
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
 DENSE = {
@@ -22,7 +28,7 @@ DENSE = {
     "vocab_size": 32,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
@@ -78,6 +84,11 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
     model.update(tree_map_with_path(weight, model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+def deep_model(family: str, seed: int = 0, **changes):
+    """A ``tiny_model`` with two layers of each kind."""
+    return tiny_model(family, seed, num_hidden_layers=4, **changes)
 
 
 def load_reference(folder: Path):

@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import arrays_equal, tiny_model
+from helpers import arrays_equal, deep_model
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
@@ -37,7 +37,7 @@ def kept(cache):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "filled"])
 def test_rollback_gives_the_state_of_a_forward(family, prompt):
-    model = tiny_model(family)
+    model = deep_model(family)
     before = filled(model, prompt)
     for n_tokens in range(1, 10):
         for n_confirmed in (1, 2, n_tokens):
@@ -55,7 +55,7 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt):
 
 
 def test_rollback_in_bfloat16():
-    model = tiny_model("qwen3_5", dtype=mx.bfloat16)
+    model = deep_model("qwen3_5", dtype=mx.bfloat16)
     before = filled(model, PROMPT)
     for n in range(1, 6):
         ours, theirs = copy.deepcopy(before), copy.deepcopy(before)
@@ -66,7 +66,7 @@ def test_rollback_in_bfloat16():
 
 
 def test_rollback_multiplies_with_no_weight(monkeypatch):
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     cache = filled(model, PROMPT)
     model(tokens(WINDOW), cache=cache, n_confirmed=1)
     mx.eval([c.state for c in cache])
@@ -82,7 +82,7 @@ def test_rollback_multiplies_with_no_weight(monkeypatch):
 
 
 def test_rejects_rollback_without_a_record():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     cache = filled(model, PROMPT)
     with pytest.raises(ValueError, match="nothing to roll back"):
         rollback(cache, len(PROMPT) - 1, 1)
@@ -97,7 +97,7 @@ def test_rejects_rollback_without_a_record():
 
 
 def test_rejects_a_second_window():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     cache = filled(model, PROMPT)
     model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
     with pytest.raises(ValueError, match="was not finished"):
@@ -113,7 +113,7 @@ def test_rejects_padded_prompts():
 
 
 def test_closed_window_keeps_nothing():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     cache = filled(model, PROMPT)
     for n in (1, 3, 4):
         model(tokens(WINDOW[:4]), cache=cache, n_confirmed=1)
@@ -122,7 +122,7 @@ def test_closed_window_keeps_nothing():
 
 
 def test_matches_mlx_lms_cache_outside_a_window():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     ours = filled(model, PROMPT)
     theirs = [stock.ArraysCache(size=2) if l.is_linear else stock.KVCache() for l in model.layers]
     model(tokens(PROMPT), cache=theirs)
@@ -135,7 +135,7 @@ def test_matches_mlx_lms_cache_outside_a_window():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mlx_lm_saves_and_loads_a_prompt_cache(family, tmp_path):
-    model = tiny_model(family)
+    model = deep_model(family)
     cache = make_prompt_cache(model)
     _, hidden = model(tokens(PROMPT), cache=cache, return_hidden=True)
     model.mtp_forward(hidden[:, :-1], tokens(PROMPT[1:]), cache[-2])
@@ -153,7 +153,7 @@ def test_mlx_lm_saves_and_loads_a_prompt_cache(family, tmp_path):
 
 
 def test_adds_a_head_to_an_empty_cache():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     cache = stock.make_prompt_cache(model)
     open_prompt_cache(model, cache)
     assert len(cache) == len(model.layers) + 2
@@ -162,7 +162,7 @@ def test_adds_a_head_to_an_empty_cache():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_head_begins_after_tokens_it_lacks(family):
     """A cache that mlx-lm has filled, and one that it went on with after the head had seen a part."""
-    model = tiny_model(family)
+    model = deep_model(family)
     begun = make_prompt_cache(model)
     list(mtp_generate_step(tokens([1, 2, 3])[0], model, max_tokens=2, prompt_cache=begun))
     model(tokens(PROMPT), cache=begun)
@@ -182,7 +182,7 @@ def test_head_begins_after_tokens_it_lacks(family):
 
 
 def test_rejects_the_cache_of_another_model():
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     with pytest.raises(ValueError, match="5 entries and this model's 6"):
         open_prompt_cache(model, make_prompt_cache(model)[1:])
     with pytest.raises(

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import tiny_config, tiny_model
+from helpers import deep_model, tiny_config, tiny_model
 from mlx_lm import processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -230,7 +230,7 @@ def test_mlx_lm_drops_the_head_of_a_converted_checkpoint():
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_swapped_and_called_layers(family):
-    model = tiny_model(family)
+    model = deep_model(family)
     layers = model.model.layers
     assert [l.is_linear for l in layers] == [True, False, True, False], (
         "mlx-lm places its full-attention layers otherwise"

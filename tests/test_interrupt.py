@@ -4,7 +4,7 @@ import linecache
 import sys
 
 import pytest
-from helpers import PROMPT, Scripted, assert_cache_of, mtp, plain, tiny_model
+from helpers import PROMPT, Scripted, assert_cache_of, deep_model, mtp, plain
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, drafter, loop
@@ -48,7 +48,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
 
 @pytest.mark.parametrize(("depth", "exact"), [(0, False), (3, False), (2, True)])
 def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
-    model = tiny_model("qwen3_5")
+    model = deep_model("qwen3_5")
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
     head = Scripted(model, truth, lambda i: i % 3 > 0)
     after = {}

@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import DATA, PROMPT, Scripted, assert_cache_of, load_reference, mtp, plain, tiny_model
+from helpers import DATA, PROMPT, STOPS, Scripted, assert_cache_of, load_reference, mtp, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -31,19 +31,20 @@ model_of = cache(tiny_model)
 @settings(max_examples=25, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
+    n_layers=st.sampled_from([2, 4]),
     seed=st.integers(0, 3),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
     depth=st.integers(0, 8) | st.just("auto"),
     prefill=st.integers(1, 50),
     max_tokens=st.integers(1, 40),
 )
-def test_greedy_tokens_match_mlx_lm(family, seed, prompt, depth, prefill, max_tokens):
-    model = model_of(family, seed)
+def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefill, max_tokens):
+    model = model_of(family, seed, num_hidden_layers=n_layers)
     options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),
@@ -102,17 +103,25 @@ def test_logprobs_are_mlx_lms():
         assert mx.array_equal(logprobs, want_logprobs)
 
 
-def test_acceptance_on_a_trained_checkpoint():
-    """Ten prompts, 128 tokens each, of the first one, two and three drafts.
+@pytest.mark.parametrize(
+    ("longest", "floors"),
+    [
+        (64, (0.91, 0.88, 0.84)),
+        pytest.param(320, (0.91, 0.845, 0.80), marks=pytest.mark.slow),
+    ],
+)
+def test_acceptance_on_a_trained_checkpoint(longest, floors):
+    """128 tokens after each prompt, of the first one, two and three drafts.
 
-    Other implementations at these depths: .914, .853, .808 at best, .865, .770, .711 without the prompt.
+    Other implementations with all prompts: .914, .853, .808 at best, .865, .770, .711 without the prompt.
     """
     model = load_reference(DATA / "dense")
     prompts = json.loads((DATA / "dense" / "prompts.json").read_text())
     counts = DraftCounts()
     for prompt in prompts:
-        mtp(prompt, model, max_tokens=128, num_draft_tokens=3, counts=counts)
-    for depth, floor in ((1, 0.91), (2, 0.845), (3, 0.80)):
+        if len(prompt) <= longest:
+            mtp(prompt, model, max_tokens=128, num_draft_tokens=3, counts=counts)
+    for depth, floor in enumerate(floors, 1):
         assert sum(counts.accepted[:depth]) / sum(counts.drafted[:depth]) >= floor
 
 
@@ -228,12 +237,13 @@ def stop_by_closing(model, n, depth, prompt_cache):
     return tokens
 
 
+@pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("stop", [stop_by_max_tokens, stop_by_closing])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_resumes_after_any_stop_as_from_a_cold_start(stop, depth):
+def test_resumes_after_any_stop_as_from_a_cold_start(stop, depth, stops):
     model = model_of("qwen3_5", 1)
     more = [7, 2, 9]
-    for n in range(1, 41):
+    for n in stops:
         prompt_cache = make_prompt_cache(model)
         tokens = stop(model, n, depth, prompt_cache)
         assert_cache_of(model, prompt_cache, len(PROMPT) + n)
@@ -300,7 +310,7 @@ def test_failing_sampler_keeps_the_yielded_tokens(n_calls):
 @pytest.mark.parametrize("n_calls", [1, 3, 4, 5, 6, 8])
 def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
     """Three calls prefill; the first verify pass is the fourth."""
-    model = model_of("qwen3_5")
+    model = model_of("qwen3_5", num_hidden_layers=4)
     prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
     broken = model.layers[layer].mlp
     original = type(broken).__call__
@@ -502,13 +512,13 @@ def test_unsure_drafts_count_as_rejected():
 def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
     """As mlx-lm does, at the end of the first step that reaches them."""
     model = model_of("qwen3_5")
-    scripted = Scripted(model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=800), lambda i: True)
+    scripted = Scripted(model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=550), lambda i: True)
     tokens, cleared = [], []
     monkeypatch.setattr(decoder.mx, "clear_cache", lambda: cleared.append(len(tokens)))
-    for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=790, num_draft_tokens=depth):
+    for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=540, num_draft_tokens=depth):
         tokens.append(token)
     _, *during = cleared  # the first is of the prefill
-    assert len(during) == 3
+    assert len(during) == 2
     assert all(256 * i - depth - 1 <= n <= 256 * i + 2 * depth + 1 for i, n in enumerate(during, 1))
 
 

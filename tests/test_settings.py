@@ -189,9 +189,7 @@ def test_command_prints_the_settings(monkeypatch, capsys, tuned_demo, flags, sai
     else:
         run(monkeypatch, generate, *command)
     out, err = capsys.readouterr()
-    assert err == (
-        "" if said is None else f"Settings that --tune has found best here: {said} (--settings off does without)\n"
-    )
+    assert err == ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
     if said == "off":
         assert "Drafts: none" in out
     elif flags != ["--check"]:

@@ -34,6 +34,7 @@ def random_case(r: random.Random) -> dict:
     return dict(
         family=r.choice(FAMILIES),
         model_seed=r.randrange(3),
+        n_layers=r.choice([2, 4]),
         prompt=[r.randrange(VOCAB) for _ in range(r.choice([1, 2, 3, 7, 20, 63, 64, 65]))],
         max_tokens=r.randint(1, 40),
         depth=r.choice([0, 1, 2, 3, 4, 8, "auto"]),
@@ -51,14 +52,14 @@ def random_case(r: random.Random) -> dict:
 
 
 def run(
-    family, model_seed, prompt, max_tokens, depth, prefill_step_size, exact, draft_p_min, right, penalties, seed,
+    family, model_seed, n_layers, prompt, max_tokens, depth, prefill_step_size, exact, draft_p_min, right, penalties, seed,
     draft_rows, kv_bits, end, n_before_end,
 ):  # fmt: skip
     """
     Raises:
         AssertionError: A token or the cache differs from mlx-lm's.
     """
-    model = tiny_model(family, model_seed)
+    model = tiny_model(family, model_seed, num_hidden_layers=n_layers)
     options = dict(prefill_step_size=prefill_step_size)
     if kv_bits is not None:
         options |= dict(kv_bits=kv_bits, kv_group_size=32, quantized_kv_start=len(prompt) + 5)
