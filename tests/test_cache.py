@@ -10,7 +10,8 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.models.cache import ArraysCache, begin, open_prompt_cache, rollback
+from mlx_mtp.models.cache import ArraysCache, begin, rollback
+from mlx_mtp.models.prompt_cache import open_prompt_cache
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -9,8 +9,9 @@ from helpers import PROMPT, Scripted, assert_cache_of, deep_model, mtp, plain
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, drafter, loop
 from mlx_mtp.models import cache
+from mlx_mtp.models import prompt_cache as prompt_cache_module
 
-FILES = {module.__file__ for module in (cache, decoder, drafter, loop)}
+FILES = {module.__file__ for module in (cache, prompt_cache_module, decoder, drafter, loop)}
 
 
 def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
@@ -61,7 +62,7 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
         tokens, came = interrupted_at(n, mtp_generate_step(PROMPT, head, **options))
         n_cached = len(PROMPT) + len(tokens)
         if not tokens:
-            n_cached = cache.n_tokens(prompt_cache)
+            n_cached = prompt_cache_module.n_tokens(prompt_cache)
             assert n_cached in (0, 6, 10, 11)
         if n_cached > 0:
             assert_cache_of(model, prompt_cache, n_cached)

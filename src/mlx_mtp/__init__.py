@@ -7,8 +7,8 @@ from .decoding.loop import mtp_generate_step
 from .decoding.pace import DraftCounts
 from .decoding.sampling import make_sampler
 from .generate import GenerationResponse, generate, stream_generate
-from .models.cache import make_prompt_cache
 from .models.mtp import MTPModule
+from .models.prompt_cache import make_prompt_cache
 
 __all__ = [
     "DEMO",

@@ -17,6 +17,8 @@ import mlx.core as mx
 from ..decoding.loop import prefill
 from ..decoding.pace import DraftCounts
 from ..models import cache as caches
+from ..models.mtp import run_head
+from ..models.prompt_cache import PromptCache, make_prompt_cache
 
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three calls suffice
@@ -59,10 +61,10 @@ class _Timer:
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):
         self.model = model
-        entries = caches.make_prompt_cache(model)
+        entries = make_prompt_cache(model)
         prefill(prompt, model, prompt_cache=entries)
         mx.eval([c.state for c in entries])
-        cache = caches.PromptCache(entries, len(model.layers))
+        cache = PromptCache(entries, len(model.layers))
         self.backbone, self.head_cache, self.hidden = cache.backbone, cache.head, cache.last_hidden
         self.offset = cache.n_tokens
         self.token = prompt[None, -1:]  # [1, 1]
@@ -120,8 +122,11 @@ class _Timer:
     def time_head(self) -> list[float]:
         """The seconds of passes of the head over one token, without the first, which compiles."""
 
+        assert self.hidden is not None
+        hidden = self.hidden
+
         def call() -> None:
-            out = self.model.mtp(self.model.model.embed_tokens(self.token), self.hidden, self.head_cache)
+            out = run_head(self.model, hidden, self.token[0], self.head_cache)
             mx.eval(mx.argmax(self.model.draft_logits(out), axis=-1))
 
         seconds = []

@@ -14,8 +14,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from ..models import model_module
-from ..models.cache import n_tokens
 from ..models.draft_lm_head import DraftLMHead, quantize_head
+from ..models.prompt_cache import n_tokens
 
 
 class Script:

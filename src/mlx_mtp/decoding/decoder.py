@@ -17,7 +17,8 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.sample_utils import LogitsProcessor
 
-from ..models.cache import PromptCache, recurrent_states, restore, rollback, snapshot, trim
+from ..models.cache import recurrent_states, restore, rollback, snapshot, trim
+from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
 from .acceptance import Acceptance, Verdict, n_leading, rewind
 from .depth import MAX_DRAFT_TOKENS

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
-from ..models.cache import PromptCache
 from ..models.draft_lm_head import draft_logits
+from ..models.mtp import run_head
+from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
 from .acceptance import Acceptance, n_leading
 from .processors import for_drafts
@@ -95,7 +96,7 @@ class HeadDrafter:
     def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
         self._note(tokens)
         if hidden is not None and (t := hidden.shape[1]) > 0:
-            self._append(hidden, tokens[-t:], None if embeddings is None else embeddings[-t:])
+            run_head(self.model, hidden, tokens[-t:], self.cache.head, None if embeddings is None else embeddings[-t:])
 
     def extend(self, hidden: mx.array, tokens: mx.array) -> None:
         self._note(tokens)
@@ -114,7 +115,7 @@ class HeadDrafter:
         out = self._catch_up()  # [1, 1, H]
         for i in range(k):
             if i > 0:
-                out = self._append(out, drafts[-1])
+                out = run_head(self.model, out, drafts[-1], self.cache.head)
             logits = draft_logits(self.model, self.lm_head, out)  # [1, V]
             for processor in processors:
                 logits = processor(mx.concatenate([self.context, *drafts]), logits)
@@ -147,15 +148,10 @@ class HeadDrafter:
         if self.logits_processors:
             self.context = mx.concatenate([self.context, tokens])
 
-    def _append(self, hidden: mx.array, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """hidden [1, T, H] and the tokens [T] after each -> the head's output for the last, [1, 1, H]"""
-        embeddings = self.model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
-        return self.model.mtp(embeddings, hidden, self.cache.head, last_only=True)
-
     def _catch_up(self, n: int | None = None) -> mx.array:
         """Make rows of the first n pending positions, and forget the others -> the head's output for the last, [1, 1, H]"""
         hidden = mx.concatenate([h for h, _ in self.pending], axis=1)
         tokens = mx.concatenate([t for _, t in self.pending])
-        out = self._append(hidden[:, :n], tokens[:n])
+        out = run_head(self.model, hidden[:, :n], tokens[:n], self.cache.head)
         self.pending.clear()
         return out

@@ -30,8 +30,8 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..models.cache import open_prompt_cache
 from ..models.drafting import Settings
+from ..models.prompt_cache import open_prompt_cache
 from ..models.protocol import MTPModel
 from .acceptance import make_acceptance
 from .decoder import Decoder, KVOptions, Token

@@ -23,6 +23,7 @@ from mlx_lm.models import cache as stock
 
 from .cache import ArraysCache
 from .draft_lm_head import draft_logits
+from .mtp import run_head
 
 
 def following(cache: list[Any] | None) -> "DraftCache | None":
@@ -112,14 +113,10 @@ class DraftCache(stock._BaseCache):
         if n > 0:
             assert self.hidden is not None
             self.rows.trim(self.rows.offset - self.n_rows)
-            self.last = self.append(model, self.tokens[:n], self.hidden[:, :n])
+            self.last = run_head(model, self.hidden[:, :n], self.tokens[:n], self.rows)
             # A copy, since a slice pins the array that it is cut from.
             self.tokens, self.hidden = self.tokens[n:], mx.contiguous(self.hidden[:, n:])
             self.n_rows += n
-
-    def append(self, model: Any, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """tokens [N], hidden [1, N, H] of the token before each -> the head's output for the last, [1, 1, H]"""
-        return model.mtp(model.model.embed_tokens(tokens[None]), hidden, self.rows, last_only=True)
 
 
 class DraftModel:
@@ -165,7 +162,7 @@ class DraftModel:
         c.see(inputs[0])
         c.catch_up(model)
         if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
-            c.last = c.append(model, inputs[0, -1:], c.last)
+            c.last = run_head(model, c.last, inputs[0, -1:], c.rows)
         if c.last is None or c.rows.offset != c.n_seen - 1:
             return mx.zeros((1, 1, model.output_layer.weight.shape[0]))
         return draft_logits(model, model.drafting.lm_head, c.last)[None]

@@ -7,11 +7,10 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
 
-from . import cache as caches
-from .draft_model import following
-from .exact import one_by_one
+from .forward import add_head, forward
 from .gated_delta import recorded_recurrence
-from .mtp import MTPMixin, MTPModule
+from .mixin import MTPMixin
+from .mtp import MTPModule
 
 
 @dataclass
@@ -46,12 +45,7 @@ class GatedDeltaNet(stock.GatedDeltaNet):
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
         super().__init__(args)
-        for layer in self.model.layers:
-            if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(args)
-        if args.mtp_num_hidden_layers > 0:
-            full_attention = args.full_attention_interval - 1
-            self.mtp = MTPModule(args, stock.DecoderLayer(args, layer_idx=full_attention))
+        add_head(self, args, GatedDeltaNet, stock.DecoderLayer)
 
     def __call__(
         self,
@@ -63,19 +57,15 @@ class TextModel(stock.TextModel):
         n_confirmed: int = 0,
         exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
-        draft = following(cache) if n_confirmed == 0 else None
-        if draft is not None:
-            n_confirmed = draft.begin(cache, inputs.shape[1])
-        if n_confirmed > 0:
-            caches.begin(cache, len(self.layers), n_confirmed, exact)
-        if exact:
-            logits, hidden = one_by_one(self, inputs, cache, input_embeddings)
-        else:
-            hidden = self.model(inputs, cache, input_embeddings=input_embeddings)
-            logits = self.logits(hidden)
-        if draft is not None:
-            draft.record(self, hidden, verifies=n_confirmed > 0)
-        return (logits, hidden) if return_hidden else logits
+        return forward(
+            self,
+            inputs,
+            cache,
+            return_hidden=return_hidden,
+            n_confirmed=n_confirmed,
+            exact=exact,
+            input_embeddings=input_embeddings,
+        )
 
     def logits(self, hidden: mx.array) -> mx.array:
         if self.args.tie_word_embeddings:

@@ -6,11 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import qwen3_next as stock
 
-from . import cache as caches
-from .draft_model import following
-from .exact import one_by_one
+from .forward import add_head, forward
 from .gated_delta import recorded_recurrence
-from .mtp import MTPMixin, MTPModule
+from .mixin import MTPMixin
 
 
 @dataclass
@@ -32,12 +30,7 @@ class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
 class Model(MTPMixin, stock.Model):
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        for layer in self.model.layers:
-            if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(args)
-        if args.mtp_num_hidden_layers > 0:
-            full_attention = args.full_attention_interval - 1
-            self.mtp = MTPModule(args, stock.Qwen3NextDecoderLayer(args, layer_idx=full_attention))
+        add_head(self, args, GatedDeltaNet, stock.Qwen3NextDecoderLayer)
 
     def __call__(
         self,
@@ -49,19 +42,7 @@ class Model(MTPMixin, stock.Model):
         exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
         """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings: mlx-lm's Qwen3-Next does not take them."""
-        draft = following(cache) if n_confirmed == 0 else None
-        if draft is not None:
-            n_confirmed = draft.begin(cache, inputs.shape[1])
-        if n_confirmed > 0:
-            caches.begin(cache, len(self.layers), n_confirmed, exact)
-        if exact:
-            logits, hidden = one_by_one(self, inputs, cache)
-        else:
-            hidden = self.model(inputs, cache)
-            logits = self.logits(hidden)
-        if draft is not None:
-            draft.record(self, hidden, verifies=n_confirmed > 0)
-        return (logits, hidden) if return_hidden else logits
+        return forward(self, inputs, cache, return_hidden=return_hidden, n_confirmed=n_confirmed, exact=exact)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The output layer alone: [B, T, H] -> [B, T, V]."""

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
-from ..models.cache import PromptCache, make_prompt_cache
+from ..models.prompt_cache import PromptCache, make_prompt_cache
 
 
 @dataclass(eq=False)

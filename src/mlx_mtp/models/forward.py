@@ -1,0 +1,55 @@
+"""What every model with a head does beside mlx-lm's forward: it is built with one, records windows, and feeds the head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import cache as caches
+from .draft_model import following
+from .exact import one_by_one
+from .mtp import MTPModule
+
+
+def add_head(
+    model: Any, args: Any, gated_delta_net: Callable[..., nn.Module], decoder_layer: Callable[..., nn.Module]
+) -> None:
+    """Replace a model's recurrent layers by those that can roll back, and give it its head if it has one.
+
+    Args:
+        args: The text arguments.
+        gated_delta_net: Makes a recurrent layer of ``args``.
+        decoder_layer: Makes a decoder layer of ``args`` and ``layer_idx``, which is recurrent or not by its index.
+    """
+    for layer in model.layers:
+        if layer.is_linear:
+            layer.linear_attn = gated_delta_net(args)
+    if args.mtp_num_hidden_layers > 0:
+        model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
+
+
+def forward(
+    model: Any,
+    inputs: mx.array,
+    cache: list[Any] | None,
+    *,
+    return_hidden: bool,
+    n_confirmed: int,
+    exact: bool,
+    **kwargs: Any,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``."""
+    draft = following(cache) if n_confirmed == 0 else None
+    if draft is not None:
+        n_confirmed = draft.begin(cache, inputs.shape[1])
+    if n_confirmed > 0:
+        caches.begin(cache, len(model.layers), n_confirmed, exact)
+    if exact:
+        logits, hidden = one_by_one(model, inputs, cache, **kwargs)
+    else:
+        hidden = model.model(inputs, cache, **kwargs)
+        logits = model.logits(hidden)
+    if draft is not None:
+        draft.record(model, hidden, verifies=n_confirmed > 0)
+    return (logits, hidden) if return_hidden else logits

@@ -1,0 +1,103 @@
+"""What models with a head have in common: their caches, their weights, and the output layer of drafts."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from .cache import ArraysCache
+from .draft_model import DraftModel
+from .drafting import Drafting
+from .mtp import is_raw, sanitize_head, split_head
+
+
+class MTPMixin:
+    """List it before mlx-lm's model among the bases."""
+
+    head_prefix = "mtp."  # of the names of the head's parameters
+    mtp: Any
+    model: Any
+    layers: Any
+    logits: Any
+    _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
+
+    def __init__(self, args: Any):
+        super().__init__(args)  # type: ignore[call-arg]
+        self.drafting = Drafting()
+
+    def make_cache(self) -> list[Any]:
+        """An empty cache for each layer."""
+        made = [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+        if (draft_model := self._held_draft_model()) is not None:
+            draft_model.offer(made)
+        return made
+
+    def make_draft_model(self) -> DraftModel:
+        """The head as a draft model for ``mlx_lm.stream_generate(model, ..., draft_model=model.make_draft_model())``.
+
+        Raises:
+            ValueError: The model has no head.
+        """
+        if getattr(self, "mtp", None) is None:
+            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        draft_model = self._held_draft_model()
+        if draft_model is None:
+            draft_model = DraftModel(self)
+            self._draft_model = weakref.ref(draft_model)
+        return draft_model
+
+    def _held_draft_model(self) -> DraftModel | None:
+        draft_model = self._draft_model() if self._draft_model else None
+        # A copy of the model has the original's reference.
+        return draft_model if draft_model is not None and draft_model.model is self else None
+
+    def sanitize(
+        self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
+    ) -> dict[str, mx.array]:
+        """mlx-lm's ``sanitize``, which drops the head, and then the head's.
+
+        Args:
+            weights (Dict[str, mx.array]): The tensors of a checkpoint.
+            head (Dict[str, mx.array], optional): The head's tensors, under names without ``mtp.``, if they are not in
+              ``weights``.
+            raw (bool): Whether ``head`` is in the Hugging Face layout.
+        """
+        weights, inside = split_head(weights)
+        if head is None:
+            head, raw = inside, is_raw(weights)
+        weights = super().sanitize(weights)  # type: ignore[misc]
+        if (mtp := getattr(self, "mtp", None)) is not None:
+            weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
+        return weights
+
+    @property
+    def output_layer(self) -> nn.Module:
+        """``lm_head``, or the embedding if they are tied."""
+        text: Any = getattr(self, "language_model", self)
+        return text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The token ids that drafts are chosen from, [n] uint32; ``None`` for the whole vocabulary."""
+        return None if self.drafting.lm_head is None else self.drafting.lm_head.ids
+
+    def draft_logits(self, hidden: mx.array) -> mx.array:
+        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
+        return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
+
+    def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
+        """One pass of the head.
+
+        Args:
+            hidden (mx.array): The backbone's output after its final norm, or the head's own for a further draft, [B, T, H].
+            next_tokens (mx.array): The token after each of these positions, [B, T].
+            cache (KVCache, optional): The head's keys and values; T rows are appended.
+
+        Returns:
+            Tuple[mx.array, mx.array]: Logits of the token after those, [B, T, V], and hidden states, [B, T, H].
+        """
+        out = self.mtp(self.model.embed_tokens(next_tokens), hidden, cache)
+        return self.logits(out), out

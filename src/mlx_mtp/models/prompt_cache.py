@@ -1,0 +1,152 @@
+"""The list that holds the caches of a model and its head.
+
+A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
+an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, and the number
+of tokens that the backbone's caches held then. By name and state all of them are mlx-lm's own classes: its
+``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from .cache import ArraysCache
+
+
+class PromptCache:
+    """A prompt cache by name. The list stays the one that the caller holds: this is a view of it.
+
+    Args:
+        entries (List[Any]): Of ``make_prompt_cache``.
+        n_layers (int): The number of the backbone's layers.
+
+    Attributes:
+        head (KVCache): The head's keys and values.
+    """
+
+    def __init__(self, entries: list[Any], n_layers: int):
+        self.entries, self.n_layers = entries, n_layers
+        self.head, self._last = entries[n_layers:]
+
+    @property
+    def backbone(self) -> list[Any]:
+        """A cache for each layer."""
+        return self.entries[: self.n_layers]
+
+    @backbone.setter
+    def backbone(self, caches: list[Any]) -> None:
+        self.entries[: self.n_layers] = caches
+
+    @property
+    def last_hidden(self) -> mx.array | None:
+        """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
+        return self._last[0]
+
+    @last_hidden.setter
+    def last_hidden(self, hidden: mx.array) -> None:
+        self._last[0] = hidden
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens in the backbone's caches."""
+        return n_tokens(self.backbone)
+
+    @property
+    def n_recorded(self) -> int:
+        """The number of tokens in the backbone's caches when the head was last in step with them."""
+        _, count = self._last.cache
+        return 0 if count is None else count.item()
+
+    def record(self, n_tokens: int) -> None:
+        """The head is in step with this number of tokens."""
+        self._last[1] = mx.array(n_tokens)
+
+    @property
+    def first_row(self) -> int:
+        """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
+        return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a generation is open on this cache: its last tokens may be drafts that will be rejected."""
+        return any(getattr(c, "in_use", False) for c in self.backbone)
+
+    @in_use.setter
+    def in_use(self, value: bool) -> None:
+        for c in self.backbone:
+            if isinstance(c, ArraysCache):
+                c.in_use = value
+
+
+def make_prompt_cache(model: nn.Module) -> list[Any]:
+    """An empty prompt cache for a model and its MTP head.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+
+    Returns:
+        List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
+    """
+    return model.make_cache() + _make_head_cache()
+
+
+def _make_head_cache() -> list[Any]:
+    return [stock.KVCache(), stock.ArraysCache(size=2)]
+
+
+def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
+    """Check a prompt cache, make it one of ``make_prompt_cache`` in place, and name its parts.
+
+    A cache that mlx-lm filled lacks the head's rows. Only relative positions count in the head: it begins with the tokens that
+    follow, and drafts less well until it has seen some of them.
+
+    Args:
+        entries (List[Any], optional): Of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
+
+    Raises:
+        ValueError: The cache does not fit this model, or a generation is open on it.
+    """
+    if entries is None:
+        return PromptCache(make_prompt_cache(model), len(model.layers))
+    n_layers = len(model.layers)
+    if len(entries) not in (n_layers, n_layers + 2):
+        raise ValueError(
+            f"The prompt cache has {len(entries)} entries and this model's {n_layers + 2}: "
+            "make it with mlx_mtp.make_prompt_cache(model)."
+        )
+    for i, own in enumerate(model.make_cache()):
+        entries[i] = _adopt(entries[i], own, i)
+    if len(entries) == n_layers:
+        entries += _make_head_cache()
+    cache = PromptCache(entries, n_layers)
+    if cache.in_use:
+        raise ValueError(
+            "A generation is open on this prompt cache, or ended in another thread: close its generator first, in the thread "
+            "that runs it, or give each generation its own copy.deepcopy of the cache."
+        )
+    if cache.n_recorded != cache.n_tokens:
+        entries[n_layers:] = _make_head_cache()
+        cache = PromptCache(entries, n_layers)
+    return cache
+
+
+def _adopt(entry: Any, own: Any, i: int) -> Any:
+    """The entry of layer i, as a cache that can roll back; ``own`` is an empty one of the model's."""
+    kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
+    if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
+        raise ValueError(
+            f"Entry {i} of the prompt cache is a {type(entry).__name__}, where this model's is a {kind.__name__}: "
+            "make it with mlx_mtp.make_prompt_cache(model)."
+        )
+    if type(entry) is stock.ArraysCache:
+        return ArraysCache.from_state(entry.state)
+    if isinstance(entry, ArraysCache):
+        entry.draft = None  # it may come from mlx-lm's own speculative loop
+    return entry
+
+
+def n_tokens(caches: list[Any]) -> int:
+    """The number of tokens in the caches of a backbone."""
+    return max(getattr(c, "offset", 0) for c in caches)
