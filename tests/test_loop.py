@@ -350,7 +350,7 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(start):
 def test_one_token_prompt_reads_an_unquantized_cache():
     """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
     model = model_of("qwen3_5")
-    options = dict(max_tokens=12, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
+    options = dict(max_tokens=7, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
     for token in range(32):
         ours, theirs = make_prompt_cache(model), model.make_cache()
         assert mtp([token], model, num_draft_tokens=2, **options) == plain([token], model, **options)
@@ -398,7 +398,7 @@ def test_p_min_stops_drafting(sampler):
     for p_min in (0.0, 0.5, 0.9, 1.0):
         counts = DraftCounts()
         mx.random.seed(1)
-        options = dict(max_tokens=80, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        options = dict(max_tokens=50, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
         runs[p_min] = (
             mtp(PROMPT, model, **options),
             sum(counts.drafted),

@@ -40,12 +40,19 @@ class Counting:
         return self._model(inputs, **kwargs)
 
 
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param((1, 2, 3, 5, 8, 12), id="some stops"),
+        pytest.param(range(1, 13), marks=pytest.mark.slow, id="all stops"),
+    ],
+)
 @pytest.mark.parametrize("turn", [0, 1, 2])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
-    """One turn is stopped after 1 to 12 tokens, the others after 5; every turn is that of plain decoding of all before."""
+def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth, stops):
+    """One turn is stopped after n tokens, the others after 5; every turn is plain decoding's after all that came before."""
     model = model_of("qwen3_5", 1)
-    for n in range(1, 13):
+    for n in stops:
         prompt_cache, history = make_prompt_cache(model), []
         for i, question in enumerate(TURNS):
             max_tokens = n if i == turn else 5
