@@ -44,7 +44,7 @@ def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefi
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),

@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual, n_leading
 
 LEVEL = 1e-5  # of each chi-square test
-N = 500_000
+N = 1_000_000
 
 probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).map(lambda x: np.array(x) / sum(x))
 
@@ -73,7 +73,7 @@ def test_accepts_up_to_the_first_rejection(accepted):
     assert n_leading(accepted) == len(list(itertools.takewhile(bool, accepted)))
 
 
-# Of half a million draws
+# Of a million draws
 
 SAMPLERS = [
     *(dict(temp=t) for t in (0.3, 0.7, 1.0, 1.5)),
@@ -114,7 +114,7 @@ def test_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize("head", HEADS)
-def test_half_a_million_drafts(options, head, monkeypatch):
+def test_a_million_drafts(options, head, monkeypatch):
     """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
     mx.random.seed(2)
     sampler = mlx_mtp.make_sampler(**options)
