@@ -43,9 +43,14 @@ class Step:
     n_accepted: list[int]
 
     @property
+    def n_drafts(self) -> int:
+        """The number of drafts in the window."""
+        return self.choices.shape[1] - 1
+
+    @property
     def is_plain(self) -> bool:
         """Whether the window had no drafts."""
-        return self.choices.shape[1] == 1
+        return self.n_drafts == 0
 
     def take(self) -> None:
         """Hand each row its tokens, up to the one that ends it. This waits for the device."""
@@ -96,17 +101,21 @@ class Batch:
 
     # Draft
 
-    def max_drafts(self, row: Row) -> int:
-        """The most drafts that a row can take in the next window, which yields one more token than it accepts."""
-        if row.finish_reason is not None or row.error is not None:
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that the next window can have."""
+        return max(self._max_drafts(b, row) for b, row in enumerate(self.rows))
+
+    def _max_drafts(self, b: int, row: Row) -> int:
+        """The most drafts that row b can take: a window yields one more token than it accepts."""
+        is_waiting = self.plain_step is not None and row in self.plain_step.rows
+        if row.finish_reason is not None or row.error is not None or not self.drafter.can_draft(b):
             return 0
-        n_left = row.max_tokens - (self.plain_step is not None and row in self.plain_step.rows)
-        return max(min(row.max_drafts, n_left - 1), 0)
+        return max(min(row.max_drafts, row.max_tokens - is_waiting - 1), 0)
 
     def draft(self, k: int) -> None:
-        """Draft up to k tokens for each row."""
-        self.limits = [min(k, self.max_drafts(row)) for row in self.rows]
-        k = max(self.limits)
+        """Draft k tokens, of which each row takes as many as it can."""
+        self.limits = [min(k, self._max_drafts(b, row)) for b, row in enumerate(self.rows)]
         if k == 0:
             self.drafts, self.records = mx.zeros((len(self), 0), mx.uint32), [[] for _ in self.rows]
         else:

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
-from mlx_lm.sample_utils import LogitsProcessor
 
 from ..decoding.drafter import MAX_PENDING
 from ..decoding.processors import for_drafts
@@ -56,13 +55,17 @@ class RowsDrafter:
         self.pending.append((hidden, tokens))
         self.counts = [c + new for c, new in zip(self.counts or [0] * len(counts), counts)]
 
+    def can_draft(self, b: int) -> bool:
+        """Whether row b has a pair to draft from: not the first token of a text."""
+        return self.counts[b] > 0
+
     def propose(self, k: int, rows: list[Row], limits: list[int]) -> tuple[mx.array, list[list[Any]]]:
         """
         Args:
             k (int): The number of drafts, from 1 on.
             rows (List[Row]): What each is drafted for.
-            limits (List[int]): How many of the drafts each takes. Set to 0 where the head has nothing to draft from, and where
-              a logits processor fails: that is then the row's ``error``.
+            limits (List[int]): How many of the drafts each takes. Set to 0 where a logits processor fails: that is then the
+              row's ``error``.
 
         Returns:
             Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and what each row's ``Acceptance.draft`` returned with its own.
@@ -70,7 +73,6 @@ class RowsDrafter:
         choosers = [_Chooser(row) for row in rows]
         out = self.model.mtp.decode(self._last_pair(), self.cache)  # [B, 1, H]
         self.rows.add([min(c, 1) for c in self.counts])
-        limits[:] = [n if c > 0 else 0 for n, c in zip(limits, self.counts)]
         self.pending, self.counts = [], []
         lengths, drafts = self.rows.lengths, mx.zeros((len(rows), 0), mx.uint32)
         for i in range(k):
@@ -105,8 +107,9 @@ class RowsDrafter:
         self.rows.set([*self.rows.lengths, *(c.head.offset for c in caches)])
         none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
-        new = (hidden, tokens)
-        self.pending = [tuple(map(mx.concatenate, zip(*self.pending, new)))] if self.pending else [new]
+        for held in self.pending:
+            hidden, tokens = mx.concatenate([held[0], hidden]), mx.concatenate([held[1], tokens])
+        self.pending = [(hidden, tokens)]
         self.counts += [int(c.last_hidden is not None) for c in caches]
 
     def filter(self, keep: list[int]) -> None:
@@ -128,8 +131,14 @@ class RowsDrafter:
 
     def _pairs(self) -> mx.array:
         """What the layer takes for the pending pairs, [B, t, H]"""
-        hidden, tokens = (mx.concatenate(x, axis=1) for x in zip(*self.pending))
+        hidden, tokens = self._joined()
         return self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)
+
+    def _joined(self) -> tuple[mx.array, mx.array]:
+        """All pending hidden states [B, t, H] and tokens [B, t]"""
+        return mx.concatenate([h for h, _ in self.pending], axis=1), mx.concatenate(
+            [t for _, t in self.pending], axis=1
+        )
 
     def _append(self, pairs: mx.array, counts: list[int]) -> None:
         append_rows(self.layer, pairs, self.cache)
@@ -145,7 +154,7 @@ class RowsDrafter:
     def _keep_last_pair(self) -> None:
         """Leave one pair pending for each sequence, so that rows can be taken out and put in."""
         if sum(t.shape[1] for _, t in self.pending) > 1:
-            hidden, tokens = (mx.concatenate(x, axis=1) for x in zip(*self.pending))
+            hidden, tokens = self._joined()
             before = [max(c - 1, 0) for c in self.counts]
             self._last_pair()
             self.pending = [(_of_each(hidden, before), _of_each(tokens, before))]

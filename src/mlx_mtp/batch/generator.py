@@ -23,6 +23,7 @@ from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
+from .depth import BatchPace, NumDraftTokens, resolve_depth
 from .row import Row
 
 CLEAR_EVERY = 512  # steps, as mlx-lm
@@ -145,17 +146,17 @@ class BatchGenerator:
         stop_tokens: Sequence[Sequence[int]] | None = None,
         sampler: Sampler | None = None,
         logits_processors: list[LogitsProcessor] | None = None,
-        num_draft_tokens: int = 0,
+        num_draft_tokens: NumDraftTokens | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         return_prompt_caches: bool = True,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
-        self.model = check_arguments(mx.zeros(1), model, prefill_step_size, None, None)
+        self.model: Any = check_arguments(mx.zeros(1), model, prefill_step_size, None, None)
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.num_draft_tokens = num_draft_tokens
+        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens))
         self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
@@ -205,7 +206,7 @@ class BatchGenerator:
         max_tokens: list[int] | None = None,
         caches: list[list[Any]] | None = None,
         all_tokens: list[list[int]] | None = None,
-        samplers: list[Sampler | None] | None = None,
+        samplers: Sequence[Sampler | None] | None = None,
         logits_processors: list[list[LogitsProcessor]] | None = None,
         stop_sequences: list[StopSequences] | None = None,
         num_draft_tokens: list[int] | None = None,
@@ -230,9 +231,10 @@ class BatchGenerator:
             ValueError: A prompt is empty, a cache does not fit, or an option has another number of entries.
         """
         n = len(segments)
+        no_caches: list[Any] = [None] * n
         options: dict[str, Any] = {
             "max_tokens": max_tokens or [self.max_tokens] * n,
-            "caches": caches or [None] * n,
+            "caches": caches or no_caches,
             "all_tokens": all_tokens or [[] for _ in segments],
             "samplers": samplers or [None] * n,
             "logits_processors": logits_processors or [self.logits_processors] * n,
@@ -275,7 +277,9 @@ class BatchGenerator:
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
-            prompts = {p.row.uid: (copy.deepcopy(p.cache.entries), p.row.tokens[:]) for p in self.prompts if p.row.uid in uids}
+            prompts = {
+                p.row.uid: (copy.deepcopy(p.cache.entries), p.row.tokens[:]) for p in self.prompts if p.row.uid in uids
+            }
             rows = [row for row in self.batch.rows if row.uid in uids and not row.is_out]
             return prompts | {row.uid: (self.batch.extract(row), row.tokens[:]) for row in rows}
 
@@ -326,31 +330,40 @@ class BatchGenerator:
                 responses.append(prompt.read(self.model, n_left))
                 n_left -= prompt.n_read - n_before
         if responses:
+            self.pace.interrupt()
             self._counters.prompt_tokens += self.prefill_step_size - n_left
             self._counters.prompt_time += time.perf_counter() - start
         return responses
 
     def _step(self, ready: list[Prompt]) -> list[Response]:
-        start, batch = time.perf_counter(), self.batch
+        start, batch, pace = time.perf_counter(), self.batch, self.pace
         step = batch.accept()  # accept
+        if step is not None and not step.is_plain:
+            pace.record(step)
+        self._come_and_go(ready)
+        if len(batch) > 0:
+            batch.draft(pace.next(batch.rows, batch.max_drafts))  # draft
+            batch.verify()  # verify, once what was rejected is rolled back
+        responses = []
+        if step is not None:
+            if step.is_plain:
+                batch.wait(step)
+                pace.record(step)
+            responses = self._tokens(step)
+        responses += self._errors([*batch.rows, *(step.rows if step is not None else [])])
+        if all(row.is_out for row in batch.rows):
+            batch.clear()
+        self._count(len(responses), time.perf_counter() - start)
+        return responses
+
+    def _come_and_go(self, ready: list[Prompt]) -> None:
+        batch = self.batch
         batch.filter([row for row in batch.rows if batch.goes_on(row)])
         if ready:
             for prompt in ready:
                 self.prompts.remove(prompt)
                 prompt.row.tokens += prompt.segments.pop()
             batch.join([p.row for p in ready], [p.cache for p in ready])
-        if len(batch) > 0:
-            batch.draft(self.num_draft_tokens)  # draft
-            batch.verify()  # verify
-        responses = []
-        if step is not None:
-            batch.wait(step)
-            responses = self._tokens(step)
-        responses += self._errors(list({*batch.rows, *(step.rows if step is not None else [])}))
-        if all(row.is_out for row in batch.rows):
-            batch.clear()
-        self._count(len(responses), time.perf_counter() - start)
-        return responses
 
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._counters.generation_tokens += n_tokens
@@ -376,7 +389,9 @@ class BatchGenerator:
         for row in rows:
             if row.error is not None and not row.is_out:
                 row.finish_reason = "error"
-                responses.append(Response(row.uid, row.tokens[-1], None, None, None, None, False, row.counts, row.error))
+                responses.append(
+                    Response(row.uid, row.tokens[-1], None, None, None, None, False, row.counts, row.error)
+                )
                 self._end(row, responses[-1])
         return responses
 

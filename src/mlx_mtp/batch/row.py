@@ -49,6 +49,11 @@ class Row:
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.sampler is greedy_sampler
         self.is_plain = is_greedy and not self.logits_processors  # chosen together with other such rows
 
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """The probability that each draft is accepted, given that those before it were, [K]."""
+        return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rate.estimate)]
+
     def begin(self) -> None:
         """The prompt is read, but for its last token."""
         if self.logits_processors:

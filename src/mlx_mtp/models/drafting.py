@@ -36,8 +36,10 @@ class Drafting:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
         depth (mlx_mtp.Depth, optional): What ``"auto"`` learned of this machine, kept from one generation to the next.
+        batch_depth (mlx_mtp.batch.depth.BatchDepth, optional): The same for several sequences at once.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     depth: Any = None
+    batch_depth: Any = None

@@ -178,6 +178,8 @@ class RowsArraysCache(ArraysCache):
         """
         window = self.window
         if window is not None and min(kept) < window.n_tokens:
+            assert window.conv_input is not None
+            assert window.state is not None
             state, m = window.state, mask.shape[1]
             if m > 0:
                 state = _replay(mask, *(x[:, :m] for x in window.inputs), *window.gates, state)
