@@ -146,7 +146,7 @@ class Batch:
             mx.eval(step.choices, accepted)
             leading: Any = accepted.tolist()
             step.n_accepted = [n_leading(row[:n]) for row, n in zip(leading, self.limits)]
-            step.take()
+            self._take(step)
             self.kept = [max(len(tokens), 1) for tokens in step.tokens]
             self.decided = mx.take_along_axis(step.choices, mx.array(self.kept)[:, None] - 1, axis=1)
             self.plain_step = None
@@ -161,8 +161,12 @@ class Batch:
     def wait(self, step: Step) -> None:
         """Hand over the tokens of a step without drafts, while the device runs the next pass."""
         if step.is_plain:
-            step.take()
+            self._take(step)
             self.plain_step = None
+
+    def _take(self, step: Step) -> None:
+        step.take()
+        self.drafter.read(token for tokens in step.tokens for token in tokens)
 
     def _verdict(self) -> tuple[Step, mx.array]:
         """(the step, which of the drafts each row accepts [B, T - 1])"""
@@ -233,6 +237,7 @@ class Batch:
         self.cache.filter(keep)
         self.decided = self.decided[mx.array(keep)]
         self.rows = [self.rows[b] for b in keep]
+        self.drafter.forget(token for row in self.rows for token in row.tokens)
 
     def goes_on(self, row: Row) -> bool:
         """Whether a row has tokens to come, or is still to be given its prompt cache."""

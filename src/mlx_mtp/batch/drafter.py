@@ -100,6 +100,11 @@ class RowsDrafter:
         if self.lm_head is not None:
             self.lm_head = self.lm_head.with_tokens(tokens)
 
+    def forget(self, tokens: Iterable[int]) -> None:
+        """Of the texts, only these tokens are left."""
+        self.lm_head = self.model.drafting.lm_head
+        self.read(tokens)
+
     def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
         """Add a row for each sequence, whose next tokens [B, 1] are decided."""
         self._keep_last_pair()

@@ -90,18 +90,19 @@ def batch_generate(
         logprobs: dict[int, list[float]] = {uid: [] for uid in uids}
         last: dict[int, Response] = {}
         with generator.stats() as stats:
-            _report(verbose, 0, n, end="\r")
+            _report(verbose, 0, n)
             while responses := generator.next_generated():
                 for r in responses:
                     if r.finish_reason is not None:
                         last[r.uid] = r
-                        _report(verbose, len(last), n, end="\r" if len(last) < n else "\n")
+                        _report(verbose, len(last), n)
                     if r.logprobs is not None and r.finish_reason != "stop":
                         tokens[r.uid].append(r.token)
                         if return_logprobs:
                             logprobs[r.uid].append(r.logprobs[r.token].item())  # type: ignore[arg-type]
     counts = [last[uid].counts for uid in uids]
     if verbose:
+        print(f"[batch_generate] Finished processing {n}/{n}")
         _print_stats(stats, counts)
     return BatchResponse(
         [tokenizer.decode(tokens[uid]) for uid in uids],
@@ -123,13 +124,13 @@ def _of_each(processors: Sequence[Any] | None, n: int) -> list[list[LogitsProces
     return [list(p or ()) for p in processors]
 
 
-def _report(verbose: bool, n_finished: int, n: int, end: str) -> None:
+def _report(verbose: bool, n_finished: int, n: int) -> None:
     if verbose:
-        print(f"[batch_generate] Finished processing {n_finished}/{n}{' ...' if end == chr(13) else ''}", end=end)
+        print(f"[batch_generate] Finished processing {n_finished}/{n} ...", end="\r")
 
 
 def _print_stats(stats: Any, counts: list[DraftCounts]) -> None:
-    drafted, accepted = (sum(map(sum, numbers)) for numbers in zip(*((c.drafted, c.accepted) for c in counts)))
+    drafted, accepted = sum(sum(c.drafted) for c in counts), sum(sum(c.accepted) for c in counts)
     print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Drafts: {drafted} tokens, {accepted} accepted")
