@@ -74,7 +74,9 @@ def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGener
 
     truth = {uid: p + plain(p, model, max_tokens=n + 10) for uid, (p, n) in enumerate(zip(prompts, max_tokens))}
     wrapped = ScriptedRows(model, truth, right)
-    insert = {name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")}
+    insert = {
+        name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
+    }
     generator = BatchGenerator(wrapped, num_draft_tokens=k, **kwargs)
     wrapped.batch = generator.batch
     return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)
