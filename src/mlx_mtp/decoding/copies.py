@@ -9,7 +9,8 @@ next token is a copy, too:
     ... a b c d e  ->  f g ...       the drafts
         <- length ->
 
-Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the acceptance rate of copies is known without trying them.
+Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
+acceptance rate of copies is known without trying them.
 
 This module knows nothing of models. All of it runs on the host.
 """

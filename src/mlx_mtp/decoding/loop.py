@@ -185,7 +185,7 @@ def check_arguments(
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         if not isinstance(model, MTPMixin):
             raise ValueError(
-                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., head=False)."
+                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
             )
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
