@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, STOPS, Scripted, assert_cache_of, deep_model, mtp, plain, tiny_model
+from helpers import PROMPT, STOPS, Scripted, assert_cache_of, mtp, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
@@ -286,7 +286,7 @@ def write(share: float, rng: random.Random) -> tuple[list[int], list[int]]:
     """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
     lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
     answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
-    return sum(lines, []), sum(answer, [])
+    return [t for line in lines for t in line], [t for line in answer for t in line]
 
 
 def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) -> float:

@@ -16,7 +16,6 @@ This module knows nothing of models. All of it runs on the host.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from math import prod
 
 import mlx.core as mx
@@ -30,29 +29,20 @@ LONGEST = 64  # tokens; longer matches are as good
 
 
 class NGramIndex:
-    """A text, and where each of its n-grams ended last."""
+    """Where each n-gram of a text ended last; the text may grow at its end."""
 
-    def __init__(self) -> None:
-        self.text: list[int] = []
+    def __init__(self, text: list[int]):
+        self.text = text
         self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the position after it
+        self.n_indexed = 0  # n-grams
 
-    def extend(self, tokens: Sequence[int]) -> int | None:
-        """Add tokens -> as ``append`` for the last of them."""
-        start = max(len(self.text) - N_GRAM + 1, 0)
-        self.text += tokens[:-1]
-        n_grams = zip(*(islice(self.text, start + i, None) for i in range(N_GRAM)))
-        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, start + N_GRAM))
-        return self.append(tokens[-1]) if len(tokens) > 0 else None
-
-    def append(self, token: int) -> int | None:
-        """Add a token -> the position after the last earlier occurrence of the n-gram that it completes, if any."""
-        self.text.append(token)
-        if len(self.text) < N_GRAM:
-            return None
-        n_gram = tuple(self.text[-N_GRAM:])
-        end = self.ends.get(n_gram)
-        self.ends[n_gram] = len(self.text)
-        return end
+    def find(self) -> int | None:
+        """The position after the last earlier occurrence of the text's last n-gram, if any."""
+        rest = self.text[self.n_indexed : -1]
+        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
+        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
+        self.n_indexed = max(len(self.text) - N_GRAM, 0)
+        return self.ends.get(tuple(self.text[-N_GRAM:]))
 
 
 class CopyDrafter:
@@ -61,19 +51,22 @@ class CopyDrafter:
     Args:
         n_tokens (int): The number of tokens in the prompt cache that generation goes on from.
         text (Sequence[int]): The last of these, as far back as they are known.
+
+    Attributes:
+        text (List[int]): These, the prompt and the tokens decided.
     """
 
     def __init__(self, n_tokens: int = 0, text: Sequence[int] = ()):
-        self.index = NGramIndex()
         self.start = n_tokens - len(text)  # of the text, in the prompt cache
-        self.rates = Rates(LONGEST.bit_length() - N_GRAM.bit_length() + 1)  # by the length of the match: see ``_rate``
-        self.at: int | None = None  # where the match goes on: the position of the copy of the next token
+        self.rates = Rates(LONGEST.bit_length() - N_GRAM.bit_length() + 1)  # by the length of the match: see ``_rank``
         self.length = 0  # tokens of the match
-        self.prefill(text)
+        self._begin(text)
 
-    @property
-    def text(self) -> list[int]:
-        return self.index.text
+    def _begin(self, text: Sequence[int]) -> None:
+        self.text = [*text]
+        self.index = NGramIndex(self.text)
+        self.followed: int | None = None
+        self.is_lost = True  # whether no match is being followed
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The text of a prompt cache of this many tokens; nothing where some of it was not read."""
@@ -83,23 +76,32 @@ class CopyDrafter:
     def skip(self, n: int) -> None:
         """Begin a new text behind n tokens that are not known."""
         self.start += len(self.text) + n
-        self.index, self.at = NGramIndex(), None
+        self._begin(())
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
-        self._match(self.index.extend(tokens))
+        self.text += tokens
+        self.is_lost = True
+
+    @property
+    def at(self) -> int | None:
+        """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
+        if self.is_lost:
+            self.followed, self.is_lost = self.index.find(), False
+            self.length = 0 if self.followed is None else self._match_length(self.followed)
+        return self.followed
 
     def read(self, tokens: Sequence[int]) -> None:
         """Take decided tokens as the host learns of them."""
         for token in tokens:
-            is_copy = self.at is not None and self.text[self.at] == token
-            if self.at is not None:
+            at = self.at
+            if at is not None:
+                is_copy = self.text[at] == token
                 self.rates.count(self._rank(self.length), is_copy)
-            end = self.index.append(token)
-            if self.at is not None and is_copy:
-                self.at, self.length = self.at + 1, self.length + 1
+                self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
             else:
-                self._match(end)
+                self.is_lost = True
+            self.text.append(token)
 
     def odds(self, n_unread: int) -> list[float]:
         """How likely each copied draft is accepted given that those before it are, [MAX_COPY_TOKENS]; without a match [].
@@ -114,19 +116,18 @@ class CopyDrafter:
 
     def propose(self, k: int, n_unread: int) -> Drafts:
         """k drafts for the tokens after the unread ones."""
-        assert self.at is not None
-        copy = self.text[self.at : self.at + n_unread + k]
-        period = len(self.text) - self.at
+        at = self.at
+        assert at is not None
+        copy = self.text[at : at + n_unread + k]
+        period = len(self.text) - at
         while len(copy) < n_unread + k:
             copy.append(copy[-period])  # at the end of the text the copy goes on in itself
         return Drafts(mx.array(copy[n_unread:], mx.uint32), [None] * k)
 
-    def _match(self, at: int | None) -> None:
-        """Follow the match that goes on at a position."""
-        self.at, self.length = at, 0
-        if at is not None:
-            backwards = zip(reversed(self.text[max(at - LONGEST, 0) : at]), reversed(self.text))
-            self.length = next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
+    def _match_length(self, at: int) -> int:
+        """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""
+        backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
+        return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
 
     def _rank(self, length: int) -> int:
         """Lengths count as equal from 5 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""

@@ -116,8 +116,9 @@ def mtp_generate_step(
         ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    mtp_model = check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings, copy_drafts)
-    pace = make_pace(mtp_model, num_draft_tokens, copy_drafts, counts or DraftCounts())
+    drafts = (num_draft_tokens, copy_drafts)
+    mtp_model = check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings, *drafts)
+    pace = make_pace(mtp_model, *drafts, counts or DraftCounts())
     p_min = resolve_p_min(mtp_model, draft_p_min)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
     cache = open_prompt_cache(model, prompt_cache)
@@ -174,6 +175,7 @@ def check_arguments(
     prefill_step_size: int,
     max_kv_size: int | None,
     input_embeddings: mx.array | None,
+    num_draft_tokens: NumDraftTokens | None,
     copy_drafts: CopyDrafts | None,
 ) -> MTPModel:
     """
@@ -181,7 +183,7 @@ def check_arguments(
         ValueError: The model cannot draft, or an argument is out of range.
     """
     if not has_head(model):
-        if copy_drafts in (None, "off"):
+        if copy_drafts in (None, "off") and num_draft_tokens != 0:
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         if not isinstance(model, MTPMixin):
             raise ValueError(
@@ -212,8 +214,7 @@ def make_pace(
     Raises:
         ValueError: One of the numbers is out of range, or requires a head.
     """
-    if copy_drafts is None:
-        copy_drafts = "off" if isinstance(num_draft_tokens, int) else "auto"
+    copy_drafts = default_copies(num_draft_tokens, copy_drafts)
     if copy_drafts not in ("auto", "off") and not _is_number(copy_drafts, 1, MAX_COPY_TOKENS):
         raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copy_drafts}.")
     if num_draft_tokens is None:
@@ -227,6 +228,13 @@ def make_pace(
     n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
     n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
     return Pace(n_drafts, n_copies, depth, counts)
+
+
+def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:
+    """What ``copy_drafts=None`` means: who gives a number of drafts wants just these."""
+    if copy_drafts is None:
+        return "off" if isinstance(num_draft_tokens, int) else "auto"
+    return copy_drafts
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:
