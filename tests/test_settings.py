@@ -77,7 +77,7 @@ def test_depth_follows_settings_unless_given(tuned_demo):
     tuned_demo(TUNED)
     depth = auto_depth(mlx_mtp.load(str(DEMO))[0])
     assert isinstance(depth, Depth)
-    assert depth.times.seconds == TUNED.seconds
+    assert depth.times.by_depth() == TUNED.seconds
     for k in (0, 3):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))

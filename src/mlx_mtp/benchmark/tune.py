@@ -108,7 +108,7 @@ class Tuner:
             rounds = [self.run_round(every, depths, i, bar) for i in range(self.repeat)]
         plain = [r[0] for r in rounds]
         return [
-            summarize(replace(s, seconds=dict(depths[i].times.seconds)), plain, [r[i] for r in rounds])
+            summarize(replace(s, seconds=depths[i].times.by_depth()), plain, [r[i] for r in rounds])
             for i, s in enumerate(every)
         ]
 
