@@ -84,7 +84,7 @@ def test_copying_kinds_of_prompts(demo):
     for name, text in texts.items():
         answer = (answers / f"{name}.txt").read_text(encoding="utf-8")
         words = [answer[i : i + 12] for i in range(0, len(answer) - 12, 12)]
-        assert sum(word in text for word in words) > 0.4 * len(words), name
+        assert sum(word in text for word in words) > 0.25 * len(words), name
 
 
 def test_prompts_of_a_file_keep_their_numbers(tmp_path):

@@ -1,4 +1,6 @@
-"""Prompts to measure with: nine kinds of request, four whose answers copy from them, beginnings of Python files, and the user's own."""
+"""Prompts to measure with: nine kinds of request, four whose answers copy from the prompt, beginnings of Python files, and the
+user's own.
+"""
 
 from collections.abc import Iterable
 from itertools import cycle, islice
