@@ -3,6 +3,7 @@
 import json
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -68,10 +69,22 @@ def test_nine_kinds_of_prompts(demo):
     texts = prompts.nine_kinds()
     assert len(texts) == 9
     assert len(set(texts.values())) == 9
-    assert {f"{name}.txt" for name in texts} == {file.name for file in prompts.FOLDER.glob("*.txt")}
+    files = {file.name for file in prompts.FOLDER.glob("*.txt")}
+    assert {f"{name}.txt" for name in (*texts, *prompts.copying_kinds())} == files
     sizes = {name: prompts.encode(demo[1], text).size for name, text in texts.items()}
     assert max(sizes, key=sizes.__getitem__) == "code_review"
     assert sizes["code_review"] > 2000
+
+
+def test_copying_kinds_of_prompts(demo):
+    texts = prompts.copying_kinds()
+    assert list(texts) == list(prompts.COPYING)
+    assert all(prompts.encode(demo[1], text).size > 1000 for text in texts.values())
+    answers = Path(__file__).parents[1] / "benchmarks" / "answers"
+    for name, text in texts.items():
+        answer = (answers / f"{name}.txt").read_text(encoding="utf-8")
+        words = [answer[i : i + 12] for i in range(0, len(answer) - 12, 12)]
+        assert sum(word in text for word in words) > 0.25 * len(words), name
 
 
 def test_prompts_of_a_file_keep_their_numbers(tmp_path):
@@ -272,6 +285,20 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
         assert row[8:10] == [f"{step:.2f}", f"{step / step_of_first:.2f}"]
         assert row[10] == f"{r['efficiency']:.2f}"
         assert row[13] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
+
+
+def test_copying_prompts_are_chosen_by_name(monkeypatch):
+    asked = []
+
+    def measure(model, prompts, *_, **__):
+        asked.append(list(prompts))
+        raise SystemExit
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    for flags in ((), ("--prompts", "copying")):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, *flags)
+    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING)]
 
 
 def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):

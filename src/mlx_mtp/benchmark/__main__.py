@@ -23,6 +23,7 @@ from .runs import AUTO
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
+COPYING = "copying"  # in place of a file of prompts
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
 
@@ -49,10 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
     parser.add_argument(
         "--prompts",
-        type=Path,
         metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes (default: nine kinds of request; for the demo, "
-        "beginnings of Python files).",
+        help="A text file of prompts, separated by lines of three dashes, or `copying` for four kinds of request whose "
+        "answers copy from the prompt (default: nine kinds of request; for the demo, beginnings of Python files).",
     )
     parser.add_argument(
         "--context",
@@ -137,8 +137,10 @@ def prepare(args: argparse.Namespace) -> tuple[Any, str, list[Mapping[str, mx.ar
 
 
 def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, context: int) -> dict[str, mx.array]:
-    if args.prompts:
-        texts = prompts.read_prompts(args.prompts)
+    if args.prompts == COPYING:
+        texts = prompts.copying_kinds()
+    elif args.prompts:
+        texts = prompts.read_prompts(Path(args.prompts))
     else:
         texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
     return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}

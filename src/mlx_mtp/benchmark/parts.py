@@ -43,7 +43,7 @@ class Parts:
 
 def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
-    timer = _Timer(model, prompt, max_draft_tokens)
+    timer = Timer(model, prompt, max_draft_tokens)
     verify, exact = timer.time_passes()
     rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[0])))
     head = timer.time_head()
@@ -56,7 +56,7 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     )
 
 
-class _Timer:
+class Timer:
     """A model behind a prompt [T], and windows of 1 to ``max_draft_tokens + 1`` tokens to verify there."""
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):

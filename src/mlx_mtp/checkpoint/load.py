@@ -198,7 +198,7 @@ def _apply_settings(
     tuned = find(settings, folders)
     if tuned is None:
         return None, None, None
-    model.drafting.tuned = tuned
+    model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits
 
 
