@@ -117,13 +117,16 @@ def test_a_chat_model_gets_its_template():
 # Arithmetic
 
 
-@given(st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1))
+@given(
+    st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k), st.booleans())), min_size=1)
+)
 def test_time_of_steps(steps):
     parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
-    for k, n in steps:
-        counts.add(k, n)
-    n_tokens = sum(n + 1 for _, n in steps)
-    assert parts.seconds(n_tokens, counts) == pytest.approx(sum(parts.verify[k] + k * 0.17 for k, _ in steps))
+    for k, n, copies in steps:
+        counts.add(k, n, copies)
+    n_tokens = sum(n + 1 for _, n, _ in steps)
+    seconds = sum(parts.verify[k] + (0 if copies else k * 0.17) for k, _, copies in steps)  # a copy takes no pass
+    assert parts.seconds(n_tokens, counts) == pytest.approx(seconds)
 
 
 def test_figures_agree():
@@ -141,8 +144,8 @@ def test_figures_agree():
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
-    assert len(report.parts.verify) == 9
-    assert report.parts.exact.keys() == {2, 9}
+    assert len(report.parts.verify) == 17  # copies
+    assert report.parts.exact.keys() == {2, 17}
     assert min(report.parts.exact.values()) > 0
     for k in DEPTHS:
         a, b, overall = (r for r in report.results if r.num_draft_tokens == k)
@@ -249,7 +252,7 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     report = json.loads(file.read_text())
     exact, one = report["parts"]["exact"], report["parts"]["verify"][0]
     assert (
-        f"With --exact, relative to the plain pass over 1: 2: {exact['2'] / one:.2f}, 9: {exact['9'] / one:.2f}\n"
+        f"With --exact, relative to the plain pass over 1: 2: {exact['2'] / one:.2f}, 17: {exact['17'] / one:.2f}\n"
         in out
     )
     assert report["acceptance_was_set"] == 0.9

@@ -94,6 +94,13 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_copy_drafts(args: argparse.Namespace) -> None:
+    """Raise a ValueError if ``--copy-drafts`` is out of range."""
+    n = getattr(args, "copy_drafts", None)
+    if isinstance(n, int) and not 1 <= n <= MAX_COPY_TOKENS:
+        raise ValueError(f"--copy-drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {n}.")
+
+
 def copies(args: argparse.Namespace) -> bool:
     """Whether ``--copy-drafts`` asks for copies."""
     return getattr(args, "copy_drafts", None) not in (None, "off")
@@ -145,9 +152,8 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
 def _check_drafting(args: argparse.Namespace) -> None:
     if args.mtp and args.draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")
-    n, n_copies = args.num_draft_tokens, getattr(args, "copy_drafts", None)
-    if isinstance(n_copies, int) and not 1 <= n_copies <= MAX_COPY_TOKENS:
-        raise ValueError(f"--copy-drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {n_copies}.")
+    n = args.num_draft_tokens
+    check_copy_drafts(args)
     if copies(args) and args.draft_model is not None:
         raise ValueError("--copy-drafts and --draft-model cannot be combined.")
     if copies(args) and not args.mtp and n is not None:

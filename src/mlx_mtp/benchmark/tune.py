@@ -124,7 +124,8 @@ class Tuner:
 
     def generate(self, settings: Settings, depth: Depth, prompt: mx.array, n: int) -> Generation:
         k = settings.num_draft_tokens
-        return generate(self.model, prompt, n, depth if k == "auto" else k or PLAIN, settings.draft_p_min)
+        run = depth if k == "auto" else k or PLAIN
+        return generate(self.model, prompt, n, run, settings.draft_p_min, copy_drafts="off")
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:
