@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as stock
 
 from ..decoding.acceptance import n_leading
-from ..models.prompt_cache import PromptCache
+from ..models.prompt_cache import PromptCache, make_head_cache
 from ..models.protocol import MTPModel
 from ..models.rows import RowsCache
 from .drafter import RowsDrafter
@@ -249,9 +248,10 @@ class Batch:
     def extract(self, row: Row) -> list[Any]:
         """While a window is in flight: the prompt cache of a row's tokens."""
         b = self.rows.index(row)
-        entries = [*self.cache.extract(b), self.drafter.extract(b), stock.ArraysCache(size=2)]
+        _, last = make_head_cache()
+        entries = [*self.cache.extract(b), self.drafter.extract(b), last]
         cache = PromptCache(entries, len(self.model.layers))
         cache.last_hidden = mx.contiguous(self.hidden[b : b + 1, :1])
-        cache.record(self.cache.rows.lengths[b] + 1)
+        cache.record(self.cache.rows.lengths[b] + 1, [*row.before, *row.tokens])
         mx.async_eval([c.state for c in entries])  # at once: they refer to the caches of all rows
         return entries

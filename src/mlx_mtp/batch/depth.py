@@ -11,7 +11,9 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Literal
 
-from ..decoding.depth import MAX_DRAFT_TOKENS, Acceptance, Depth, expected_tokens
+from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..decoding.rates import Rates
+from ..decoding.step_times import Plan
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .decoder import Step
@@ -20,16 +22,16 @@ from .row import Row
 NumDraftTokens = int | Literal["auto"]
 
 
-class JointAcceptance(Acceptance):
-    """The acceptance of several rows as one: a step of a row with it yields what a row's steps yield on average.
+class JointRates(Rates):
+    """The acceptance rates of several rows as those of one, whose steps yield what the rows' yield on average.
 
-    Its rows learn by themselves, so it observes nothing.
+    The rows count by themselves, so it counts nothing.
     """
 
-    def __init__(self, rates: Sequence[Sequence[float]]):
-        self.estimate = joint(rates)
+    def __init__(self, rows: Sequence[Sequence[float]]):
+        self.estimate = joint(rows)
 
-    def observe(self, n_drafted: int, n_accepted: int) -> None:
+    def count_window(self, n_drafted: int, n_accepted: int) -> None:
         pass
 
 
@@ -63,8 +65,8 @@ class BatchDepth:
 
     def next(self, rows: Sequence[Row]) -> int:
         depth = self._of(len(rows))
-        depth.acceptance = JointAcceptance([row.acceptance_rates for row in rows if row.finish_reason is None])
-        return depth.next()
+        depth.rates = JointRates([row.acceptance_rates for row in rows if row.finish_reason is None])
+        return depth.next().k
 
     def observe(self, n_rows: int, k: int, n_accepted: float, seconds: float | None) -> None:
         """
@@ -75,7 +77,7 @@ class BatchDepth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
         """
-        self._of(n_rows).observe(k, n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
+        self._of(n_rows).observe(Plan(k), n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
 
     def _of(self, n_rows: int) -> Depth:
         if n_rows not in self.by_size:
@@ -93,11 +95,11 @@ class BatchDepth:
         near = sorted(known, key=lambda n: abs(n - n_rows))[:2]
         first = known[near[0]]
         if len(near) == 1:
-            return dict(first.seconds)
+            return first.by_depth()
         part = (n_rows - near[0]) / (near[1] - near[0])
         lines = zip(first.estimate, known[near[1]].estimate)
-        times = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.seconds}
-        return times if min(times.values()) > 0 else dict(first.seconds)
+        times = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
+        return times if min(times.values()) > 0 else first.by_depth()
 
 
 class BatchPace:

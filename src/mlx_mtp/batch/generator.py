@@ -94,6 +94,7 @@ class Prompt:
         tokens, self.segments[0] = segment[:most], segment[most:]
         _read(model, self.cache, mx.array(tokens, mx.uint32))
         self.row.tokens += tokens
+        self.cache.record(self.cache.n_tokens, [*self.row.before, *self.row.tokens])
         self.n_read += len(tokens)
         is_end = not self.segments[0]
         if is_end:
@@ -108,7 +109,6 @@ def _read(model: MTPModel, cache: PromptCache, tokens: mx.array) -> None:
     if (t := pairs.shape[1]) > 0:
         run_head(model, pairs, tokens[-t:], cache.head)
     cache.last_hidden = mx.contiguous(hidden[:, -1:])
-    cache.record(cache.n_tokens)
     mx.eval([c.state for c in cache.entries])
     mx.clear_cache()
 
@@ -152,7 +152,7 @@ class BatchGenerator:
         return_prompt_caches: bool = True,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
-        self.model: Any = check_arguments(mx.zeros(1), model, prefill_step_size, None, None)
+        self.model: Any = check_arguments(mx.zeros(1), model, prefill_step_size, None, None, None, None)
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
@@ -210,6 +210,7 @@ class BatchGenerator:
         logits_processors: list[list[LogitsProcessor]] | None = None,
         stop_sequences: list[StopSequences] | None = None,
         num_draft_tokens: list[int] | None = None,
+        counts: list[DraftCounts] | None = None,
     ) -> list[int]:
         """
         Add sequences, which begin with the next step. The options have one entry for each, as in mlx-lm.
@@ -223,6 +224,7 @@ class BatchGenerator:
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
             stop_sequences (List[StopSequences], optional): What ends each.
             num_draft_tokens (List[int], optional): The most drafts of each in a step. ``0`` is plain decoding for that one.
+            counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
 
         Returns:
             List[int]: Their uids.
@@ -240,6 +242,7 @@ class BatchGenerator:
             "logits_processors": logits_processors or [self.logits_processors] * n,
             "stop_sequences": stop_sequences or [self.stop_sequences] * n,
             "num_draft_tokens": num_draft_tokens or [MAX_DRAFT_TOKENS] * n,
+            "counts": counts or [DraftCounts() for _ in segments],
         }
         for name, values in options.items():
             if len(values) != n:
@@ -260,6 +263,7 @@ class BatchGenerator:
         processors: list[LogitsProcessor],
         stop_sequences: StopSequences,
         max_drafts: int,
+        counts: DraftCounts,
     ) -> Prompt:
         segments = [list(segment) for segment in segments if segment]
         if not segments:
@@ -270,9 +274,13 @@ class BatchGenerator:
             raise ValueError(f"The prompt cache of prompt {i} is quantized: generate with it alone, not in a batch.")
         *before, end = segments
         segments = [s for s in (*before, end[:-1]) if s] + [end[-1:]]
+        opened = open_prompt_cache(self.model, copy.deepcopy(cache))
         uid, stop = self._uid_count + i, stop_sequences.matcher()
-        row = Row(uid, list(tokens), max_tokens, sampler or self.sampler, list(processors), stop, max_drafts)
-        return Prompt(row, open_prompt_cache(self.model, copy.deepcopy(cache)), segments)
+        before: list[int] = [] if tokens else opened.text
+        row = Row(
+            uid, list(tokens), max_tokens, sampler or self.sampler, list(processors), stop, max_drafts, before, counts
+        )
+        return Prompt(row, opened, segments)
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""

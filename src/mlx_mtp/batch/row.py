@@ -9,9 +9,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..decoding.acceptance import TokenMatch, make_acceptance
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.depth import Acceptance as AcceptanceRate
 from ..decoding.pace import DraftCounts
 from ..decoding.processors import keeps_state
+from ..decoding.rates import Rates
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class Row:
     logits_processors: list[LogitsProcessor]
     stop: StopSequences.Matcher
     max_drafts: int = MAX_DRAFT_TOKENS
+    before: list[int] = field(default_factory=list)  # tokens of its prompt cache that are not among these
     counts: DraftCounts = field(default_factory=DraftCounts)
     n_decided: int = 0  # generated tokens, handed over or not
     finish_reason: str | None = None
@@ -44,7 +45,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.acceptance = make_acceptance(self.sampler)
-        self.rate = AcceptanceRate(MAX_DRAFT_TOKENS)
+        self.rates = Rates(MAX_DRAFT_TOKENS)
         self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.sampler is greedy_sampler
         self.is_plain = is_greedy and not self.logits_processors  # chosen together with other such rows
@@ -52,7 +53,7 @@ class Row:
     @property
     def acceptance_rates(self) -> list[float]:
         """The probability that each draft is accepted, given that those before it were, [K]."""
-        return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rate.estimate)]
+        return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rates.estimate)]
 
     def begin(self) -> None:
         """The prompt is read, but for its last token."""
@@ -76,7 +77,7 @@ class Row:
         """Take a step's tokens -> these, up to the one that ends the sequence."""
         self.counts.add(n_drafted, n_accepted)
         if n_drafted > 0:
-            self.rate.observe(n_drafted, n_accepted)
+            self.rates.count_window(n_drafted, n_accepted)
         taken = []
         for token in tokens:
             taken.append(token)

@@ -98,10 +98,10 @@ class RowsKVCache:
             self.values[rows, :, columns] = values.transpose(0, 2, 1, 3)
         return self.keys[..., :n, :], self.values[..., :n, :]
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """The columns that each of N tokens sees: its own row's up to itself, [B, 1, N, n]."""
-        if self.rows.are_equal and not return_array:
-            return None if N == 1 else "causal"
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """The columns that each of N tokens sees: its own row's up to itself, [B, 1, N, n]; ``None`` for all columns."""
+        if N == 1 and self.rows.are_equal and not return_array:
+            return None
         columns = mx.arange(self.rows.longest + N)
         return (columns <= self.rows.columns(N)[..., None])[:, None]
 
