@@ -1,4 +1,4 @@
-"""Switching between the head and mlx-lm's batch generator: each token once, every cache right."""
+"""Switching between the loop and a batch generator: each token once, every cache right."""
 
 import copy
 from collections import Counter
@@ -147,7 +147,7 @@ def test_switches_when_a_second_arrives_and_when_one_is_left():
     run(scheduler, {0: [first], 10: [second]}, {})
     assert switches == ["batch", "mtp"]
     assert sum(first.counts.drafted) > 0
-    assert sum(second.counts.drafted) == 0
+    assert sum(second.counts.drafted) > 0  # in the batch
 
 
 def test_seed_gives_one_text_across_switches():

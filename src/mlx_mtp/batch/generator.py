@@ -276,9 +276,9 @@ class BatchGenerator:
         segments = [s for s in (*before, end[:-1]) if s] + [end[-1:]]
         opened = open_prompt_cache(self.model, copy.deepcopy(cache))
         uid, stop = self._uid_count + i, stop_sequences.matcher()
-        before: list[int] = [] if tokens else opened.text
+        known: list[int] = [] if tokens else opened.text
         row = Row(
-            uid, list(tokens), max_tokens, sampler or self.sampler, list(processors), stop, max_drafts, before, counts
+            uid, list(tokens), max_tokens, sampler or self.sampler, list(processors), stop, max_drafts, known, counts
         )
         return Prompt(row, opened, segments)
 
