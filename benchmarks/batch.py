@@ -2,6 +2,7 @@
 
     python benchmarks/batch.py              1, 2, 4 and 8 prompts on the bundled demo
     python benchmarks/batch.py --wrong      with a head that is always wrong
+    python benchmarks/batch.py --temp 0.7   sampling; --seeded gives each prompt a seed of its own
 
 Runs alternate in one process, and each ratio is taken inside a round; the median of the rounds is printed, by wall time and by
 CPU time. The time counts from the first token of all to the last, so prompts are read before; ``whole`` is the ratio of the
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator as StockGenerator
 from mlx_lm.generate import generation_stream
+from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 import mlx_mtp
@@ -50,9 +52,9 @@ class Speed(NamedTuple):
     whole: float
 
 
-def speed(make: Callable[[], Any], prompts: list[list[int]], n: int) -> Speed:
+def speed(make: Callable[[], Any], prompts: list[list[int]], n: int, samplers: list[Any]) -> Speed:
     start, generator = time.perf_counter(), make()
-    generator.insert(prompts, max_tokens=[n] * len(prompts))
+    generator.insert(prompts, max_tokens=[n] * len(prompts), samplers=samplers)
     seen: set[int] = set()
     while len(seen) < len(prompts):
         seen |= {r.uid for r in generator.next()[1]}
@@ -72,6 +74,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="Sizes of the batch.")
     parser.add_argument("--num-draft-tokens", nargs="+", default=["0", "1", "2", "auto"])
     parser.add_argument("--wrong", action="store_true", help="Use a head that is always wrong.")
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--seeded", action="store_true", help="Give each prompt a seed of its own; requires --temp.")
     parser.add_argument("--model", default=str(mlx_mtp.DEMO))
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
@@ -86,12 +90,16 @@ def main() -> None:
             runs[depth] = lambda depth=depth: mlx_mtp.BatchGenerator(
                 drafting, num_draft_tokens=depth, return_prompt_caches=False
             )
-        for make in runs.values():
-            speed(make, prompts, 24)  # warm
+        stock = [make_sampler(args.temp)] * B
+        shared = [mlx_mtp.make_sampler(args.temp)] * B
+        seeded = [mlx_mtp.make_sampler(args.temp, seed=i) for i in range(B)]
+        samplers = {name: seeded if args.seeded else shared for name in runs} | {"mlx-lm": stock}
+        for name, make in runs.items():
+            speed(make, prompts, 24, samplers[name])  # warm
         rounds = []
         for i in tqdm(range(args.repeat), desc=f"batch of {B}", disable=None, leave=False):
             order = [*runs] if i % 2 else [*runs][::-1]
-            rounds.append({name: speed(runs[name], prompts, args.max_tokens) for name in order})
+            rounds.append({name: speed(runs[name], prompts, args.max_tokens, samplers[name]) for name in order})
         plain = statistics.median(r["mlx-lm"].wall for r in rounds)
         for depth in depths:
             wall, cpu, whole = ([r[depth][i] / r["mlx-lm"][i] for r in rounds] for i in range(3))
