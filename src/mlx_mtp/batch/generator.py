@@ -138,6 +138,8 @@ class BatchGenerator:
         ValueError: The model has no MTP head, or an argument is out of range.
     """
 
+    _old_wired_limit: int | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -169,6 +171,12 @@ class BatchGenerator:
         """Let go of all sequences, and restore the wired limit."""
         self.prompts.clear()
         self.batch.clear()
+        self._restore_wired_limit()
+
+    def __del__(self) -> None:
+        self._restore_wired_limit()
+
+    def _restore_wired_limit(self) -> None:
         if self._old_wired_limit is not None:
             mx.synchronize(self.stream)
             mx.set_wired_limit(self._old_wired_limit)
