@@ -4,9 +4,9 @@
     python benchmarks/batch.py --wrong      with a head that is always wrong
     python benchmarks/batch.py --temp 0.7   sampling; --seeded gives each prompt a seed of its own
 
-Runs alternate in one process, and each ratio is taken inside a round; the median of the rounds is printed, by wall time and by
-CPU time. The time counts from the first token of all to the last, so prompts are read before; ``whole`` is the ratio of the
-calls' wall times, prompts included.
+In a round all runs generate at once in one process and take turns of 16 tokens a prompt, so that drift of the machine affects
+all alike. Ratios are taken in each round and their median is printed, by wall and by CPU time; "plain again" tells how precise
+they are. The time to the first token does not count: the prompts are read before.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator as StockGenerator
@@ -25,6 +26,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 
+TURN = 16  # tokens of each prompt
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 
 
@@ -46,31 +48,57 @@ class Wrong:
         return mx.where(mx.arange(logits.shape[-1]) == 0, logits.max() + 1, logits)
 
 
-class Speed(NamedTuple):
-    wall: float  # tokens a second
-    cpu: float
-    whole: float
+AGAIN = "plain again"
 
 
-def speed(make: Callable[[], Any], prompts: list[list[int]], n: int, samplers: list[Any]) -> Speed:
-    start, generator = time.perf_counter(), make()
-    generator.insert(prompts, max_tokens=[n] * len(prompts), samplers=samplers)
-    seen: set[int] = set()
-    while len(seen) < len(prompts):
-        seen |= {r.uid for r in generator.next()[1]}
-    wall, cpu, n_tokens = time.perf_counter(), time.process_time(), 0
-    while responses := generator.next_generated():
-        n_tokens += len(responses)
-    mx.synchronize(generation_stream)
-    end = time.perf_counter()
-    generator.close()
-    return Speed(n_tokens / (end - wall), n_tokens / (time.process_time() - cpu), len(prompts) * n / (end - start))
+class Running:
+    """A generator with prompts that are read, and the time that their tokens take.
+
+    Args:
+        generator (BatchGenerator): Ours or mlx-lm's.
+        prompts (List[List[int]]): All of them generate from the beginning.
+        max_tokens (int): Of each.
+        samplers (List[Sampler]): Of each.
+    """
+
+    def __init__(self, generator: Any, prompts: list[list[int]], max_tokens: int, samplers: list[Any]):
+        self.generator = generator
+        self.generator.insert(prompts, max_tokens=[max_tokens] * len(prompts), samplers=samplers)
+        self.n_tokens, self.wall, self.cpu, self.is_done = 0, 0.0, 0.0, False
+        seen: set[int] = set()
+        while len(seen) < len(prompts):
+            seen |= {r.uid for r in self.generator.next()[1]}
+        mx.synchronize(generation_stream)
+
+    def take_turn(self, n: int) -> None:
+        """Generate at least n tokens, if there are as many."""
+        wall, cpu, end = time.perf_counter(), time.process_time(), self.n_tokens + n
+        while self.n_tokens < end and not self.is_done:
+            responses = self.generator.next_generated()
+            self.n_tokens += len(responses)
+            self.is_done = not responses
+        mx.synchronize(generation_stream)  # what has begun of the next tokens is this run's work
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+
+def speeds(runs: dict[Any, Callable[[], Running]], turn: int, order: int) -> dict[Any, tuple[float, float]]:
+    """(tokens per second of wall time, of CPU time) of each run"""
+    running = {name: start() for name, start in runs.items()}
+    while not all(r.is_done for r in running.values()):
+        for r in [*running.values()][:: 1 if order % 2 else -1]:
+            if not r.is_done:
+                r.take_turn(turn)
+        order += 1
+    for r in running.values():
+        r.generator.close()
+    return {name: (r.n_tokens / r.wall, r.n_tokens / r.cpu) for name, r in running.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Several sequences at once, with MTP and in mlx-lm.")
     parser.add_argument("--repeat", type=int, default=9, help="Rounds (default: 9).")
-    parser.add_argument("--max-tokens", type=int, default=128, help="Tokens of each sequence (default: 128).")
+    parser.add_argument("--max-tokens", type=int, default=128, help="Tokens of each prompt (default: 128).")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="Sizes of the batch.")
     parser.add_argument("--num-draft-tokens", nargs="+", default=["0", "1", "2", "auto"])
     parser.add_argument("--wrong", action="store_true", help="Use a head that is always wrong.")
@@ -81,31 +109,31 @@ def main() -> None:
     model, tokenizer = mlx_mtp.load(args.model)
     drafting: Any = Wrong(model) if args.wrong else model
     depths = [d if d == "auto" else int(d) for d in args.num_draft_tokens]
-    print("batch  drafts  tokens/s of mlx-lm  MTP/mlx-lm: wall  low to high    CPU  whole")
+    print("batch  drafts       tokens/s of mlx-lm  ratio: wall  low to high   CPU")
     for B in args.batch:
         texts = [inspect.getsource(import_module(name)) for name in (MODULES * B)[:B]]
         prompts = [tokenizer.encode(text[i * 500 : i * 500 + 150 + 40 * i]) for i, text in enumerate(texts)]
-        runs: dict[Any, Callable[[], Any]] = {"mlx-lm": lambda: StockGenerator(model)}
-        for depth in depths:
-            runs[depth] = lambda depth=depth: mlx_mtp.BatchGenerator(
-                drafting, num_draft_tokens=depth, return_prompt_caches=False
-            )
-        stock = [make_sampler(args.temp)] * B
-        shared = [mlx_mtp.make_sampler(args.temp)] * B
+        stock, shared = [make_sampler(args.temp)] * B, [mlx_mtp.make_sampler(args.temp)] * B
         seeded = [mlx_mtp.make_sampler(args.temp, seed=i) for i in range(B)]
-        samplers = {name: seeded if args.seeded else shared for name in runs} | {"mlx-lm": stock}
-        for name, make in runs.items():
-            speed(make, prompts, 24, samplers[name])  # warm
-        rounds = []
-        for i in tqdm(range(args.repeat), desc=f"batch of {B}", disable=None, leave=False):
-            order = [*runs] if i % 2 else [*runs][::-1]
-            rounds.append({name: speed(runs[name], prompts, args.max_tokens, samplers[name]) for name in order})
-        plain = statistics.median(r["mlx-lm"].wall for r in rounds)
-        for depth in depths:
-            wall, cpu, whole = ([r[depth][i] / r["mlx-lm"][i] for r in rounds] for i in range(3))
+
+        def plain(n: int = args.max_tokens) -> Running:
+            return Running(StockGenerator(model), prompts, n, stock)  # noqa: B023
+
+        def ours(depth: Any, n: int = args.max_tokens) -> Running:
+            generator = mlx_mtp.BatchGenerator(drafting, num_draft_tokens=depth, return_prompt_caches=False)
+            return Running(generator, prompts, n, seeded if args.seeded else shared)  # noqa: B023
+
+        runs = {"plain": plain, AGAIN: plain, **{depth: partial(ours, depth) for depth in depths}}
+        speeds({name: partial(run, n=32) for name, run in runs.items()}, TURN * B, 0)  # warm
+        rounds = [
+            speeds(runs, TURN * B, i) for i in tqdm(range(args.repeat), desc=f"batch of {B}", disable=None, leave=False)
+        ]
+        tokens_per_second = statistics.median(r["plain"][0] for r in rounds)
+        for name in [AGAIN, *depths]:
+            wall, cpu = ([r[name][i] / r["plain"][i] for r in rounds] for i in (0, 1))
             print(
-                f"{B:5}  {depth!s:6}  {plain:18.0f}  {statistics.median(wall):16.2f}  {min(wall):4.2f} to {max(wall):4.2f}"
-                f"  {statistics.median(cpu):5.2f}  {statistics.median(whole):5.2f}",
+                f"{B:5}  {name!s:11}  {tokens_per_second:18.0f}  {statistics.median(wall):11.3f}"
+                f"  {min(wall):.2f} to {max(wall):.2f}  {statistics.median(cpu):.3f}",
                 flush=True,
             )
 
