@@ -70,10 +70,12 @@ def test_rows_of_different_texts_share_a_depth():
     assert sum(simulate(BatchDepth(), linear, [right, wrong, wrong, wrong, wrong, wrong, wrong, wrong], 100)[60:]) < 10
 
 
-def test_a_new_size_begins_with_what_is_known():
+@pytest.mark.parametrize("slower", [1, 3])
+def test_a_new_size_begins_with_what_is_known(slower):
+    """Also where its steps take another time, as long as drafts cost about as much of it."""
     depth = BatchDepth()
     simulate(depth, linear, [FakeRow(0.9)] * 2, 100)
-    asked = simulate(depth, linear, [FakeRow(0.9)] * 3, 10)
+    asked = simulate(depth, lambda B, k: slower * linear(B, k), [FakeRow(0.9)] * 3, 10)
     assert asked.count(0) <= 1
     # And comes back to a size as it left it.
     assert depth.next([FakeRow(0.9)] * 2) > 0

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from ..decoding.rates import Rates
-from ..decoding.step_times import Plan
+from ..decoding.step_times import Plan, StepTimes
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .decoder import Step
@@ -56,6 +56,7 @@ class BatchDepth:
 
     def __init__(self, seconds: Mapping[int, float] | None = None):
         self.by_size = {1: Depth(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
+        self.guessed: set[int] = set()  # sizes of which no step was measured yet
 
     def begin(self) -> None:
         """Another batch begins: times from before are confirmed before they are relied on."""
@@ -77,13 +78,18 @@ class BatchDepth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
         """
-        self._of(n_rows).observe(Plan(k), n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
+        depth = self._of(n_rows)
+        if n_rows in self.guessed and seconds is not None and Plan(k) in depth.times.warm:
+            self.guessed.remove(n_rows)
+            _scale(depth, seconds / depth.times.estimate[k])
+        depth.observe(Plan(k), n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
 
     def _of(self, n_rows: int) -> Depth:
         if n_rows not in self.by_size:
             depth = Depth(MAX_DRAFT_TOKENS, self._guess(n_rows))
             if len(depth.times.seconds) > 1:
                 depth.planned = []  # the rows' acceptance is known
+                self.guessed.add(n_rows)
             self.by_size[n_rows] = depth
         return self.by_size[n_rows]
 
@@ -100,6 +106,13 @@ class BatchDepth:
         lines = zip(first.estimate, known[near[1]].estimate)
         times = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
         return times if min(times.values()) > 0 else first.by_depth()
+
+
+def _scale(depth: Depth, ratio: float) -> None:
+    """The first step of a size says how long all of them take: the depth depends on their ratios alone."""
+    warm = depth.times.warm
+    depth.times = StepTimes(MAX_DRAFT_TOKENS, {k: ratio * t for k, t in depth.times.by_depth().items()})
+    depth.times.warm, depth.unconfirmed = warm, set()
 
 
 class BatchPace:
