@@ -22,8 +22,11 @@ from test_processors import Alternating, Copied, RolledBack
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
+from mlx_mtp.batch import row as row_module
 from mlx_mtp.batch.decoder import Batch
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding.copies import CopyDrafter
+from mlx_mtp.decoding.drafter import Drafts
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPTS = [
@@ -485,3 +488,60 @@ def test_deep_models():
     for uid, prompt in zip(uids, PROMPTS):
         assert texts[uid].tokens == plain(prompt, model, max_tokens=20)
         is_cache_of(model, texts[uid].last.prompt_cache, prompt + texts[uid].tokens)
+
+
+# Copies
+
+
+REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=9),
+    k=st.sampled_from([1, 3, 8, "auto"]),
+    most=st.lists(st.integers(0, 16), min_size=3, max_size=3),
+)
+def test_rows_copy_by_themselves(copies, k, most):
+    """Copies are right, wrong or none by the script, differently in each row; other rows take the head's drafts."""
+    model, n = model_of("qwen3_5"), 30
+    prompts = [REPEATS, REPEATS[3:], [7, *REPEATS[5:]]]
+    truths = [p + plain(p, model, max_tokens=n + 20) for p in prompts]
+
+    class ScriptedCopies(CopyDrafter):
+        def odds(self, n_unread):
+            return [0.95] * 16 if copies[(len(self.text) + n_unread) % len(copies)] is not None else []
+
+        def propose(self, k, n_unread):
+            truth = next(t for t in truths if t[: len(self.text)] == self.text)
+            first = len(self.text) + n_unread
+            tokens = [truth[i] if copies[i % len(copies)] else (truth[i] + 1) % 32 for i in range(first, first + k)]
+            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(row_module, "CopyDrafter", ScriptedCopies)
+        generator = BatchGenerator(model, num_draft_tokens=k)
+        uids = generator.insert(prompts, max_tokens=[n] * 3, copy_drafts=most)
+        texts = run(generator)
+    for uid, prompt, truth, limit in zip(uids, prompts, truths, most):
+        text = texts[uid]
+        assert text.tokens == truth[len(prompt) : len(prompt) + n]
+        assert len(text.last.counts.copied) <= min(limit, 8)
+        assert_cache_of(model, text.last.prompt_cache, len(truth) - 20)
+        assert text.last.prompt_cache[-1][2].tolist() == truth[:-20]
+        more = [4, 2]
+        assert mtp(more, model, max_tokens=6, prompt_cache=text.last.prompt_cache) == plain(
+            truth[:-20] + more, model, max_tokens=6
+        )
+
+
+def test_copies_in_a_batch_are_counted(demo):
+    model, tokenizer = demo
+    prompts = [tokenizer.encode(f"def area{i}(width, height):\n    return width * height\n\n\n" * 3) for i in range(2)]
+    texts = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=30).texts
+    for options, copies in (({}, False), ({"copy_drafts": 6}, True)):
+        response = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=30, num_draft_tokens=6, **options)
+        assert response.texts == texts
+        assert any(sum(c.copies_accepted) > 0 for c in response.counts) == copies
+    with pytest.raises(ValueError, match="copy_drafts must be auto, off or from 1 to 16, not 17"):
+        mlx_mtp.batch_generate(model, tokenizer, prompts, copy_drafts=17)

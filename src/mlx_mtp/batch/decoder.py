@@ -113,12 +113,20 @@ class Batch:
         return max(min(row.max_drafts, row.max_tokens - is_waiting - 1), 0)
 
     def draft(self, k: int) -> None:
-        """Draft k tokens, of which each row takes as many as it can."""
-        self.limits = [min(k, self._max_drafts(b, row)) for b, row in enumerate(self.rows)]
-        if k == 0:
-            self.drafts, self.records = mx.zeros((len(self), 0), mx.uint32), [[] for _ in self.rows]
-        else:
+        """Draft k tokens, of which each row takes as many as it can: the head's, or copies where they are likelier."""
+        limits = [min(k, self._max_drafts(b, row)) for b, row in enumerate(self.rows)]
+        for row, n in zip(self.rows, limits):
+            row.is_copying = n > 0 and row.copies_better(n)
+        self.limits = [0 if row.is_copying else n for row, n in zip(self.rows, limits)]
+        self.drafts, self.records = mx.zeros((len(self), k), mx.uint32), [[] for _ in self.rows]
+        if any(self.limits):
             self.drafts, self.records = self.drafter.propose(k, self.rows, self.limits)
+        for b, row in enumerate(self.rows):
+            if row.is_copying and row.copies is not None:
+                n = self.limits[b] = min(limits[b], row.max_copies)
+                copied, self.records[b] = row.copies.propose(n, row.n_unread)
+                self.drafts[b, :n] = copied
+        if k > 0:
             mx.async_eval(self.drafts)
 
     # Verify

@@ -10,6 +10,7 @@ from mlx_lm.generate import BatchResponse as StockResponse
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.loop import CopyDrafts
 from ..decoding.pace import DraftCounts
 from .depth import NumDraftTokens
 from .generator import BatchGenerator, Response
@@ -42,6 +43,7 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     num_draft_tokens: NumDraftTokens | None = None,
+    copy_drafts: CopyDrafts | None = None,
     samplers: Sequence[Sampler | None] | None = None,
     logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] | None = None,
     **kwargs: Any,
@@ -64,6 +66,8 @@ def batch_generate(
         return_logprobs (bool): Return the log-probability of each generated token. Default: ``False``.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
           every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): Where a text repeats itself, draft what followed there: up to this many tokens,
+          ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
         samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
         logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. An object that keeps
           state from token to token must not be shared. Default: ``None``.
@@ -77,7 +81,11 @@ def batch_generate(
     """
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]
-    kwargs |= {"num_draft_tokens": num_draft_tokens, "return_prompt_caches": return_prompt_caches}
+    kwargs |= {
+        "num_draft_tokens": num_draft_tokens,
+        "copy_drafts": copy_drafts,
+        "return_prompt_caches": return_prompt_caches,
+    }
     with closing(BatchGenerator(model, stop_tokens=stop_tokens, **kwargs)) as generator:
         uids = generator.insert(
             prompts,
@@ -130,7 +138,8 @@ def _report(verbose: bool, n_finished: int, n: int) -> None:
 
 
 def _print_stats(stats: Any, counts: list[DraftCounts]) -> None:
-    drafted, accepted = sum(sum(c.drafted) for c in counts), sum(sum(c.accepted) for c in counts)
+    drafted = sum(sum(c.drafted) + sum(c.copied) for c in counts)
+    accepted = sum(sum(c.accepted) + sum(c.copies_accepted) for c in counts)
     print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Drafts: {drafted} tokens, {accepted} accepted")

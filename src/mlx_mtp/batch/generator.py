@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import check_arguments
+from ..decoding.loop import CopyDrafts, check_arguments, most_copies
 from ..decoding.pace import DraftCounts
 from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
@@ -129,6 +129,9 @@ class BatchGenerator:
           state from token to token belongs to one sequence.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
           every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): Copy the drafts of a sequence that repeats itself, where copies are likelier
+          accepted than the head's drafts: up to this many in a step, ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"``
+          unless ``num_draft_tokens`` is given as a number.
         completion_batch_size (int): The most sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The most prompt tokens to read between two steps. Default: ``2048``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
@@ -149,6 +152,7 @@ class BatchGenerator:
         sampler: Sampler | None = None,
         logits_processors: list[LogitsProcessor] | None = None,
         num_draft_tokens: NumDraftTokens | None = None,
+        copy_drafts: CopyDrafts | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         return_prompt_caches: bool = True,
@@ -159,6 +163,7 @@ class BatchGenerator:
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
         self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens))
+        self.max_copies = most_copies(num_draft_tokens, copy_drafts)
         self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
@@ -218,6 +223,7 @@ class BatchGenerator:
         logits_processors: list[list[LogitsProcessor]] | None = None,
         stop_sequences: list[StopSequences] | None = None,
         num_draft_tokens: list[int] | None = None,
+        copy_drafts: list[int] | None = None,
         counts: list[DraftCounts] | None = None,
     ) -> list[int]:
         """
@@ -232,6 +238,7 @@ class BatchGenerator:
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
             stop_sequences (List[StopSequences], optional): What ends each.
             num_draft_tokens (List[int], optional): The most drafts of each in a step. ``0`` is plain decoding for that one.
+            copy_drafts (List[int], optional): The most copies of each in a step, ``0`` for none.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
 
         Returns:
@@ -250,6 +257,7 @@ class BatchGenerator:
             "logits_processors": logits_processors or [self.logits_processors] * n,
             "stop_sequences": stop_sequences or [self.stop_sequences] * n,
             "num_draft_tokens": num_draft_tokens or [MAX_DRAFT_TOKENS] * n,
+            "copy_drafts": copy_drafts or [self.max_copies] * n,
             "counts": counts or [DraftCounts() for _ in segments],
         }
         for name, values in options.items():
@@ -271,6 +279,7 @@ class BatchGenerator:
         processors: list[LogitsProcessor],
         stop_sequences: StopSequences,
         max_drafts: int,
+        max_copies: int,
         counts: DraftCounts,
     ) -> Prompt:
         segments = [list(segment) for segment in segments if segment]
@@ -286,7 +295,16 @@ class BatchGenerator:
         uid, stop = self._uid_count + i, stop_sequences.matcher()
         known: list[int] = [] if tokens else opened.text
         row = Row(
-            uid, list(tokens), max_tokens, sampler or self.sampler, list(processors), stop, max_drafts, known, counts
+            uid,
+            list(tokens),
+            max_tokens,
+            sampler or self.sampler,
+            list(processors),
+            stop,
+            max_drafts,
+            max_copies,
+            known,
+            counts,
         )
         return Prompt(row, opened, segments)
 

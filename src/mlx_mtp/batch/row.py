@@ -8,7 +8,8 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..decoding.acceptance import TokenMatch, make_acceptance
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.copies import CopyDrafter
+from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
 from ..decoding.pace import DraftCounts
 from ..decoding.processors import keeps_state
 from ..decoding.rates import Rates
@@ -25,6 +26,7 @@ class Row:
         logits_processors (Sequence[LogitsProcessor]): As in mlx-lm; they see all tokens.
         stop (StopSequences.Matcher): Recognizes the last token.
         max_drafts (int): The most drafts to accept in a step; ``0`` for a row that is not drafted for.
+        max_copies (int): The most drafts to copy from the text in a step; ``0`` for none.
     """
 
     uid: int
@@ -34,9 +36,12 @@ class Row:
     logits_processors: list[LogitsProcessor]
     stop: StopSequences.Matcher
     max_drafts: int = MAX_DRAFT_TOKENS
+    max_copies: int = 0
     before: list[int] = field(default_factory=list)  # tokens of its prompt cache that are not among these
     counts: DraftCounts = field(default_factory=DraftCounts)
     n_decided: int = 0  # generated tokens, handed over or not
+    n_taken: int = 0  # of these, those that the host knows
+    is_copying: bool = False  # whether the latest window's drafts were copied
     finish_reason: str | None = None
     error: Exception | None = None  # of a sampler or a processor
     prompt_cache: list[Any] | None = None  # where that ended it
@@ -46,17 +51,41 @@ class Row:
     def __post_init__(self) -> None:
         self.acceptance = make_acceptance(self.sampler)
         self.rates = Rates(MAX_DRAFT_TOKENS)
+        self.copies: CopyDrafter | None = None
         self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.sampler is greedy_sampler
         self.is_plain = is_greedy and not self.logits_processors  # chosen together with other such rows
 
     @property
+    def n_unread(self) -> int:
+        """The number of decided tokens that the host does not know yet."""
+        return self.n_decided - self.n_taken
+
+    @property
     def acceptance_rates(self) -> list[float]:
-        """The probability that each draft is accepted, given that those before it were, [K]."""
+        """The probability that each draft of the better source is accepted, given that those before it were, [K]."""
+        odds = self.copy_odds()
+        return odds if self.copies_better(MAX_DRAFT_TOKENS) else self._head_rates()
+
+    def _head_rates(self) -> list[float]:
         return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rates.estimate)]
+
+    def copy_odds(self) -> list[float]:
+        """The same for copies alone, [K]; empty where nothing can be copied."""
+        if self.copies is None:
+            return []
+        odds = self.copies.odds(self.n_unread)[:MAX_DRAFT_TOKENS]
+        return [a if i < self.max_copies else 0.0 for i, a in enumerate(odds)]
+
+    def copies_better(self, k: int) -> bool:
+        """Whether k copies are expected to yield more tokens than k drafts of the head."""
+        odds = self.copy_odds()
+        return bool(odds) and expected_tokens(odds)[k] > expected_tokens(self._head_rates())[k]
 
     def begin(self) -> None:
         """The prompt is read, but for its last token."""
+        if self.max_copies > 0:
+            self.copies = CopyDrafter(text=[*self.before, *self.tokens])
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
@@ -75,8 +104,8 @@ class Row:
 
     def take(self, tokens: list[int], n_drafted: int, n_accepted: int) -> list[int]:
         """Take a step's tokens -> these, up to the one that ends the sequence."""
-        self.counts.add(n_drafted, n_accepted)
-        if n_drafted > 0:
+        self.counts.add(n_drafted, n_accepted, self.is_copying)
+        if n_drafted > 0 and not self.is_copying:
             self.rates.count_window(n_drafted, n_accepted)
         taken = []
         for token in tokens:
@@ -89,4 +118,7 @@ class Row:
             if self.finish_reason is not None:
                 break
         self.tokens += taken
+        self.n_taken += len(taken)
+        if self.copies is not None:
+            self.copies.read(taken)
         return taken

@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..batch.generator import BatchGenerator, Response
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, has_head, mtp_generate_step, prefill
+from ..decoding.loop import CopyDrafts, has_head, most_copies, mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
 from ..models.prompt_cache import PromptCache, make_prompt_cache
 
@@ -300,6 +300,7 @@ class Scheduler:
         drafts: dict[str, Any] = {
             "caches": [s.prompt_cache],
             "num_draft_tokens": [n if isinstance(n, int) else MAX_DRAFT_TOKENS],
+            "copy_drafts": [most_copies(n, s.copy_drafts)],
             "counts": [s.counts],
         }
         plain = {"caches": [s.prompt_cache[: len(self.model.layers)]]}
