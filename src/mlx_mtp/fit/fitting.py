@@ -1,0 +1,252 @@
+"""``mlx_mtp.fit``: measure, record, train, measure again, and write the head if it is better."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint.head_formats import head_bits
+from ..checkpoint.hub import fetch
+from ..checkpoint.load import load
+from ..convert.output import check_new
+from ..decoding.depth import MAX_DRAFT_TOKENS
+from .answers import answer_all
+from .checkpoint import write_checkpoint
+from .lora import add_lora, scale_beside, write_adapter
+from .loss import DraftLoss
+from .measure import Comparison, compare, measure
+from .recording import bytes_per_token, record
+from .texts import Parts, Text, read_corpus, read_prompts, split
+from .training import Schedule, to_float32, train_head, unfreeze
+
+SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a head is fitted on; see ``fit``."""
+
+    corpus: Sequence[str | Path] | None
+    prompts: str | Path | None
+    max_seq_length: int
+    answers: int
+    max_tokens: int
+    temp: float
+    cache_gb: float
+    seed: int
+
+
+def fit(
+    model: str,
+    mlx_path: str,
+    corpus: Sequence[str | Path] | None = None,
+    prompts: str | Path | None = None,
+    *,
+    adapter_path: str | None = None,
+    drafts: int = 4,
+    lora_rank: int | None = None,
+    iters: int = 500,
+    batch_size: int = 4,
+    learning_rate: float = 1e-4,
+    max_seq_length: int = 512,
+    steps_per_eval: int = 50,
+    answers: int = 8,
+    max_tokens: int = 256,
+    temp: float = 0.7,
+    cache_path: str | Path | None = None,
+    cache_gb: float = 8.0,
+    seed: int = 0,
+) -> Comparison:
+    """
+    Train a model's MTP head, and nothing else, to guess what the model says; write it if more drafts are accepted.
+
+    The text that the model generates does not change, whatever the head has learned. The same call goes on where one was
+    ended.
+
+    Args:
+        model (str): The path or the huggingface repository of a checkpoint with a head in 16 bits.
+        mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
+        corpus (Sequence[Union[str, Path]], optional): Files of text like that which the model will write, or ``.jsonl`` files
+          of ``mlx_lm.lora``. Default: ``None``, prompts.
+        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
+          first. Default: ``None``, built-in ones.
+        adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
+        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
+        lora_rank (int, optional): Write a low-rank adapter of the head of this rank instead. Default: ``None``.
+        iters (int): Iterations to train for. Default: ``500``.
+        batch_size (int): Texts in an iteration. Default: ``4``.
+        learning_rate (float): AdamW's highest. Default: ``1e-4``.
+        max_seq_length (int): Cut texts into pieces of this many tokens. Default: ``512``.
+        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
+        answers (int): Answers to each prompt. Default: ``8``.
+        max_tokens (int): The length of an answer, and of a continuation that is measured. Default: ``256``.
+        temp (float): The temperature of the answers. Default: ``0.7``.
+        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, one beside
+          ``mlx_path``, which is removed at the end.
+        cache_gb (float): The most that may be recorded; what the corpus has beyond is not trained on. Default: ``8``.
+        seed (int): Divides the texts, and orders them. Default: ``0``.
+
+    Returns:
+        Comparison: The acceptance before and after. Nothing is written unless ``is_better``.
+
+    Raises:
+        FileNotFoundError: The checkpoint or a file is missing.
+        ValueError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
+    """
+    target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
+    check_new(target)
+    check_arguments(corpus, prompts, drafts, iters, batch_size, max_seq_length, cache_gb)
+    scale = 0.0 if lora_rank is None else scale_beside(adapter_path, lora_rank)
+    source = fetch(model, None)
+    loaded, tokenizer = load(model, adapter_path=adapter_path, draft_vocab=0, settings=False)
+    if head_bits(loaded.mtp) is not None:
+        raise ValueError(
+            f"The MTP head of {model} is quantized: give it the original's, `mlx_mtp.convert --graft-mtp-from ORIGINAL --model "
+            f"{model} --mlx-path NEW`, and fit that."
+        )
+    loaded.freeze()
+    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
+    begin(work, data, model, adapter_path)
+    parts = prepare(loaded, tokenizer, data, work)
+    starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
+
+    print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
+    before = measure(loaded, tokenizer, starts, drafts, max_tokens)
+    files = {
+        name: record(loaded, texts, work / "states", name, batch_size)
+        for name, texts in (("train", parts.train), ("valid", parts.valid))
+    }
+    dtype = loaded.mtp.fc.weight.dtype
+    if lora_rank is None:
+        unfreeze(loaded.mtp)
+    else:
+        mx.random.seed(seed)
+        add_lora(loaded, lora_rank, scale)
+        to_float32(loaded.mtp)
+    how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
+    loss = DraftLoss(loaded.model.embed_tokens, loaded.output_layer, drafts)
+    tic = time.perf_counter()
+    mx.reset_peak_memory()
+    state = work / f"training-{digest([drafts, lora_rank, how])}.safetensors"
+    progress = train_head(loaded.mtp, loss, files["train"], files["valid"], how, state)
+    seconds, peak = time.perf_counter() - tic, mx.get_peak_memory() / 1e9
+    print(
+        f"[INFO] Trained in {seconds:.0f} s with {peak:.2f} GB; best at iteration {progress.best_iters}: validation loss "
+        f"{progress.first_loss:.3f} -> {progress.best_loss:.3f}"
+    )
+    if lora_rank is None:
+        loaded.mtp.update(tree_map(lambda p: p.astype(dtype), loaded.mtp.parameters()))
+    print("[INFO] Measuring the fitted head on the same texts")
+    comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
+    print(comparison.table())
+    if comparison.is_better:
+        description = describe(data, parts, drafts, progress.best_iters)
+        if lora_rank is None:
+            write_checkpoint(target, source, loaded, model, adapter_path, description, comparison.table())
+        else:
+            write_adapter(target, loaded, lora_rank, scale, adapter_path, description)
+        print(f"[INFO] Wrote {target}")
+    if cache_path is None:
+        shutil.rmtree(work)
+    return comparison
+
+
+def check_arguments(
+    corpus: Any, prompts: Any, drafts: int, iters: int, batch_size: int, max_seq_length: int, cache_gb: float
+) -> None:
+    """
+    Raises:
+        ValueError: An argument is out of range, or two contradict each other.
+    """
+    if corpus is not None and prompts is not None:
+        raise ValueError("Choose either --corpus or --prompts, not both.")
+    if not 1 <= drafts <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--drafts must be from 1 to {MAX_DRAFT_TOKENS}, not {drafts}.")
+    for name, value, least in (
+        ("iters", iters, 1),
+        ("batch-size", batch_size, 1),
+        ("max-seq-length", max_seq_length, SHORTEST),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be {least} or more, not {value}.")
+    if cache_gb <= 0:
+        raise ValueError(f"--cache-gb must be more than 0, not {cache_gb}.")
+
+
+def begin(work: Path, data: Data, model: str, adapter_path: str | None) -> None:
+    """Make the folder of recorded states, or check that what is in it was recorded with the same arguments."""
+    wanted = json.loads(json.dumps({"model": model, "adapter_path": adapter_path, **vars(data)}, default=str))
+    file = work / "fit.json"
+    if file.exists():
+        if json.loads(file.read_text(encoding="utf-8")) != wanted:
+            raise ValueError(f"{work} was recorded with other arguments: repeat them, or delete it.")
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(wanted), encoding="utf-8")
+
+
+def prepare(model: Any, tokenizer: TokenizerWrapper, data: Data, work: Path) -> Parts:
+    """Read the texts, divide them, and let the model answer the prompts."""
+    if data.corpus is not None:
+        texts = read_corpus([Path(file) for file in data.corpus], tokenizer, data.max_seq_length)
+        parts = split(texts, SHORTEST, data.seed)
+    else:
+        file = None if data.prompts is None else Path(data.prompts)
+        parts = split(read_prompts(file, tokenizer), 1, data.seed)
+        train, valid = (
+            answer_all(
+                model,
+                tokenizer,
+                part,
+                work / f"{name}.jsonl",
+                answers=data.answers,
+                max_tokens=data.max_tokens,
+                temp=data.temp,
+                seed=data.seed,
+            )
+            for name, part in (("train", parts.train), ("valid", parts.valid))
+        )
+        parts = Parts(train, valid, parts.test)
+    limit = int(data.cache_gb * 1e9 / bytes_per_token(model))
+    train = within(parts.train, limit - sum(len(text.tokens) for text in parts.valid))
+    n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
+    print(
+        f"[INFO] {n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
+        "measure it on"
+    )
+    if len(train) < len(parts.train):
+        print(f"[INFO] --cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
+    return Parts(train, parts.valid, parts.test)
+
+
+def within(texts: Sequence[Text], n_tokens: int) -> list[Text]:
+    """The first texts, of at most this many tokens together, but one at least."""
+    chosen: list[Text] = []
+    for text in texts:
+        n_tokens -= len(text.tokens)
+        if n_tokens < 0 and chosen:
+            break
+        chosen.append(text)
+    return chosen
+
+
+def describe(data: Data, parts: Parts, drafts: int, iters: int) -> dict[str, Any]:
+    """What the model card says of a fit."""
+    n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
+    what = "of the user's files" if data.corpus is not None else "of its own answers"
+    return {
+        "trained_on": f"{n_tokens:,} tokens {what} ({n_sources:,} sources), {iters} iterations, {drafts} drafts",
+        "measured_on": f"{len(parts.test)} other texts, greedy decoding with {drafts} drafts a step",
+    }
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
