@@ -20,12 +20,12 @@ from ..convert.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from .answers import answer_all
 from .checkpoint import write_checkpoint
-from .lora import add_lora, scale_beside, write_adapter
+from .lora import Lora, write_adapter
 from .loss import DraftLoss
 from .measure import Comparison, compare, measure
 from .recording import bytes_per_token, record
 from .texts import Parts, Text, read_corpus, read_prompts, split
-from .training import Schedule, to_float32, train_head, unfreeze
+from .training import Schedule, make_trainable, train_head
 
 SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
 
@@ -104,59 +104,72 @@ def fit(
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
     check_arguments(corpus, prompts, drafts, iters, batch_size, max_seq_length, cache_gb)
-    scale = 0.0 if lora_rank is None else scale_beside(adapter_path, lora_rank)
+    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
+    how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
+    lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
     source = fetch(model, None)
     loaded, tokenizer = load(model, adapter_path=adapter_path, draft_vocab=0, settings=False)
-    if head_bits(loaded.mtp) is not None:
-        raise ValueError(
-            f"The MTP head of {model} is quantized: give it the original's, `mlx_mtp.convert --graft-mtp-from ORIGINAL --model "
-            f"{model} --mlx-path NEW`, and fit that."
-        )
-    loaded.freeze()
-    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
+    check_head_weights(loaded, model, adapter_path)
     begin(work, data, model, adapter_path)
     parts = prepare(loaded, tokenizer, data, work)
-    starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
 
+    starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
     before = measure(loaded, tokenizer, starts, drafts, max_tokens)
-    files = {
-        name: record(loaded, texts, work / "states", name, batch_size)
-        for name, texts in (("train", parts.train), ("valid", parts.valid))
-    }
-    dtype = loaded.mtp.fc.weight.dtype
-    if lora_rank is None:
-        unfreeze(loaded.mtp)
-    else:
-        mx.random.seed(seed)
-        add_lora(loaded, lora_rank, scale)
-        to_float32(loaded.mtp)
-    how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
-    loss = DraftLoss(loaded.model.embed_tokens, loaded.output_layer, drafts)
-    tic = time.perf_counter()
-    mx.reset_peak_memory()
-    state = work / f"training-{digest([drafts, lora_rank, how])}.safetensors"
-    progress = train_head(loaded.mtp, loss, files["train"], files["valid"], how, state)
-    seconds, peak = time.perf_counter() - tic, mx.get_peak_memory() / 1e9
-    print(
-        f"[INFO] Trained in {seconds:.0f} s with {peak:.2f} GB; best at iteration {progress.best_iters}: validation loss "
-        f"{progress.first_loss:.3f} -> {progress.best_loss:.3f}"
-    )
-    if lora_rank is None:
-        loaded.mtp.update(tree_map(lambda p: p.astype(dtype), loaded.mtp.parameters()))
+    best_iters = train_on(loaded, parts, drafts, how, lora, work)
     print("[INFO] Measuring the fitted head on the same texts")
     comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
     print(comparison.table())
+
     if comparison.is_better:
-        description = describe(data, parts, drafts, progress.best_iters)
-        if lora_rank is None:
-            write_checkpoint(target, source, loaded, model, adapter_path, description, comparison.table())
+        record = describe(data, parts, drafts, best_iters)
+        if lora is None:
+            write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
         else:
-            write_adapter(target, loaded, lora_rank, scale, adapter_path, description)
+            write_adapter(target, loaded, lora, record)
         print(f"[INFO] Wrote {target}")
     if cache_path is None:
         shutil.rmtree(work)
     return comparison
+
+
+def train_on(model: Any, parts: Parts, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
+    """Record the texts and train the head of a model, which is left in its dtype; the iterations of the best head."""
+    times = [time.perf_counter()]
+    train, valid = (
+        record(model, texts, work / "states", name, how.batch_size)
+        for name, texts in (("train", parts.train), ("valid", parts.valid))
+    )
+    times.append(time.perf_counter())
+    dtype = model.mtp.fc.weight.dtype
+    model.freeze()
+    make_trainable(model.mtp, lora, how.seed)
+    loss = DraftLoss(model.model.embed_tokens, model.output_layer, drafts)
+    state = work / f"training-{digest([drafts, lora, how])}.safetensors"
+    progress = train_head(model.mtp, loss, train, valid, how, state)
+    times.append(time.perf_counter())
+    if lora is None:
+        model.mtp.update(tree_map(lambda p: p.astype(dtype), model.mtp.parameters()))
+    first, lowest = progress.losses
+    print(f"[INFO] Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
+    print(
+        f"[INFO] Recorded in {times[1] - times[0]:.0f} s, trained in {times[2] - times[1]:.0f} s, "
+        f"peak memory {mx.get_peak_memory() / 1e9:.2f} GB"
+    )
+    return progress.best_iters
+
+
+def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
+    """Raise a ValueError if a model's head is quantized, or has an adapter."""
+    if any("lora_a" in module for _, module in model.mtp.named_modules()):
+        raise ValueError(
+            f"The adapter {adapter_path} has one of the head too: give the backbone's alone, and fit the head anew."
+        )
+    if head_bits(model.mtp) is not None:
+        raise ValueError(
+            f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            f"--model {name} --mlx-path NEW`, and fit that."
+        )
 
 
 def check_arguments(

@@ -85,9 +85,9 @@ class DraftLoss:
         losses, n_rows = [], []
         for d in range(1, self.n_drafts + 1):
             # Row i is fed token i + d. What `roll` brings from the front is beyond the text and does not count.
-            out = mtp(self.embedding(mx.roll(tokens, -d, axis=1)), out, cache)  # [B, T, H]
+            out = mtp(self.embedding(mx.roll(tokens, -d, 1)), out, cache)  # [B, T, H]
             counts = answered & (rows + d < length)
-            divergence = self.divergence(out, mx.roll(ids, -d, axis=1), mx.roll(probabilities, -d, axis=1))
+            divergence = self.divergence(out, mx.roll(ids, -d, 1), mx.roll(probabilities, -d, 1))
             n_rows.append(counts.sum())
             losses.append(self.weights[d - 1] * (divergence * counts).sum() / mx.maximum(n_rows[-1], 1))
         return sum(losses[1:], losses[0]), n_rows[0]
@@ -108,7 +108,9 @@ class DraftLoss:
         layer: Any = self.output_layer
         logits = (layer.as_linear if hasattr(layer, "as_linear") else layer)(out.astype(self.dtype))
         logits = logits.astype(mx.float32)  # [n, V]
-        logprobs = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1) - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1) - mx.logsumexp(
+            logits, axis=-1, keepdims=True
+        )
         p = mx.stop_gradient(probabilities).astype(mx.float32)
         return (p * (mx.log(mx.maximum(p, 1e-9)) - logprobs)).sum(-1)
 

@@ -1,5 +1,7 @@
 """Training the head on recorded texts, with mlx-lm's trainer."""
 
+import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 
 from ..models.draft_lm_head import ROUTERS
+from .lora import Lora, add_lora
 from .loss import DraftLoss
 from .recording import read
 
@@ -42,60 +45,61 @@ class Schedule:
         return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
 
 
-class Progress(TrainingCallback):  # type: ignore[misc]
-    """Keeps the head with the lowest validation loss, and what a later run needs to go on, in one file.
+class Progress(TrainingCallback):
+    """Keeps the head with the lowest validation loss and, in one file, what a later run needs to go on.
 
     Args:
         mtp (nn.Module): The head.
         optimizer (Optimizer): Its optimizer.
-        file (Path): The file. What it holds is taken over.
+        file (Path): The file. The head and the optimizer go on from what it holds.
+
+    Attributes:
+        start (int): The iterations of the runs before.
+        losses (Tuple[float, float]): The validation loss of the head as it was, and the lowest one.
     """
 
     def __init__(self, mtp: nn.Module, optimizer: optim.Optimizer, file: Path):
         self.mtp, self.optimizer, self.file = mtp, optimizer, file
-        self.iters, self.best_iters, self.best_loss, self.first_loss = 0, 0, float("inf"), float("nan")
+        self.start = self.best_iters = 0
         self.best = self._weights()
+        self.losses = (math.inf, math.inf)
         if file.exists():
             self._resume()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
+        """Called by mlx-lm before the first iteration, and then every ``steps_per_eval``."""
         iters, loss = self.start + val_info["iteration"], val_info["val_loss"]
-        self.iters = iters
-        if self.best_loss == float("inf"):
-            self.first_loss = loss
-        if loss < self.best_loss:
-            self.best, self.best_loss, self.best_iters = self._weights(), loss, iters
-        self._save()
-
-    start = 0  # iterations of the runs before
+        first, lowest = self.losses
+        if loss < lowest:
+            self.best, self.best_iters, lowest = self._weights(), iters, loss
+        self.losses = (loss if math.isinf(first) else first, lowest)
+        self._save(iters)
 
     def _weights(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.mtp.trainable_parameters()))
 
-    def _save(self) -> None:
-        arrays = {f"head.{name}": w for name, w in self._weights().items()}
-        arrays |= {f"best.{name}": w for name, w in self.best.items()}
-        arrays |= {f"optimizer.{name}": w for name, w in tree_flatten(self.optimizer.state)}
-        numbers = {"iters": self.iters, "best_iters": self.best_iters}
-        numbers |= {"best_loss": self.best_loss, "first_loss": self.first_loss}
-        part = self.file.with_name(f"part-{self.file.name}")
-        mx.save_safetensors(str(part), arrays, metadata={name: repr(x) for name, x in numbers.items()})
-        os.replace(part, self.file)
+    def _save(self, iters: int) -> None:
+        parts = {"head": self._weights(), "best": self.best, "optimizer": dict(tree_flatten(self.optimizer.state))}
+        arrays = {f"{part}.{name}": w for part, weights in parts.items() for name, w in weights.items()}
+        numbers = json.dumps({"iters": iters, "best_iters": self.best_iters, "losses": self.losses})
+        new = self.file.with_name(f"part-{self.file.name}")
+        mx.save_safetensors(str(new), arrays, metadata={"progress": numbers})
+        os.replace(new, self.file)
 
     def _resume(self) -> None:
-        arrays, numbers = mx.load(str(self.file), return_metadata=True)
+        loaded: Any = mx.load(str(self.file), return_metadata=True)
+        arrays, metadata = loaded
         mx.eval(arrays)  # the file is replaced later
 
-        def part(prefix: str) -> list[tuple[str, mx.array]]:
-            return [(name.removeprefix(prefix), w) for name, w in arrays.items() if name.startswith(prefix)]
+        def part(name: str) -> list[tuple[str, mx.array]]:
+            return [(path.removeprefix(f"{name}."), w) for path, w in arrays.items() if path.startswith(f"{name}.")]
 
-        self.mtp.load_weights(part("head."), strict=False)
-        self.optimizer.state = tree_unflatten(part("optimizer."))
-        self.best = dict(part("best."))
-        self.start = self.iters = int(numbers["iters"])
-        self.best_iters, self.best_loss = int(numbers["best_iters"]), float(numbers["best_loss"])
-        self.first_loss = float(numbers["first_loss"])
-        print(f"Resuming at iteration {self.start}")
+        self.mtp.load_weights(part("head"), strict=False)
+        self.optimizer.state = tree_unflatten(part("optimizer"))
+        self.best = dict(part("best"))
+        numbers = json.loads(metadata["progress"])
+        self.start, self.best_iters, self.losses = numbers["iters"], numbers["best_iters"], tuple(numbers["losses"])
+        print(f"[INFO] Resuming at iteration {self.start}")
 
 
 def train_head(
@@ -112,7 +116,7 @@ def train_head(
     """
     optimizer = how.optimizer()
     progress = Progress(mtp, optimizer, file)
-    n_left = how.iters - progress.iters
+    n_left = how.iters - progress.start
     args = TrainingArgs(
         batch_size=how.batch_size,
         iters=n_left,
@@ -185,15 +189,14 @@ def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
     return stacked("tokens"), stacked("hidden"), stacked("ids"), stacked("probabilities"), spans
 
 
-def unfreeze(mtp: nn.Module) -> None:
-    """Make a head trainable, in float32, but for its routers: an expert that is chosen less often learns less."""
-    mtp.unfreeze()
-    for name, module in mtp.named_modules():
-        if name.endswith(ROUTERS):
-            module.freeze()
-    to_float32(mtp)
-
-
-def to_float32(mtp: nn.Module) -> None:
-    """Cast what is trained: small steps would be lost in 16 bits."""
+def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
+    """Unfreeze a head but for its routers, or give it an adapter, in float32: small steps would be lost in 16 bits."""
+    if lora is None:
+        mtp.unfreeze()
+        for name, module in mtp.named_modules():
+            if name.endswith(ROUTERS):
+                module.freeze()
+    else:
+        mx.random.seed(seed)
+        add_lora(mtp, lora)
     mtp.update(tree_map(lambda p: p.astype(mx.float32), mtp.trainable_parameters()))
