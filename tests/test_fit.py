@@ -69,7 +69,7 @@ def run(monkeypatch, folder, name, *flags):
         "--drafts",
         2,
     ]
-    argv += ["--answers", 1, "--temp", 0, "--max-tokens", 40, "--batch-size", 8, "--steps-per-eval", 20, *flags]
+    argv += ["--answers", 1, "--temp", 0, "--max-tokens", 20, "--batch-size", 8, "--steps-per-eval", 13, *flags]
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.fit", *map(str, argv)])
     command.main()
 
@@ -77,7 +77,7 @@ def run(monkeypatch, folder, name, *flags):
 @pytest.fixture(scope="module")
 def fitted(folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run(monkeypatch, folder, "fitted", "--iters", 41, "--learning-rate", 5e-3)
+        run(monkeypatch, folder, "fitted", "--iters", 26, "--learning-rate", 1e-2)
     return folder / "fitted"
 
 
@@ -85,7 +85,7 @@ def accepted(model, prompts):
     """The share of first drafts that the loop accepts."""
     counts = DraftCounts()
     for prompt in prompts:
-        for _ in mtp_generate_step(mx.array(prompt), model, max_tokens=40, num_draft_tokens=1, counts=counts):
+        for _ in mtp_generate_step(mx.array(prompt), model, max_tokens=24, num_draft_tokens=1, counts=counts):
             pass
     return counts.accepted[0] / counts.drafted[0]
 
@@ -97,9 +97,9 @@ def test_more_drafts_are_accepted_and_the_text_is_the_same(folder, fitted):
     prompts = [tokenizer.encode(text) for text in ("delta delta beta", "gamma alpha", "beta", "alpha beta gamma delta")]
     assert accepted(after, prompts) > accepted(before, prompts) + 0.1
     for prompt in prompts:
-        text = plain(prompt, before, max_tokens=40)
-        assert plain(prompt, after, max_tokens=40) == text
-        assert [t for t, *_ in mtp_generate_step(mx.array(prompt), after, max_tokens=40, num_draft_tokens=3)] == text
+        text = plain(prompt, before, max_tokens=24)
+        assert plain(prompt, after, max_tokens=24) == text
+        assert [t for t, *_ in mtp_generate_step(mx.array(prompt), after, max_tokens=24, num_draft_tokens=3)] == text
 
 
 def test_the_weights_of_the_backbone_are_the_same_file(folder, fitted):
@@ -111,7 +111,7 @@ def test_the_head_keeps_its_dtype_and_its_origin(folder, fitted):
     config = json.loads((fitted / "config.json").read_text())
     assert config["mlx_mtp"]["source"] == str(folder / "model")
     assert config["mlx_mtp"]["dtype"] == "float32"
-    assert "40 iterations, 2 drafts" in config["mlx_mtp_fit"]["trained_on"]
+    assert "25 iterations, 2 drafts" in config["mlx_mtp_fit"]["trained_on"]
     card = (fitted / "README.md").read_text()
     assert "tokens per step" in card
     assert f"--graft-mtp-from {folder / 'model'} --model {fitted}" in card
@@ -135,8 +135,9 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     assert not (folder / "same.fit").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_in_place_of_a_checkpoint(folder, monkeypatch):
-    run(monkeypatch, folder, "adapter", "--iters", 21, "--learning-rate", 5e-3, "--lora-rank", 8)
+    run(monkeypatch, folder, "adapter", "--iters", 21, "--learning-rate", 1e-2, "--lora-rank", 8)
     before, tokenizer = load(str(folder / "model"))
     after, _ = load(str(folder / "model"), adapter_path=str(folder / "adapter"))
     prompts = [tokenizer.encode(text) for text in ("delta delta beta", "gamma alpha", "beta", "alpha beta gamma delta")]
@@ -164,7 +165,7 @@ def backbone_adapter(folder: Path, rank=4):
 def test_an_adapter_of_the_backbone_and_one_of_the_head_in_one(folder, monkeypatch):
     adapter = backbone_adapter(folder / "tuned")
     tuned, _ = load(str(folder / "model"), adapter_path=adapter)
-    flags = ("--adapter-path", adapter, "--learning-rate", 5e-3)
+    flags = ("--adapter-path", adapter, "--learning-rate", 1e-2)
     run(monkeypatch, folder, "both", *flags, "--iters", 21, "--lora-rank", 4)
     both, tokenizer = load(str(folder / "model"), adapter_path=str(folder / "both"))
     prompt = tokenizer.encode("alpha beta gamma")
