@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.config import read_json
+from ..checkpoint.files import write_atomic
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
@@ -42,6 +44,16 @@ class Data:
     temp: float
     cache_gb: float
     seed: int
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens of a text that is of use."""
+        return 1 if self.corpus is None else SHORTEST
+
+    def read(self, tokenizer: TokenizerWrapper) -> list[Text]:
+        if self.corpus is not None:
+            return read_corpus([Path(file) for file in self.corpus], tokenizer, self.max_seq_length)
+        return read_prompts(None if self.prompts is None else Path(self.prompts), tokenizer)
 
 
 def fit(
@@ -108,10 +120,11 @@ def fit(
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
     lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
     source = fetch(model, None)
-    loaded, tokenizer = load(model, adapter_path=adapter_path, draft_vocab=0, settings=False)
+    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
     check_head_weights(loaded, model, adapter_path)
-    begin(work, data, model, adapter_path)
-    parts = prepare(loaded, tokenizer, data, work)
+    texts = data.read(tokenizer)
+    begin(work, [model, adapter_path, data, texts])
+    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
@@ -141,7 +154,7 @@ def train_on(model: Any, parts: Parts, drafts: int, how: Schedule, lora: Lora | 
         for name, texts in (("train", parts.train), ("valid", parts.valid))
     )
     times.append(time.perf_counter())
-    dtype = model.mtp.fc.weight.dtype
+    dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
     model.freeze()
     make_trainable(model.mtp, lora, how.seed)
     loss = DraftLoss(model.model.embed_tokens, model.output_layer, drafts)
@@ -149,7 +162,7 @@ def train_on(model: Any, parts: Parts, drafts: int, how: Schedule, lora: Lora | 
     progress = train_head(model.mtp, loss, train, valid, how, state)
     times.append(time.perf_counter())
     if lora is None:
-        model.mtp.update(tree_map(lambda p: p.astype(dtype), model.mtp.parameters()))
+        model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
     first, lowest = progress.losses
     print(f"[INFO] Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
     print(
@@ -194,39 +207,27 @@ def check_arguments(
         raise ValueError(f"--cache-gb must be more than 0, not {cache_gb}.")
 
 
-def begin(work: Path, data: Data, model: str, adapter_path: str | None) -> None:
-    """Make the folder of recorded states, or check that what is in it was recorded with the same arguments."""
-    wanted = json.loads(json.dumps({"model": model, "adapter_path": adapter_path, **vars(data)}, default=str))
-    file = work / "fit.json"
+def begin(work: Path, what: Any) -> None:
+    """Make the folder of recorded states, or check that what is in it was recorded of the same texts by the same model.
+
+    Raises:
+        ValueError: It was not.
+    """
+    file, wanted = work / "fit.json", {"digest": digest(what)}
     if file.exists():
-        if json.loads(file.read_text(encoding="utf-8")) != wanted:
-            raise ValueError(f"{work} was recorded with other arguments: repeat them, or delete it.")
+        if read_json(file) != wanted:
+            raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
         return
     work.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(wanted), encoding="utf-8")
+    write_atomic(file, json.dumps(wanted))
 
 
-def prepare(model: Any, tokenizer: TokenizerWrapper, data: Data, work: Path) -> Parts:
-    """Read the texts, divide them, and let the model answer the prompts."""
-    if data.corpus is not None:
-        texts = read_corpus([Path(file) for file in data.corpus], tokenizer, data.max_seq_length)
-        parts = split(texts, SHORTEST, data.seed)
-    else:
-        file = None if data.prompts is None else Path(data.prompts)
-        parts = split(read_prompts(file, tokenizer), 1, data.seed)
-        train, valid = (
-            answer_all(
-                model,
-                tokenizer,
-                part,
-                work / f"{name}.jsonl",
-                answers=data.answers,
-                max_tokens=data.max_tokens,
-                temp=data.temp,
-                seed=data.seed,
-            )
-            for name, part in (("train", parts.train), ("valid", parts.valid))
-        )
+def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, work: Path) -> Parts:
+    """Let the model answer the prompts, and leave out what is too much to record."""
+    if data.corpus is None:
+        how: Any = {"answers": data.answers, "max_tokens": data.max_tokens, "temp": data.temp, "seed": data.seed}
+        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", **how)
+        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", **how)
         parts = Parts(train, valid, parts.test)
     limit = int(data.cache_gb * 1e9 / bytes_per_token(model))
     train = within(parts.train, limit - sum(len(text.tokens) for text in parts.valid))

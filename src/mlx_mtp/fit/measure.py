@@ -83,9 +83,9 @@ class Comparison:
 def compare(before: Measured, after: Measured, seed: int = 0) -> Comparison:
     """Compare two heads on the same texts, with standard errors by resampling the texts (the bootstrap)."""
     n = len(before.drafted)
+    unbiased = (n / (n - 1)) ** 0.5
     samples = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
     b, a = before.rates(samples), after.rates(samples)  # [RESAMPLES, K + 1]
     everything = np.arange(n)
-    return Comparison(
-        before.rates(everything), after.rates(everything), b.std(axis=0), a.std(axis=0), (a - b).std(axis=0)
-    )
+    errors = (unbiased * x.std(axis=0) for x in (b, a, a - b))
+    return Comparison(before.rates(everything), after.rates(everything), *errors)

@@ -14,6 +14,8 @@ from mlx_lm.tuner.datasets import create_dataset
 from .. import prompts
 
 HELD_OUT = 0.1  # of the sources for validation, and as many for the test
+MIN_TEST = 4  # sources, if these are not more than a third: fewer tell little of the uncertainty
+MIN_TEXTS = 3  # to measure on
 MAX_HELD_OUT = 32  # texts of each: more cost time at every evaluation and tell little more
 
 
@@ -99,19 +101,21 @@ def split(texts: Sequence[Text], shortest: int, seed: int) -> Parts:
     """
     texts = [text for text in texts if len(text.tokens) >= shortest]
     sources = sorted({text.source for text in texts})
-    if len(sources) < 3:
-        raise ValueError(
-            f"There are {len(sources)} texts of {shortest} tokens or more, and 3 are the least: one to train on, one to choose "
-            "the best head by, one to measure it on. Give --corpus more files, or --prompts more prompts."
-        )
     rng = random.Random(seed)
     rng.shuffle(sources)
-    n = max(1, round(HELD_OUT * len(sources)))
-    test, valid, train = set(sources[:n]), set(sources[n : 2 * n]), set(sources[2 * n :])
+    n_valid = max(1, round(HELD_OUT * len(sources)))
+    n_test = max(n_valid, min(MIN_TEST, len(sources) // 3))
+    test, valid, train = set(sources[:n_test]), set(sources[n_test:][:n_valid]), set(sources[n_test + n_valid :])
 
     def part(names: set[str]) -> list[Text]:
         chosen = [text for text in texts if text.source in names]
         rng.shuffle(chosen)
         return chosen
 
-    return Parts(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
+    parts = Parts(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
+    if not parts.train or len(parts.test) < MIN_TEXTS:
+        raise ValueError(
+            f"There are {len(sources)} sources of text, too few to train on some and to measure on "
+            "others: give --corpus more files, or --prompts more prompts."
+        )
+    return parts

@@ -124,7 +124,7 @@ def train_head(
         steps_per_eval=how.steps_per_eval,
         steps_per_report=how.steps_per_eval,
         steps_per_save=n_left + 1,  # `progress` saves
-        adapter_file=os.devnull,
+        adapter_file=file.with_name("last.safetensors"),
     )
     first = progress.start * how.batch_size
     try:
@@ -141,6 +141,7 @@ def train_head(
             )
     except KeyboardInterrupt:
         print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
+    args.adapter_file.unlink(missing_ok=True)  # the best is kept, not the last
     mtp.eval()
     mtp.load_weights(list(progress.best.items()), strict=False)
     return progress
