@@ -3,11 +3,10 @@
     python scripts/ablate_depth.py                       all constants, 24 seeds: the table of docs/depth.md
     python scripts/ablate_depth.py --seeds 6 --only FIRST
 
-Simulated time, so that nothing else on the machine disturbs it. Needs neither a model nor MLX.
+Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,20 +19,18 @@ sys.path.append(str(ROOT / "tests"))
 
 from depth_simulation import LONG, cases, ratio  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("depth", ROOT / "src" / "mlx_mtp" / "decoding" / "depth.py")
-depth = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(depth)  # alone: the package imports MLX
+from mlx_mtp.decoding import depth, rates, step_times  # noqa: E402
 
 # Each constant at the value at which it does nothing, or next to nothing.
 WITHOUT = [
-    (depth.Acceptance, "FADING", 1.0),
-    (depth.Acceptance, "PRIOR", 1.0),
-    (depth.Acceptance, "WEIGHT", 0.01),
-    (depth.StepTimes, "FOLLOWS", 0.0),
-    (depth.StepTimes, "GUESSED_SLOPE", 0.0),
-    (depth.StepTimes, "STALE", 10**9),
-    (depth.StepTimes, "_shrink", lambda *args: None),
-    (depth, "BEYOND_NOISE", 1e30),
+    (rates.Rates, "FADING", 1.0),
+    (rates.Rates, "PRIOR", 1.0),
+    (rates.Rates, "WEIGHT", 0.01),
+    (step_times.StepTimes, "FOLLOWS", 0.0),
+    (step_times.StepTimes, "GUESSED_SLOPE", 0.0),
+    (step_times.StepTimes, "STALE", 10**9),
+    (step_times.StepTimes, "_shrink", lambda *args: None),
+    (step_times.StepTimes, "BEYOND_NOISE", 1e30),
     (depth.Depth, "FIRST", (0, 0, 1, 1)),
     (depth.Depth, "PROBING", 0.0),
     (depth.Depth, "MARGIN", 0.0),

@@ -29,6 +29,7 @@ import mlx_mtp
 LEVEL = 1e-4
 VOCAB = 6
 PROMPT = [1, 2]
+REPEATS = [1, 2, 3, 4, 5, 0, 2, 1, 2, 3, 4, 5]  # itself: 0, 2, ... would be copied next
 SMALL = dict(
     vocab_size=VOCAB,
     num_hidden_layers=2,
@@ -48,17 +49,22 @@ class Case:
         head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
         acceptance (str): ``rejection``; ``coupled``, with another seed each run; ``match``, with mlx-lm's sampler.
         p_min (float): ``draft_p_min``.
+        copies (int): ``copy_drafts``, on a prompt that repeats itself; after a rejected copy the head drafts. 0 is ``"off"``.
         penalties (dict): Of ``make_logits_processors``.
         options (dict): Of ``make_sampler``.
     """
 
     n_tokens = 3
 
-    def __init__(self, depth=2, head="own", acceptance="rejection", penalties=None, seed=0, p_min=0.0, **options):
-        self.p_min = p_min
+    def __init__(
+        self, depth=2, head="own", acceptance="rejection", penalties=None, seed=0, p_min=0.0, copies=0, **options
+    ):
+        self.p_min, self.copies = p_min, copies
+        self.prompt = REPEATS if copies else PROMPT
         self.depth, self.acceptance, self.head, self.seed = depth, acceptance, head, seed
         self.penalties, self.options = penalties or {}, options
         settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
+        settings += [f"{copies} copies"] if copies else []
         self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
 
     def model(self):
@@ -95,7 +101,7 @@ class Case:
         model, joint = self.model(), np.ones([VOCAB] * self.n_tokens)
         for length in range(self.n_tokens):
             for tokens in itertools.product(range(VOCAB), repeat=length):
-                joint[tokens] *= self.next_token(model, PROMPT + list(tokens)).reshape(
+                joint[tokens] *= self.next_token(model, self.prompt + list(tokens)).reshape(
                     [VOCAB] + [1] * (self.n_tokens - 1 - length)
                 )
         return joint
@@ -104,9 +110,9 @@ class Case:
         model = self.model()
         if self.head == "own":
             return model
-        likely = [1] * len(PROMPT)
+        likely = self.prompt.copy()
         for _ in range(self.n_tokens + 10):
-            likely.append(int(np.argmax(model(mx.array([PROMPT + likely[len(PROMPT) :]]))[0, -1])))
+            likely.append(int(np.argmax(model(mx.array([likely]))[0, -1])))
         return Scripted(model, likely, lambda i: self.head == "right")
 
     def sampled(self, runs: int) -> Counter:
@@ -114,14 +120,15 @@ class Case:
         first = zlib.crc32(self.name.encode())
         mx.random.seed(first)
         # More tokens than are looked at, so that the window they are in is a full one.
-        options = dict(max_tokens=self.n_tokens + self.depth + 1, num_draft_tokens=self.depth, draft_p_min=self.p_min)
+        options = dict(max_tokens=self.n_tokens + max(self.depth, self.copies) + 1, num_draft_tokens=self.depth)
+        options |= dict(draft_p_min=self.p_min, copy_drafts=self.copies or "off")
         counts: Counter = Counter()
         for i in tqdm(range(runs), desc=self.name, disable=None, leave=False):
             seed = first + i if self.acceptance == "coupled" else None
             sampler = mlx_mtp.make_sampler(**self.options, acceptance=self.acceptance, seed=seed)
             processors = self.processors()
             steps = mlx_mtp.mtp_generate_step(
-                mx.array(PROMPT), model, logits_processors=processors, sampler=sampler, **options
+                mx.array(self.prompt), model, logits_processors=processors, sampler=sampler, **options
             )
             counts[tuple(token for token, _, _ in itertools.islice(steps, self.n_tokens))] += 1
             steps.close()
@@ -148,6 +155,10 @@ CASES = [
     *(Case(2, temp=0.7, **f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"xtc_probability": 0.5})),
     Case(3, temp=1.0, top_p=0.9, top_k=4, min_p=0.05, xtc_probability=0.5, xtc_threshold=0.2),
     Case(3, temp=1.0, min_p=0.5, min_tokens_to_keep=3),
+    *(Case(depth, copies=copies, temp=temp) for depth in (0, 2) for copies in (1, 4, 16) for temp in (0.7, 1.5)),
+    Case(2, copies=3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
+    Case(2, acceptance="match", copies=3, temp=1.0, top_p=0.9),
+    Case(2, acceptance="coupled", copies=3, temp=1.0, xtc_probability=0.5),
     Case(2, "adversarial", temp=1.0, top_k=2),
     Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
     Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),

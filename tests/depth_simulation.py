@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from mlx_mtp.decoding.step_times import Plan
+
 MOST = 8
 NOISE = 0.05  # of a step's log time
 LONG, SHORT = 1500, 256  # tokens
@@ -24,8 +26,8 @@ class Chooser(Protocol):
     """``Depth``, or a variant of it."""
 
     def begin(self) -> None: ...
-    def next(self) -> int: ...
-    def observe(self, k: int, n_accepted: int, seconds: float | None) -> None: ...
+    def next(self) -> Plan: ...
+    def observe(self, plan: Plan, n_accepted: int, seconds: float | None) -> None: ...
 
 
 Make = Callable[..., Chooser]  # as Depth: of the greatest depth and known times
@@ -207,18 +209,18 @@ def decode(case: Case, seed: int, depth: Chooser) -> float:
     n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
     half, rates = n_tokens / 2, case.text.rates()
     costs = [seconds(case.cost, k) for k in range(MOST + 1)]
-    total, n, before, k = 0.0, 0, 0, depth.next()
+    total, n, before, k = 0.0, 0, 0, depth.next().k
     for step in itertools.count():
         t = costs[k] + growth * n
         seen, accepted = disturbed(step, t * noise[step]), n_accepted(rates[n >= half], right, n, k)
         total += disturbed(step, t)
         # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
         if k > 0:
-            depth.observe(k, accepted, seen if before > 0 else None)
-            after = depth.next()
+            depth.observe(Plan(k), accepted, seen if before > 0 else None)
+            after = depth.next().k
         else:
-            after = depth.next()
-            depth.observe(k, accepted, seen if before == after == 0 else None)
+            after = depth.next().k
+            depth.observe(Plan(k), accepted, seen if before == after == 0 else None)
         before, k = k, after
         n += accepted + 1
         if n >= n_tokens:

@@ -3,6 +3,7 @@
 import json
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -68,10 +69,22 @@ def test_nine_kinds_of_prompts(demo):
     texts = prompts.nine_kinds()
     assert len(texts) == 9
     assert len(set(texts.values())) == 9
-    assert {f"{name}.txt" for name in texts} == {file.name for file in prompts.FOLDER.glob("*.txt")}
+    files = {file.name for file in prompts.FOLDER.glob("*.txt")}
+    assert {f"{name}.txt" for name in (*texts, *prompts.copying_kinds())} == files
     sizes = {name: prompts.encode(demo[1], text).size for name, text in texts.items()}
     assert max(sizes, key=sizes.__getitem__) == "code_review"
     assert sizes["code_review"] > 2000
+
+
+def test_copying_kinds_of_prompts(demo):
+    texts = prompts.copying_kinds()
+    assert list(texts) == list(prompts.COPYING)
+    assert all(prompts.encode(demo[1], text).size > 1000 for text in texts.values())
+    answers = Path(__file__).parents[1] / "benchmarks" / "answers"
+    for name, text in texts.items():
+        answer = (answers / f"{name}.txt").read_text(encoding="utf-8")
+        words = [answer[i : i + 12] for i in range(0, len(answer) - 12, 12)]
+        assert sum(word in text for word in words) > 0.25 * len(words), name
 
 
 def test_prompts_of_a_file_keep_their_numbers(tmp_path):
@@ -104,13 +117,16 @@ def test_a_chat_model_gets_its_template():
 # Arithmetic
 
 
-@given(st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1))
+@given(
+    st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k), st.booleans())), min_size=1)
+)
 def test_time_of_steps(steps):
     parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
-    for k, n in steps:
-        counts.add(k, n)
-    n_tokens = sum(n + 1 for _, n in steps)
-    assert parts.seconds(n_tokens, counts) == pytest.approx(sum(parts.verify[k] + k * 0.17 for k, _ in steps))
+    for k, n, copies in steps:
+        counts.add(k, n, copies)
+    n_tokens = sum(n + 1 for _, n, _ in steps)
+    seconds = sum(parts.verify[k] + (0 if copies else k * 0.17) for k, _, copies in steps)  # a copy takes no pass
+    assert parts.seconds(n_tokens, counts) == pytest.approx(seconds)
 
 
 def test_figures_agree():
@@ -128,8 +144,8 @@ def test_figures_agree():
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
-    assert len(report.parts.verify) == 9
-    assert report.parts.exact.keys() == {2, 9}
+    assert len(report.parts.verify) == 17  # copies
+    assert report.parts.exact.keys() == {2, 17}
     assert min(report.parts.exact.values()) > 0
     for k in DEPTHS:
         a, b, overall = (r for r in report.results if r.num_draft_tokens == k)
@@ -236,7 +252,7 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     report = json.loads(file.read_text())
     exact, one = report["parts"]["exact"], report["parts"]["verify"][0]
     assert (
-        f"With --exact, relative to the plain pass over 1: 2: {exact['2'] / one:.2f}, 9: {exact['9'] / one:.2f}\n"
+        f"With --exact, relative to the plain pass over 1: 2: {exact['2'] / one:.2f}, 17: {exact['17'] / one:.2f}\n"
         in out
     )
     assert report["acceptance_was_set"] == 0.9
@@ -272,6 +288,20 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
         assert row[8:10] == [f"{step:.2f}", f"{step / step_of_first:.2f}"]
         assert row[10] == f"{r['efficiency']:.2f}"
         assert row[13] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
+
+
+def test_copying_prompts_are_chosen_by_name(monkeypatch):
+    asked = []
+
+    def measure(model, prompts, *_, **__):
+        asked.append(list(prompts))
+        raise SystemExit
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    for flags in ((), ("--prompts", "copying")):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, *flags)
+    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING)]
 
 
 def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import deep_model, tiny_config, tiny_model
+from mlx.utils import tree_flatten
 from mlx_lm import processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -20,6 +21,7 @@ from mlx_lm.tuner import utils as tuner_utils
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.models.attention import rows_at_once
 from mlx_mtp.models.cache import ArraysCache
 
 # As attributes of mlx_lm these two are functions.
@@ -89,6 +91,7 @@ SIGNATURES = [
     (base.create_attention_mask, "h cache window_size return_array"),
     (base.create_ssm_mask, "h cache"),
     (base.gather_last_axis, "x group"),
+    (base.scaled_dot_product_attention, "queries keys values cache scale mask sinks"),
     (cache.load_prompt_cache, "file_name return_metadata"),
     (qwen3_5.DecoderLayer, "args layer_idx"),
     (qwen3_next.Qwen3NextDecoderLayer, "args layer_idx"),
@@ -97,6 +100,7 @@ SIGNATURES = [
     (qwen3_next.Model.__call__, "self inputs cache"),
     (qwen3_5.GatedDeltaNet.__call__, "self inputs mask cache"),
     (qwen3_next.Qwen3NextGatedDeltaNet.__call__, "self inputs mask cache"),
+    (qwen3_next.Qwen3NextAttention.__call__, "self x mask cache"),
     (qwen3_next.Qwen3NextGatedDeltaNet.fix_query_key_value_ordering, "self mixed_qkvz mixed_ba"),
 ]  # fmt: skip
 
@@ -249,6 +253,9 @@ def test_swapped_and_called_layers(family):
     for name in ("conv1d", "conv_dim", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads", "head_k_dim",
                  "head_v_dim", "A_log", "dt_bias", "norm", "out_proj", *projections):  # fmt: skip
         assert hasattr(layers[0].linear_attn, name), moved + name
+    for name in ("num_attention_heads", "num_key_value_heads", "scale", "rope", "q_norm", "k_norm", "q_proj", "k_proj",
+                 "v_proj", "o_proj"):  # fmt: skip
+        assert hasattr(layers[1].self_attn, name), "mlx-lm's attention layer has lost " + name
     assert isinstance(model.model.embed_tokens, nn.Embedding), "mlx-lm's models embed otherwise than by .embed_tokens"
     assert model.model.fa_idx == 1, "mlx-lm's models do not tell of their first full-attention layer in .fa_idx"
 
@@ -273,3 +280,21 @@ def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, befo
             for a, b in zip(ours.cache, theirs.cache):
                 assert a.dtype == b.dtype, moved
                 assert mx.array_equal(a, b), moved
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("make_cache", [cache.KVCache, lambda: cache.QuantizedKVCache(group_size=32)])
+def test_attention_in_groups_matches_the_stock_layer(family, make_cache):
+    layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1].self_attn
+    stock = type(layer).__mro__[1]
+    x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
+    ours, theirs = make_cache(), make_cache()
+    for chunk in (x[:, :7], x[:, 7:]):
+        with rows_at_once(4):
+            got = layer(chunk, "causal", ours)
+        want = stock.__call__(layer, chunk, "causal", theirs)
+        moved = f"mlx-lm's {stock.__name__} computes otherwise: models/attention.py must follow"
+        assert mx.abs(got - want).max() < 1e-5 * mx.abs(want).max(), moved  # a few roundings of float32
+    for a, b in zip(tree_flatten(ours.state), tree_flatten(theirs.state)):
+        same = mx.array_equal(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1]
+        assert same, moved

@@ -8,7 +8,9 @@ from depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, next_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.decoding.depth import Acceptance, Depth, StepTimes, best_depth, expected_tokens
+from mlx_mtp.decoding.depth import Depth, best_depth, expected_tokens
+from mlx_mtp.decoding.rates import Rates
+from mlx_mtp.decoding.step_times import PLAIN, Plan, StepTimes
 
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
@@ -40,16 +42,16 @@ def test_expected_tokens():
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
 
 
-def test_acceptance_counts_verified_drafts_and_forgets():
-    a = Acceptance(3)
+def test_rates_count_verified_drafts_and_forget():
+    a = Rates(3)
     for _ in range(300):
-        a.observe(3, 1)  # the first is accepted, the second rejected, the third never verified
+        a.count_window(3, 1)  # the first is accepted, the second rejected, the third never verified
     first, second, third = a.estimate
     assert first > 0.95
     assert second < 0.1
     assert third < second + 0.01
     for _ in range(100):
-        a.observe(3, 3)
+        a.count_window(3, 3)
     assert min(a.estimate) > 0.9
 
 
@@ -57,13 +59,13 @@ def test_times_follow_and_ignore_pauses():
     times = StepTimes(4)
     for k in (0, 1, 2):
         for seconds in (5.0, 1 + 0.2 * k, 1 + 0.2 * k):  # the first one compiles
-            times.observe(k, seconds)
+            times.observe(Plan(k), seconds)
     assert times.estimate == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
     for i in range(100):
-        times.observe(2, 100.0 if i % 20 == 0 else 1.4)
+        times.observe(Plan(2), 100.0 if i % 20 == 0 else 1.4)
     assert times.estimate[2] == pytest.approx(1.4, rel=0.1)
     for _ in range(200):
-        times.observe(2, 2.4)  # a longer context: as much longer at every depth
+        times.observe(Plan(2), 2.4)  # a longer context: as much longer at every depth
     assert times.estimate[2] == pytest.approx(2.4, rel=0.01)
     assert times.estimate[0] == pytest.approx(1.5, rel=0.1)
 
@@ -94,14 +96,14 @@ def test_speed_with_many_seeds(case):
 
 def test_known_times_hold_until_contradicted():
     depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
-    assert [depth.next(), depth.next()] == [1, 1]
+    assert [depth.next(), depth.next()] == [Plan(1), Plan(1)]
     for seconds in (5.0, 0.7):  # the first one compiles
-        depth.observe(1, 1, seconds)
+        depth.observe(Plan(1), 1, seconds)
     assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
     for seconds in (5.0, 1.4):
-        depth.observe(2, 2, seconds)
-    assert 0 not in depth.times.seconds
-    assert [depth.next() for _ in Depth.FIRST] == list(Depth.FIRST)
+        depth.observe(Plan(2), 2, seconds)
+    assert PLAIN not in depth.times.seconds
+    assert [depth.next().k for _ in Depth.FIRST] == list(Depth.FIRST)
 
 
 @pytest.mark.parametrize("case", list(next_text()), ids=id_of)
@@ -116,7 +118,7 @@ def test_begin_forgets_acceptance():
     depth = Depth(MOST)
     decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, depth)
     depth.begin()
-    assert depth.acceptance.estimate == Acceptance(MOST).estimate
+    assert depth.rates.estimate == Rates(MOST).estimate
     assert depth.elapsed == depth.lost == 0
 
 
@@ -127,11 +129,11 @@ def test_a_slow_reader_changes_nothing(when):
     def n_drafting_steps(pause):
         depth, n = Depth(MOST), 0
         for i in range(2000):
-            k = depth.next()
+            k = depth.next().k
             n += k > 0
             pauses = i % 50 == 49 if when == "between plain steps" else k > 0 and n % 20 == 19
             # One draft in three is accepted, which does not pay.
-            depth.observe(k, int(k > 0 and n % 3 == 0), 1 + 0.6 * k + pause * pauses)
+            depth.observe(Plan(k), int(k > 0 and n % 3 == 0), 1 + 0.6 * k + pause * pauses)
         return n
 
     assert n_drafting_steps(pause=100.0) == pytest.approx(n_drafting_steps(pause=0.0), rel=0.25)

@@ -107,12 +107,30 @@ def test_without_mtp_it_is_plain_mlx_lm(demo):
     assert mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12) == text
 
 
+REPEATS = "def area(width, height):\n    return width * height\n\n\n" * 3
+
+
+@pytest.mark.parametrize("options", [{"copy_drafts": 6}, {"copy_drafts": 6, "mtp": False}, {}], ids=str)
+def test_copies_are_counted(demo, options):
+    model, tokenizer = demo
+    *_, last = mlx_mtp.stream_generate(
+        model, tokenizer, REPEATS, 60, num_draft_tokens=2 * options.get("mtp", True), **options
+    )
+    assert last.generation_tokens == 60
+    assert (sum(last.copies_accepted) > 0) == bool(options)
+    assert (last.drafted == ()) == (options.get("mtp") is False)
+    steps = sum(last.drafted[:1]) + sum(last.copied[:1])
+    assert last.tokens_per_step == 1 + (sum(last.accepted) + sum(last.copies_accepted)) / steps
+
+
 def test_refuses_arguments_that_do_not_go_together(demo):
     model, tokenizer = demo
     with pytest.raises(ValueError, match="requires mtp=False"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
     with pytest.raises(ValueError, match="require mtp=True"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, mtp=False, exact=True))
+    with pytest.raises(ValueError, match="omit copy_drafts"):
+        next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, mtp=False, draft_model=model, copy_drafts=4))
     with pytest.raises(ValueError, match="non-zero"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=0))
 
@@ -127,6 +145,7 @@ def test_every_flag_is_mlx_lms():
         "mtp",
         "exact",
         "check",
+        "copy_drafts",
         "draft_p_min",
         "draft_vocab",
         "mtp_bits",
@@ -166,6 +185,38 @@ def test_summary_lines(monkeypatch, capsys):
     assert "Drafts" not in plain
     _, quiet, _ = run(monkeypatch, capsys, *args, "--verbose", "F")
     assert quiet.strip() == out.split("==========")[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--mtp --num-draft-tokens 1 --copy-drafts 5", r"[\d.]+ accepted by position, \d+ of \d+ copies accepted"),
+        ("--copy-drafts 5", r"\d+ of \d+ copies accepted"),
+        ("--copy-drafts off", None),
+    ],
+)
+def test_copies_in_the_summary(monkeypatch, capsys, flags, pattern):
+    args = ["--prompt", REPEATS, "-m", 40, "--ignore-chat-template"]
+    _, plain, _ = run(monkeypatch, capsys, *args)
+    _, out, _ = run(monkeypatch, capsys, *args, *flags.split())
+    assert out.split("==========")[1] == plain.split("==========")[1]
+    *_, last = out.strip().split("\n")
+    assert re.fullmatch(rf"Drafts: {pattern}, [\d.]+ tokens-per-step", last) if pattern else "Drafts" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--draft-model x --copy-drafts 5", "--copy-drafts and --draft-model cannot be combined"),
+        ("--num-draft-tokens 2 --copy-drafts auto", "--num-draft-tokens requires --mtp or --draft-model"),
+        ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),
+        ("--exact --copy-drafts auto", "--exact requires --mtp"),
+    ],
+)
+def test_refuses_flags_that_do_not_go_with_copies(monkeypatch, capsys, flags, message):
+    status, out, err = run(monkeypatch, capsys, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 def test_reads_the_prompt_from_stdin(monkeypatch, capsys):
@@ -327,6 +378,8 @@ def test_a_truncated_file_is_one_line_without_mtp(monkeypatch, capsys, tmp_path)
         "--prefill-step-size -5",
         "--max-kv-size 0",
         "--num-draft-tokens 0",
+        "--copy-drafts 0",
+        "--copy-drafts 17",
     ],
 )
 def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):

@@ -20,6 +20,7 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.depth import Depth
 from mlx_mtp.decoding.pace import DraftCounts
+from mlx_mtp.decoding.step_times import Plan
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 model_of = cache(tiny_model)
@@ -470,12 +471,12 @@ def test_auto_shares_one_depth_between_generations(monkeypatch):
     class Watched(Depth):
         n_texts = 0
 
-        def _confirm(self, k, seconds):
+        def _confirm(self, plan, seconds):
             """Never forget a time, however unsteady the machine."""
 
-        def begin(self):
+        def begin(self, only=None):
             self.n_texts += 1
-            super().begin()
+            super().begin(only)
 
     model = model_of("qwen3_5")
     depth = Watched(8)
@@ -495,17 +496,17 @@ def test_unsure_drafts_count_as_rejected():
     seen = []
 
     class Watched(Depth):
-        def next(self):
-            return 3
+        def next(self, odds=()):
+            return Plan(3)
 
-        def observe(self, k, n_accepted, seconds):
-            seen.append((k, n_accepted, seconds))
+        def observe(self, plan, n_accepted, seconds):
+            seen.append((plan, n_accepted, seconds))
 
     counts = DraftCounts()
     mtp(PROMPT, model, max_tokens=40, num_draft_tokens=Watched(3), draft_p_min=1.0, counts=counts)
     assert counts.drafted == []
     assert len(seen) > 30
-    assert all(k == 3 and n == 0 and seconds is None for k, n, seconds in seen[:-3])
+    assert all(plan == Plan(3) and n == 0 and seconds is None for plan, n, seconds in seen[:-3])
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -233,6 +233,42 @@ def begin(server: Server, **body) -> socket.socket:
     return connection
 
 
+REPEATS = (PROMPT + "    with open(path) as f:\n        return f.read().split()\n\n\n") * 2
+
+
+def test_copies_equal_mlx_lm(server, demo, text_of):
+    """Also in the next turn, whose prompt is in the cache."""
+    model, tokenizer = demo
+    before, prompt = server.metrics(), REPEATS
+    for _ in range(2):
+        body = {"prompt": prompt, "max_tokens": 24, "copy_drafts": 6}
+        _, answer = server.request("/v1/completions", body)
+        text, usage = answer["choices"][0]["text"], answer["usage"]
+        assert text == text_of(plain(tokenizer.encode(prompt), model, max_tokens=24))
+        details = usage["completion_tokens_details"]
+        assert 0 < details["accepted_copied_tokens"] <= details["copied_tokens"]
+        assert details["accepted_copied_tokens"] <= details["accepted_prediction_tokens"]
+        prompt += text
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 24
+    after = server.metrics()
+    for name in ("mlx_mtp_copied_tokens_total", "mlx_mtp_accepted_copied_tokens_total"):
+        assert after[name] > before[name]
+    _, answer = server.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24})
+    assert answer["usage"]["completion_tokens_details"]["copied_tokens"] == 0  # --num-draft-tokens 3 means just these
+
+
+def test_copies_without_a_head(tmp_path, demo, text_of):
+    model, tokenizer = demo
+    want = text_of(plain(tokenizer.encode(REPEATS), model, max_tokens=24))
+    with serve(tmp_path / "log", "--copy-drafts", "6") as s:
+        for copies in ({}, {"copy_drafts": "off"}):
+            status, answer = s.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24, **copies})
+            assert (status, answer["choices"][0]["text"]) == (200, want)
+            assert (answer["usage"]["completion_tokens_details"]["copied_tokens"] > 0) == (not copies)
+        answers = [s.request("/v1/completions", {"prompt": p, "max_tokens": 9}) for p in (REPEATS, PROMPT)]
+        assert [status for status, _ in answers] == [200, 200]
+
+
 def test_hang_up_stops_generation(server):
     before = server.metrics()["mlx_mtp_generated_tokens_total"]
     for stream in (True, False):

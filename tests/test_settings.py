@@ -45,7 +45,7 @@ def run(monkeypatch, module, *argv) -> None:
     module.main()
 
 
-@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), TUNED])
+@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), Settings(attention_rows=4), TUNED])
 def test_reads_what_was_written(tmp_path, tuned):
     file = tmp_path / "s.json"
     settings.write(file, {"mlx": "1"}, "demo", tuned)
@@ -67,11 +67,17 @@ def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     assert tokens == plain(prompt, untuned, max_tokens=16)
 
 
+def test_attention_follows_settings(tuned_demo):
+    for rows in (3, None):
+        tuned_demo(Settings(attention_rows=rows))
+        assert mlx_mtp.load(str(DEMO))[0].drafting.attention_rows == rows
+
+
 def test_depth_follows_settings_unless_given(tuned_demo):
     tuned_demo(TUNED)
     depth = auto_depth(mlx_mtp.load(str(DEMO))[0])
     assert isinstance(depth, Depth)
-    assert depth.times.seconds == TUNED.seconds
+    assert depth.times.by_depth() == TUNED.seconds
     for k in (0, 3):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
@@ -147,6 +153,8 @@ DAMAGED = [
     '{"key": {}, "settings": {"seconds": {"0": 0}}}',
     '{"key": {}, "settings": {"seconds": [1]}}',
     '{"key": {}, "settings": {"draft_p_min": "high"}}',
+    '{"key": {}, "settings": {"attention_rows": 0}}',
+    '{"key": {}, "settings": {"attention_rows": true}}',
     '{"key": 5, "settings": {}}',
 ]
 

@@ -13,7 +13,7 @@ from mlx import nn
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import tune
+from mlx_mtp.benchmark import split, tune
 from mlx_mtp.benchmark.recommend import FIXED_GAIN, Measured, combine, recommend, show
 from mlx_mtp.benchmark.tune import AUTO, FIXED, OFF, cheaper
 from mlx_mtp.checkpoint import settings
@@ -75,13 +75,46 @@ def test_tries_only_cheaper_forms(tmp_path):
     assert cheaper(model, tmp_path) == [Settings(draft_head_bits=4), *surer]
 
 
-def test_measures_all_and_leaves_the_model_unchanged():
+@pytest.mark.parametrize(
+    ("whole", "grouped", "faster"),
+    [
+        ([2.0, 2.1], [1.8, 1.9], True),
+        ([2.0, 2.1], [1.8, 2.05], False),  # within the spread
+        ([2.0, 2.1], [2.2, 2.3], False),
+    ],
+)
+def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
+    model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=32), []
+
+    def time_windows(model, prompt, rows, repeat):
+        asked.append((prompt.size, repeat))
+        seconds = {(n, r): t for n in split.WINDOWS for r, t in ((None, whole), (rows, grouped))}
+        return seconds | {(split.WINDOWS[0], rows): [1.0, 1.1]}  # one window alone does not decide
+
+    monkeypatch.setattr(split, "time_windows", time_windows)
+    assert split.fastest_rows(model, mx.array([5, 6, 7]), 2) == (5 if faster else None)
+    assert asked == [(split.CONTEXT, 2)]
+
+
+def test_times_windows_whole_and_in_groups(monkeypatch):
+    monkeypatch.setattr(split, "N_CALLS", 1)
+    model = tiny_model("qwen3_5")
+    seconds = split.time_windows(model, mx.array([5, 6, 7]), 4, 2)
+    assert {kind: len(s) for kind, s in seconds.items()} == {(n, r): 2 for n in split.WINDOWS for r in (None, 4)}
+    assert all(t > 0 for s in seconds.values() for t in s)
+    assert model.drafting.attention_rows is None
+
+
+def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
+    monkeypatch.setattr(split, "fastest_rows", lambda *_: 2)
     folder = DATA / "dense"
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
     before = dict(model.parameters())
     measured = tune.tune(model, tokenizer, folder, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
+    assert model.drafting.attention_rows is None
+    assert {m.settings.attention_rows for m in measured} == {2}
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
     assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]
     assert len(measured) >= 11

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from .checkpoint.vocabulary import LIST_FILE
-from .decoding.depth import MAX_DRAFT_TOKENS
+from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.sampling import AcceptanceName
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
@@ -82,6 +82,35 @@ def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> No
     )
 
 
+def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of copy drafts."""
+    parser.add_argument(
+        "--copy-drafts",
+        metavar="auto|off|N",
+        type=lambda x: x if x in ("auto", "off") else int(x),
+        help="Where the text repeats itself, draft what followed there: auto, wherever that is faster than the head's drafts, "
+        f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
+        "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
+    )
+
+
+def check_copy_drafts(args: argparse.Namespace) -> None:
+    """Raise a ValueError if ``--copy-drafts`` is out of range."""
+    n = getattr(args, "copy_drafts", None)
+    if isinstance(n, int) and not 1 <= n <= MAX_COPY_TOKENS:
+        raise ValueError(f"--copy-drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {n}.")
+
+
+def copies(args: argparse.Namespace) -> bool:
+    """Whether ``--copy-drafts`` asks for copies."""
+    return getattr(args, "copy_drafts", None) not in (None, "off")
+
+
+def drafts(args: argparse.Namespace) -> bool:
+    """Whether the flags ask for drafts of the model's head or for copies."""
+    return bool(args.mtp) or copies(args)
+
+
 def auto_or_number(text: str) -> str | int:
     """The type of ``--num-draft-tokens``."""
     return text if text == "auto" else int(text)
@@ -124,6 +153,13 @@ def _check_drafting(args: argparse.Namespace) -> None:
     if args.mtp and args.draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")
     n = args.num_draft_tokens
+    check_copy_drafts(args)
+    if copies(args) and args.draft_model is not None:
+        raise ValueError("--copy-drafts and --draft-model cannot be combined.")
+    if copies(args) and not args.mtp and n is not None:
+        raise ValueError(
+            "--num-draft-tokens requires --mtp or --draft-model: with --copy-drafts alone there is no head."
+        )
     if n is None and not args.mtp:
         args.num_draft_tokens = n = 3
     if n == "auto" and not args.mtp:

@@ -23,6 +23,7 @@ from .runs import AUTO
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
+COPYING = "copying"  # in place of a file of prompts
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
 
@@ -49,10 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
     parser.add_argument(
         "--prompts",
-        type=Path,
         metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes (default: nine kinds of request; for the demo, "
-        "beginnings of Python files).",
+        help="A text file of prompts, separated by lines of three dashes, or `copying` for four kinds of request whose "
+        "answers copy from the prompt (default: nine kinds of request; for the demo, beginnings of Python files).",
     )
     parser.add_argument(
         "--context",
@@ -70,8 +70,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
+    cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     for action in parser._actions:
+        if action.dest == "copy_drafts":
+            action.help = (
+                "Where the text repeats itself, draft what followed there: see mlx_mtp.generate (default: auto beside auto, "
+                "off beside a fixed depth)."
+            )
         if action.dest == "settings":
             action.default, action.metavar = None, "FILE"
             action.help = (
@@ -101,6 +107,7 @@ def run(args: argparse.Namespace) -> None:
             (AUTO, *range(1, (args.compare_depths or 0) + 1)),
             max_tokens=args.max_tokens,
             repeat=args.repeat,
+            copy_drafts=args.copy_drafts,
             name=name,
             acceptance_was_set=args.acceptance,
         )
@@ -137,8 +144,10 @@ def prepare(args: argparse.Namespace) -> tuple[Any, str, list[Mapping[str, mx.ar
 
 
 def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, context: int) -> dict[str, mx.array]:
-    if args.prompts:
-        texts = prompts.read_prompts(args.prompts)
+    if args.prompts == COPYING:
+        texts = prompts.copying_kinds()
+    elif args.prompts:
+        texts = prompts.read_prompts(Path(args.prompts))
     else:
         texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
     return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}
@@ -182,6 +191,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--acceptance requires --synthetic.")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:
         raise ValueError(f"--acceptance must be a probability, from 0 to 1, not {args.acceptance}.")
+    cli.check_copy_drafts(args)
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
     if min(args.context) < 0:
@@ -198,7 +208,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_tune(args: argparse.Namespace) -> None:
-    fixed = ("synthetic", "compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
+    fixed = ("synthetic", "compare_depths", "copy_drafts", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
         raise ValueError(f"--tune chooses what to measure: remove --{flag.replace('_', '-')}.")
     if args.repeat < 2:

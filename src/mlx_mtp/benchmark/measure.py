@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..decoding.loop import CopyDrafts, default_copies
 from .parts import Parts, time_parts
 from .runs import AUTO, PLAIN, Generation, Run, check_sizes, generate, in_turn, sum_counts
 
@@ -41,6 +42,8 @@ class Result:
     mtp_peak_memory: float
     drafted: list[int]  # by position
     accepted: list[int]
+    copied: list[int]
+    copies_accepted: list[int]
     tokens_per_step: float
     allowed: float
     efficiency: float
@@ -48,7 +51,7 @@ class Result:
 
     @property
     def acceptance(self) -> list[float]:
-        """The acceptance rate, by position."""
+        """The acceptance rate of the head's drafts, by position."""
         return [a / d for a, d in zip(self.accepted, self.drafted)]
 
     @property
@@ -81,6 +84,7 @@ def measure(
     *,
     max_tokens: int = 128,
     repeat: int = 5,
+    copy_drafts: CopyDrafts | None = None,
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
@@ -93,6 +97,8 @@ def measure(
         depths (Sequence[Union[int, str]]): Numbers of tokens to draft in a step, and ``"auto"``.
         max_tokens (int): Tokens to generate for each prompt; no token stops a run. Default: ``128``.
         repeat (int): The number of rounds. Default: ``5``.
+        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``, ``"auto"`` for the depth
+          ``"auto"`` and ``"off"`` for the others.
         name (str): The model's name, for the report.
         acceptance_was_set (float, optional): The acceptance rate of a synthetic model, for the report.
 
@@ -105,11 +111,11 @@ def measure(
     with wired_limit(model, [generation_stream]), tqdm(total=n_runs, desc="warming up", disable=None) as bar:
         by_length = sorted(prompts.values(), key=len)
         for run in runs:
-            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), run)
+            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), run, copy_drafts=copy_drafts)
         bar.set_description("timing the parts")
-        deepest = max(MAX_DRAFT_TOKENS if k == AUTO else int(k) for k in depths)
+        deepest = max(_most_drafts(k, copy_drafts) for k in depths)
         parts = time_parts(model, by_length[len(by_length) // 2], deepest)
-        rounds = [_run_round(model, prompts, runs, i, max_tokens, bar) for i in range(repeat)]
+        rounds = [_run_round(model, prompts, runs, i, max_tokens, copy_drafts, bar) for i in range(repeat)]
     versions = {package: version(package) for package in ("mlx", "mlx-lm")}
     report = Report(name, str(mx.default_device()), versions, max_tokens, repeat, acceptance_was_set, parts)
     names = list(prompts)
@@ -120,15 +126,27 @@ def measure(
     return report
 
 
+def _most_drafts(run: Run, copy_drafts: CopyDrafts | None) -> int:
+    n = MAX_DRAFT_TOKENS if run == AUTO else int(run)
+    copies = default_copies(None if run == AUTO else int(run), copy_drafts)
+    return n if copies == "off" else max(n, MAX_COPY_TOKENS)
+
+
 def _run_round(
-    model: Any, prompts: Mapping[str, mx.array], runs: Sequence[Run], i: int, max_tokens: int, bar: Any
+    model: Any,
+    prompts: Mapping[str, mx.array],
+    runs: Sequence[Run],
+    i: int,
+    max_tokens: int,
+    copy_drafts: CopyDrafts | None,
+    bar: Any,
 ) -> Round:
     """Every run on every prompt once; the order changes with the round and the prompt."""
     generations: Round = {}
     for j, (prompt, tokens) in enumerate(prompts.items()):
         for run in in_turn(runs, i + j):
             bar.set_description(f"{prompt}, {run}")
-            generations[prompt, run] = generate(model, tokens, max_tokens, run)
+            generations[prompt, run] = generate(model, tokens, max_tokens, run, copy_drafts=copy_drafts)
             bar.update()
     return generations
 
@@ -160,7 +178,9 @@ def summarize(
         mtp_peak_memory=max(g.peak_memory for one in mtp for g in one),
         drafted=total.drafted,
         accepted=total.accepted,
-        tokens_per_step=n_all / (n_all - sum(total.accepted)),
+        copied=total.copied,
+        copies_accepted=total.copies_accepted,
+        tokens_per_step=n_all / (n_all - sum(total.accepted) - sum(total.copies_accepted)),
         allowed=allowed,
         efficiency=ratio / allowed,
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),

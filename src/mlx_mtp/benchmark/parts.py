@@ -4,12 +4,15 @@ With V(n) the time of a verify pass over n tokens and D that of a pass of the he
 and yielded N of them allow a speed, relative to plain decoding, of
 
     N V(1) / sum(V(k_i + 1) + k_i D)        achieved / allowed is the efficiency of the loop
+
+Drafts that are copied from the text cost no pass of the head: their D is 0.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -36,14 +39,21 @@ class Parts:
 
     def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
         """The time of the passes that yielded these tokens."""
-        n_plain = n_tokens - sum(counts.accepted) - (counts.drafted[0] if counts.drafted else 0)
-        steps = [n_plain] + [n - m for n, m in zip(counts.drafted, [*counts.drafted[1:], 0])]  # that drafted 0, 1, ...
-        return sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(steps))
+        drafted, copied = _steps(counts.drafted), _steps(counts.copied)
+        n_plain = n_tokens - sum(counts.accepted) - sum(counts.copies_accepted) - sum(drafted) - sum(copied)
+        seconds = n_plain * self.verify[0]
+        seconds += sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(drafted, 1))
+        return seconds + sum(n * self.verify[k] for k, n in enumerate(copied, 1))
+
+
+def _steps(drafted: Sequence[int]) -> list[int]:
+    """The number of steps with 1, 2, ... drafts, from that of drafts by position."""
+    return [n - m for n, m in pairwise([*drafted, 0])]
 
 
 def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
-    timer = _Timer(model, prompt, max_draft_tokens)
+    timer = Timer(model, prompt, max_draft_tokens)
     verify, exact = timer.time_passes()
     rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[0])))
     head = timer.time_head()
@@ -56,7 +66,7 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     )
 
 
-class _Timer:
+class Timer:
     """A model behind a prompt [T], and windows of 1 to ``max_draft_tokens + 1`` tokens to verify there."""
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):

@@ -19,6 +19,7 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("  peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
     ("same", lambda r: "yes" if r.identical else "no"),
     ("accepted/drafted", lambda r: f"{sum(r.accepted)}/{sum(r.drafted)}"),
+    ("copies   ", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
     ("by position", lambda r: " ".join(f"{a:.2f}" for a in r.acceptance).ljust(11)),
 ]
 # Each of a result and of that at the first length.

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from ..decoding.depth import Depth
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import CopyDrafts, mtp_generate_step
 from ..decoding.pace import DraftCounts
 
 PLAIN, AUTO = "plain", "auto"
@@ -29,7 +29,12 @@ class Generation:
 
 
 def generate(
-    model: Any, prompt: mx.array, max_tokens: int, run: Run | Depth, draft_p_min: float | None = None
+    model: Any,
+    prompt: mx.array,
+    max_tokens: int,
+    run: Run | Depth,
+    draft_p_min: float | None = None,
+    copy_drafts: CopyDrafts | None = None,
 ) -> Generation:
     """Time one run on one prompt, [T]."""
     counts = DraftCounts()
@@ -37,8 +42,8 @@ def generate(
     if run == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)
     else:
-        options: dict[str, Any] = {"num_draft_tokens": run, "draft_p_min": draft_p_min, "counts": counts}
-        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, **options)
+        options: dict[str, Any] = {"num_draft_tokens": run, "draft_p_min": draft_p_min, "copy_drafts": copy_drafts}
+        steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, counts=counts, **options)
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens: list[int] = []
@@ -58,7 +63,12 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 
 
 def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
-    return DraftCounts(_sum_columns([c.drafted for c in counts]), _sum_columns([c.accepted for c in counts]))
+    return DraftCounts(
+        _sum_columns([c.drafted for c in counts]),
+        _sum_columns([c.accepted for c in counts]),
+        _sum_columns([c.copied for c in counts]),
+        _sum_columns([c.copies_accepted for c in counts]),
+    )
 
 
 def _sum_columns(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -1,7 +1,7 @@
 """``python -m mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
 
-Plain decoding takes turns with auto and fixed depths, then with each cheaper form of the drafts, then with a combination of
-those that gained.
+First, whether attention over a window is faster in groups of rows. With the faster, plain decoding takes turns with auto and
+fixed depths, then with each cheaper form of the drafts, then with a combination of those that gained.
 """
 
 import statistics
@@ -20,6 +20,7 @@ from ..checkpoint.drafting import cheapen_drafts
 from ..checkpoint.vocabulary import LIST_FILE
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..models.drafting import Settings
+from . import split
 from .recommend import Measured, combine, recommend
 from .runs import PLAIN, Generation, check_sizes, generate, in_turn, sum_counts
 
@@ -56,11 +57,12 @@ def tune(
         List[Measured]: The simplest settings first.
     """
     check_sizes(max_tokens, repeat)
-    tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
+        rows = split.fastest_rows(model, max(prompts.values(), key=len), repeat)
+        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, rows)
         measured = tuner.measure([AUTO, *FIXED])
         best = recommend(measured)
-        base = best if best.settings != OFF else measured[1]
+        base = best if best is not measured[0] else measured[1]
         if forms := [replace(f, num_draft_tokens=base.settings.num_draft_tokens) for f in cheaper(model, path)]:
             measured += tuner.measure(forms)[1:]
         if combined := combine(base, measured):
@@ -90,10 +92,11 @@ class Tuner:
     prompts: Sequence[mx.array]
     max_tokens: int
     repeat: int
+    attention_rows: int | None  # of all settings
 
     def measure(self, others: Sequence[Settings]) -> list[Measured]:
         """Measure plain decoding and other settings, which take turns."""
-        every = [OFF, *others]
+        every = [replace(s, attention_rows=self.attention_rows) for s in (OFF, *others)]
         # Each auto run begins with the times of the run before, as it will in use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
@@ -105,7 +108,7 @@ class Tuner:
             rounds = [self.run_round(every, depths, i, bar) for i in range(self.repeat)]
         plain = [r[0] for r in rounds]
         return [
-            summarize(replace(s, seconds=dict(depths[i].times.seconds)), plain, [r[i] for r in rounds])
+            summarize(replace(s, seconds=depths[i].times.by_depth()), plain, [r[i] for r in rounds])
             for i, s in enumerate(every)
         ]
 
@@ -121,7 +124,8 @@ class Tuner:
 
     def generate(self, settings: Settings, depth: Depth, prompt: mx.array, n: int) -> Generation:
         k = settings.num_draft_tokens
-        return generate(self.model, prompt, n, depth if k == "auto" else k or PLAIN, settings.draft_p_min)
+        run = depth if k == "auto" else k or PLAIN
+        return generate(self.model, prompt, n, run, settings.draft_p_min, copy_drafts="off")
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:
@@ -131,11 +135,12 @@ class Tuner:
         try:
             cheapen_drafts(model, self.tokenizer, self.path, *forms)
             lm_head = model.drafting.lm_head
+            model.drafting.attention_rows = settings.attention_rows
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
             yield
         finally:
             model.mtp.update_modules(layers)
-            model.drafting.lm_head = None
+            model.drafting.lm_head = model.drafting.attention_rows = None
 
 
 def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:

@@ -48,6 +48,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     mtp: bool | str = True,
+    copy_drafts: bool = False,
     draft_vocab: DraftVocab | None = None,
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
@@ -61,6 +62,8 @@ def load(
     Args:
         mtp (Union[bool, str]): The path or repository of a drafter in mlx-vlm's layout, ``True`` for the model's own head,
           or ``False`` for ``mlx_lm.load``: no head, any model. Default: ``True``.
+        copy_drafts (bool): With ``mtp=False``, load a supported model without its head, if it has one, so that it can draft
+          by copying alone: ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
           file of ``mlx_mtp.draft_vocab``, or from these; ``0`` is all. Special and stop tokens and those of the text are
           always included. Default: ``None``, the file ``draft_vocab.json`` beside the checkpoint, or all.
@@ -78,21 +81,26 @@ def load(
     if not mtp:
         _check_no_drafting(drafting, settings)
         check_weight_files(path)
+    if not mtp and not copy_drafts:
         with loading_errors(path_or_hf_repo):
             return mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    config = read_config(path, path_or_hf_repo)
-    path, head = _find_head(path, path_or_hf_repo, revision, config, mtp)
-    model, config = _load_with_head(path, path_or_hf_repo, config, head, model_config, lazy, trust_remote_code)
-    _warn_of_few_bits(model, path_or_hf_repo, mtp)
+    config, head = read_config(path, path_or_hf_repo), None
+    model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+    if mtp:
+        path, head = _find_head(path, path_or_hf_repo, revision, config, mtp)
+    model, config = _load_model(path, path_or_hf_repo, config, head, model_config, lazy, trust_remote_code)
+    if mtp:
+        _warn_of_few_bits(model, path_or_hf_repo, mtp)
     model = model if adapter_path is None else _with_adapter(model, adapter_path)
     tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
-    if all(x is None for x in drafting):
+    if mtp and all(x is None for x in drafting):
         folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
         drafting = _apply_settings(model, settings, folders)
-    cheapen_drafts(model, tokenizer, path, *drafting)
+    if mtp:
+        cheapen_drafts(model, tokenizer, path, *drafting)
     if not lazy:
         lm_head = model.drafting.lm_head
         mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
@@ -125,21 +133,20 @@ def _find_head(
     return path, None if file is None else load_head_file(path / file)
 
 
-def _load_with_head(
+def _load_model(
     path: Path,
     name: str,
     config: Config,
     head: SeparateHead | None,
-    model_config: Config | None,
+    changes: Config,
     lazy: bool,
     trust_remote_code: bool,
 ) -> tuple[Any, Config]:
     module = model_module(config["model_type"])
     model_class = module.Model
-    changes = {**(model_config or {}), "mtp_num_hidden_layers": 1}
     if head is not None:
         model_class = _class_with_head(model_class, head, name, config)
-        changes.update(quantization_beside(config, head.weights))
+        changes = changes | quantization_beside(config, head.weights)
     with loading_errors(name):
         model, config = load_model(
             path,
@@ -201,7 +208,7 @@ def _apply_settings(
     tuned = find(settings, folders)
     if tuned is None:
         return None, None, None
-    model.drafting.tuned = tuned
+    model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits
 
 

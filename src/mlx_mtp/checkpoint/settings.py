@@ -109,6 +109,9 @@ def _check(settings: Settings) -> None:
         raise ValueError
     if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
         raise ValueError
+    rows = settings.attention_rows
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise ValueError
     if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
         raise ValueError
 

@@ -14,6 +14,9 @@ the position. The token does not depend on the draft, so the text is a function 
 The random state is then put back to what it was after the last choice that counts, so that the tokens are those of plain
 decoding with the same random state.
 
+A draft that is copied from the text is a proposal of probability one, q(x) = 1: rejection sampling accepts it with probability
+p(x), and the residual is p without x.
+
 This module knows nothing of models and caches.
 """
 
@@ -61,7 +64,7 @@ class Acceptance(Protocol):
         Args:
             logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
             drafts (mx.array): [k], with k <= T.
-            records (Sequence[Any]): What ``draft`` returned with each.
+            records (Sequence[Any]): What ``draft`` returned with each; ``None`` for a copy.
             position (int): Of the first.
         """
         ...
@@ -101,16 +104,19 @@ class RejectionSampling:
         self,
         logprobs: list[mx.array],
         drafts: mx.array,
-        records: Sequence[tuple[mx.array, mx.array]],
+        records: Sequence[tuple[mx.array, mx.array] | None],
         position: int,
     ) -> Verdict:
         k, T = len(drafts), len(logprobs)
         # A position's coin is the same for its draft and for its verification.
-        coins = mx.concatenate([coin for _, coin in records] + [self.sampler.coins(T - k)])  # [T, 1]
+        coins = mx.concatenate(
+            [r[1] if r else self.sampler.coins(1) for r in records] + [self.sampler.coins(T - k)]
+        )  # [T, 1]
         log_p = self.sampler.distribution(mx.concatenate(logprobs), coins)  # [T, V]
         if k == 0:
             return Verdict(mx.random.categorical(log_p), drafts == drafts, [])
-        log_q = mx.concatenate([log_q for log_q, _ in records])  # [k, V]
+        ids = mx.arange(log_p.shape[-1])
+        log_q = mx.concatenate([r[0] if r else mx.log(ids[None] == x) for r, x in zip(records, drafts)])  # [k, V]
         accepted = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
         others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))  # [T]
         tokens = mx.concatenate([mx.where(accepted, drafts, others[:k]), others[k:]])
@@ -127,10 +133,13 @@ class Coupled:
         noise = self._noise(position, logprobs.shape[-1])
         return mx.argmax(self.sampler.distribution(logprobs, self._coins(position, 1)) + noise, axis=-1), noise
 
-    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array], position: int) -> Verdict:
+    def accept(
+        self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array | None], position: int
+    ) -> Verdict:
         k, T = len(drafts), len(logprobs)
         V = logprobs[0].shape[-1]
-        noise = mx.stack([*records, *(self._noise(position + t, V) for t in range(k, T))])  # [T, V]
+        known = [*records, *[None] * (T - k)]
+        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(known)])  # [T, V]
         log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
         tokens = mx.argmax(log_p + noise, axis=-1)
         return Verdict(tokens, tokens[:k] == drafts, [])

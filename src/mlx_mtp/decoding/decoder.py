@@ -21,14 +21,15 @@ from ..models.cache import recurrent_states, restore, rollback, snapshot, trim
 from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
 from .acceptance import Acceptance, Verdict, n_leading, rewind
-from .depth import MAX_DRAFT_TOKENS
-from .drafter import NO_DRAFTS, DraftSource
+from .copies import CopyDrafter
+from .depth import MAX_COPY_TOKENS
+from .drafter import NO_DRAFTS, Drafter
 from .processors import keeps_state
+from .step_times import Plan
 
 CLEAR_EVERY = 256  # tokens, as mlx-lm
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +73,8 @@ class Decoder:
     Args:
         model (MTPModel): Its backbone verifies.
         cache (PromptCache): Updated in place.
-        source (DraftSource): Proposes drafts.
+        head (Drafter): Proposes drafts.
+        copies (CopyDrafter, optional): Proposes others, where the text repeats itself.
         acceptance (Acceptance): Says which are accepted.
         logits_processors (List[LogitsProcessor]): As in mlx-lm.
         kv (KVOptions): When and how to quantize keys and values.
@@ -84,14 +86,15 @@ class Decoder:
         self,
         model: MTPModel,
         cache: PromptCache,
-        source: DraftSource,
+        head: Drafter,
+        copies: CopyDrafter | None,
         acceptance: Acceptance,
         logits_processors: list[LogitsProcessor],
         kv: KVOptions,
         exact: bool,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
-        self.model, self.cache, self.source = model, cache, source
+        self.model, self.cache, self.head, self.copies = model, cache, head, copies
         self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
         self.stream, self.thread = stream, threading.get_ident()
         self.in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
@@ -108,7 +111,7 @@ class Decoder:
         self.drafts = NO_DRAFTS
         self.next_drafts = NO_DRAFTS
         self.step: Step | None = None
-        self.tokens: list[int] = []  # the step's, once the host knows them
+        self.tokens: list[int] | None = None  # the step's, once the host knows them
         self.n_kept = 0  # the window's leading tokens that are the prompt's or were handed over
         self.is_committing = False
         # Where the caches were, until a pass is done and the first of its tokens handed over. Of keys and values that is a
@@ -125,27 +128,30 @@ class Decoder:
         self.cache.in_use = True
         n_prompt, done = len(prompt if embeddings is None else embeddings), 0
         progress(0, n_prompt)
+        if self.copies is not None and len(prompt) == 0:
+            self.copies.skip(n_prompt)
         while (n := min(step_size, n_prompt - 1 - done)) > 0:
             self._read(prompt[done : done + n], None if embeddings is None else embeddings[done : done + n])
             done += n
             progress(done, n_prompt)
         last = None if embeddings is None else embeddings[done:]
+        self._show(prompt[done:])
         self.before = snapshot(self.cache.entries)
-        self.source.prefill(self.cache.last_hidden, prompt[done:], last)
+        self.head.prefill(self.cache.last_hidden, prompt[done:], last)
         self._verify(prompt[done:], last)
         # Not the logits: a prompt alone needs none.
         mx.eval(self.hidden, recurrent_states(self.cache.backbone), self.cache.head.state)
         self.n_kept, self.before = 1, None
-        self.source.read(prompt.tolist())  # type: ignore[arg-type]
         progress(n_prompt, n_prompt)
 
     def _read(self, tokens: mx.array, embeddings: mx.array | None) -> None:
         """Read a chunk [T] of the prompt, which is final, into all caches."""
+        self._show(tokens)
         self.before = snapshot(self.cache.entries)
         _, hidden = self._backbone(tokens, embeddings)
         # A token's row of the head is fed the hidden state before it. That of the first is from an earlier call, if any.
         previous, last = hidden[:, :-1], self.cache.last_hidden
-        self.source.prefill(previous if last is None else mx.concatenate([last, previous], axis=1), tokens, embeddings)
+        self.head.prefill(previous if last is None else mx.concatenate([last, previous], axis=1), tokens, embeddings)
         self.cache.last_hidden = mx.contiguous(hidden[:, -1:])
         if self.logits_processors:
             self.history = mx.concatenate([self.history, tokens])
@@ -154,22 +160,41 @@ class Decoder:
         self.n_cached, self.before = self.n_cached + hidden.shape[1], None
         mx.clear_cache()
 
+    def _show(self, tokens: mx.array) -> None:
+        """Show tokens [T] of the prompt to who drafts, before they are in the caches."""
+        prompt: Any = tokens.tolist()
+        self.head.read(prompt)
+        if self.copies is not None:
+            self.copies.prefill(prompt)
+
     # Draft
 
     @on_stream
-    def draft(self, k: int) -> None:
-        """Tell the source what the step decided, and have it draft up to k tokens for the next window."""
+    def draft(self, plan: Plan) -> None:
+        """Tell the head what the step decided, and draft for the next window."""
         assert self.step is not None
         n = len(self.step.tokens)
-        self.source.extend(self.hidden[:, :n], self.step.tokens)
-        self.next_drafts = self.source.propose(k, self.n_decided)
+        self.head.extend(self.hidden[:, :n], self.step.tokens)
+        self.next_drafts = self.head.propose(0 if plan.copies else plan.k, self.n_decided)
+        if plan.copies and self.copies is not None:
+            self.next_drafts = self.copies.propose(plan.k, self._n_unread)
         if len(self.next_drafts) > 0:
             mx.async_eval(self.next_drafts.tokens)
+
+    def copy_odds(self) -> list[float]:
+        """How likely each draft that can be copied is accepted, given that those before it are; empty if there is none."""
+        return [] if self.copies is None else self.copies.odds(self._n_unread)
+
+    @property
+    def _n_unread(self) -> int:
+        """The number of decided tokens that the host does not know yet."""
+        assert self.step is not None
+        return len(self.step.tokens) if self.tokens is None else 0
 
     def max_drafts(self, n_left: int | None) -> int:
         """The most drafts for the next window, when ``n_left`` tokens may follow the step; ``None`` for any number."""
         assert self.step is not None
-        k = MAX_DRAFT_TOKENS
+        k = MAX_COPY_TOKENS
         if n_left is not None:
             k = min(k, max(n_left - 1, 0))  # a window yields one more token than it accepts
         n_cached = self.n_cached + len(self.step.tokens)
@@ -221,8 +246,10 @@ class Decoder:
             step = yield from self._accept_in_order()
         else:
             step = self._accept_at_once()
-        self.step = step
+        self.step, self.tokens = step, None
         self.n_decided += len(step.tokens)
+        if step.n_drafted > 0:
+            self.wait()  # for what the host knows by now, or all but the last token of it
         return step
 
     @on_stream
@@ -277,22 +304,26 @@ class Decoder:
         assert step is not None
         if self.n_kept > step.n_accepted:
             return
-        tokens: Any = step.tokens.tolist()
-        for i, token in enumerate(tokens[:-1]):
+        assert self.tokens is not None
+        for i, token in enumerate(self.tokens[:-1]):
             self.n_kept = 2 + i
             yield token, step.logprobs[i], True
 
     def wait(self) -> None:
-        """Wait for the step's token, while the device runs the next pass."""
+        """Wait for the step's tokens. Without drafts the device runs the next pass meanwhile."""
         assert self.step is not None
-        self.tokens = self.step.tokens.tolist()  # type: ignore[assignment]
-        self.source.read(self.tokens)
+        if self.tokens is None:
+            tokens: Any = self.step.tokens.tolist()
+            self.tokens = tokens
+            self.head.read(tokens)
+            if self.copies is not None:
+                self.copies.read(tokens)
 
     def hand_over_last(self) -> Generator[Token, None, None]:
         """Yield the step's last token, which is the first of the window that is being verified."""
-        step = self.step
-        assert step is not None
-        token, logprobs = self.tokens[-1], step.logprobs[-1]
+        assert self.step is not None
+        assert self.tokens is not None
+        token, logprobs = self.tokens[-1], self.step.logprobs[-1]
         # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
         self.n_kept, self.before = 1, None
         yield token, logprobs, False
@@ -337,12 +368,12 @@ class Decoder:
                 restore(self.cache.entries, self.before)
                 self.window = None
             if self.window is not None:
-                # ``draft`` may have told the source of these already: then they come twice, and the second time is ignored.
-                self.source.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
+                # ``draft`` may have told the head of these already: then they come twice, and the second time is ignored.
+                self.head.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
                 self._commit()
             self._quantize()  # as mlx-lm does after every pass
-            self.cache.record(self.n_cached)
-            self.source.finalize(self.n_cached)
+            self.cache.record(self.n_cached, () if self.copies is None else self.copies.text_of(self.n_cached))
+            self.head.finalize(self.n_cached)
             if threading.get_ident() != self.thread:
                 mx.eval([c.state for c in self.cache.entries])  # MLX's streams end with their thread
         self.cache.in_use = False

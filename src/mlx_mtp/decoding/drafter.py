@@ -1,4 +1,4 @@
-"""Who drafts: a source of drafts proposes tokens, and is told what was accepted. Here it is the model's MTP head.
+"""The model's MTP head as a source of drafts: it proposes tokens, and is told what was accepted.
 
 The head's cache has a row for each of the backbone's tokens but the last, each made from a verified hidden state:
 
@@ -19,14 +19,16 @@ from ..models.protocol import MTPModel
 from .acceptance import Acceptance, n_leading
 from .processors import for_drafts
 
-MAX_PENDING = 512  # positions that steps without drafts leave to the head for later
+MAX_PENDING = 512  # positions that steps without the head's drafts leave to it for later
 
 
 class Drafts(NamedTuple):
     """k drafts for the positions after the last token that was decided."""
 
     tokens: mx.array  # [k]
-    records: list[Any]  # what ``Acceptance.draft`` returned with each
+    records: list[
+        Any
+    ]  # what ``Acceptance.draft`` returned with each; ``None`` for a copy, proposed with probability one
 
     def __len__(self) -> int:
         return len(self.records)
@@ -35,8 +37,8 @@ class Drafts(NamedTuple):
 NO_DRAFTS = Drafts(mx.array([], mx.uint32), [])
 
 
-class DraftSource(Protocol):
-    """Proposes drafts. The decoder tells it of the prompt, of accepted tokens, and when generation ends."""
+class Drafter(Protocol):
+    """Drafts from the backbone's hidden states. The decoder tells it of the prompt, of decided tokens, and of the end."""
 
     def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
         """
@@ -57,12 +59,31 @@ class DraftSource(Protocol):
         ...
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Take the text's tokens as the host learns of them: the prompt, then those decided."""
+        """Take the tokens as the host learns of them: the prompt, then those decided."""
         ...
 
     def finalize(self, n_tokens: int) -> None:
         """Leave the prompt cache as that of its first ``n_tokens`` tokens. May come at any point, after an interrupt."""
         ...
+
+
+class NoHead:
+    """In place of the head of a model that has none."""
+
+    def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
+        pass
+
+    def extend(self, hidden: mx.array, tokens: mx.array) -> None:
+        pass
+
+    def propose(self, k: int, position: int) -> Drafts:
+        return NO_DRAFTS
+
+    def read(self, tokens: Iterable[int]) -> None:
+        pass
+
+    def finalize(self, n_tokens: int) -> None:
+        pass
 
 
 class HeadDrafter:
@@ -92,6 +113,7 @@ class HeadDrafter:
         self.context = NO_DRAFTS.tokens  # [N], for the logits processors
         # Positions without a row yet: hidden states [1, t, H], and the tokens [t] after them.
         self.pending: list[tuple[mx.array, mx.array]] = []
+        self.n_pending = 0
 
     def prefill(self, hidden: mx.array | None, tokens: mx.array, embeddings: mx.array | None) -> None:
         self._note(tokens)
@@ -101,10 +123,11 @@ class HeadDrafter:
     def extend(self, hidden: mx.array, tokens: mx.array) -> None:
         self._note(tokens)
         self.pending.append((hidden, tokens))
+        self.n_pending += len(tokens)
 
     def propose(self, k: int, position: int) -> Drafts:
         if k == 0:
-            if len(self.pending) == MAX_PENDING:
+            if self.n_pending >= MAX_PENDING:
                 self._catch_up()
                 mx.async_eval(self.cache.head.state)
             return NO_DRAFTS
@@ -154,4 +177,5 @@ class HeadDrafter:
         tokens = mx.concatenate([t for _, t in self.pending])
         out = run_head(self.model, hidden[:, :n], tokens[:n], self.cache.head)
         self.pending.clear()
+        self.n_pending = 0
         return out

@@ -17,12 +17,14 @@ So the head's cache has a row for each of the backbone's tokens, each made from 
 last one is not known: the head has one row less, and the hidden state that it waits with is in the last entry of the prompt
 cache.
 
-This module is the loop. Its moves are those of ``decoder.Decoder``, drafts come from a ``drafter.DraftSource``, and how many to
-make is up to ``pace.Pace``.
+Drafts may also be copied from the text (``copies.py``); the head then gets its rows when they are accepted.
+
+This module is the loop. Its moves are those of ``decoder.Decoder``. How many drafts to make, and from where, is up to
+``pace.Pace``.
 """
 
 from collections.abc import Callable, Generator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,13 +33,17 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..models.drafting import Settings
+from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from ..models.protocol import MTPModel
 from .acceptance import make_acceptance
+from .copies import CopyDrafter
 from .decoder import Decoder, KVOptions, Token
-from .depth import MAX_DRAFT_TOKENS, Depth
-from .drafter import HeadDrafter
+from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
+from .drafter import HeadDrafter, NoHead
 from .pace import DraftCounts, NumDraftTokens, Pace
+
+CopyDrafts = int | Literal["auto", "off"]
 
 
 def mtp_generate_step(
@@ -47,6 +53,7 @@ def mtp_generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: NumDraftTokens | None = None,
+    copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
     sampler: Sampler | None = None,
@@ -74,6 +81,9 @@ def mtp_generate_step(
           chosen at every step for speed, see ``mlx_mtp.Depth``; the model keeps the times of steps from one generation to
           the next, and a ``Depth`` of your own keeps them apart. Default: ``None``, the tuned settings that ``load`` found,
           or ``"auto"``.
+        copy_drafts (Union[int, str], optional): Where the text repeats itself, draft what followed there: up to this many
+          tokens, 1 to 16, ``"auto"``, wherever that is faster than the head's drafts, or ``"off"``. A model without a head
+          can draft in no other way. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Costs one more
           synchronization a step. Default: ``None``, the tuned settings, or ``0.0``.
         exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even where two logits are
@@ -100,19 +110,22 @@ def mtp_generate_step(
         counts (DraftCounts, optional): Counts drafts as the steps go.
 
     Yields:
-        Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted by the head.
+        Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted.
 
     Raises:
-        ValueError: The model has no MTP head, the prompt cache does not fit it, or an argument is out of range.
+        ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
+          argument is out of range.
     """
-    mtp_model = check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
-    depth, p_min = resolve_drafting(mtp_model, num_draft_tokens, draft_p_min)
+    drafts = (num_draft_tokens, copy_drafts)
+    mtp_model = check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings, *drafts)
+    pace = make_pace(mtp_model, *drafts, counts or DraftCounts())
+    p_min = resolve_p_min(mtp_model, draft_p_min)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
     cache = open_prompt_cache(model, prompt_cache)
-    drafter = HeadDrafter(mtp_model, cache, acceptance, processors, p_min)
+    head = HeadDrafter(mtp_model, cache, acceptance, processors, p_min) if has_head(model) else NoHead()
+    copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(mtp_model, cache, drafter, acceptance, processors, kv, exact, stream)
-    pace = Pace(depth, counts or DraftCounts())
+    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream)
     progress = prompt_progress_callback or (lambda *_: None)
 
     try:
@@ -123,7 +136,7 @@ def mtp_generate_step(
         n = len(step.tokens)
         while True:
             n_left = max_tokens - n if max_tokens > 0 else None
-            decoder.draft(pace.next(decoder.max_drafts(n_left)))  # draft
+            decoder.draft(pace.next(decoder.max_drafts(n_left), decoder.copy_odds()))  # draft
             yield from decoder.hand_over_accepted()  # while the device drafts
 
             decoder.verify()  # verify
@@ -152,19 +165,30 @@ def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
         pass
 
 
+def has_head(model: Any) -> bool:
+    return getattr(model, "mtp", None) is not None
+
+
 def check_arguments(
     prompt: mx.array,
     model: nn.Module,
     prefill_step_size: int,
     max_kv_size: int | None,
     input_embeddings: mx.array | None,
+    num_draft_tokens: NumDraftTokens | None,
+    copy_drafts: CopyDrafts | None,
 ) -> MTPModel:
     """
     Raises:
-        ValueError: The model has no head, or an argument is out of range.
+        ValueError: The model cannot draft, or an argument is out of range.
     """
-    if getattr(model, "mtp", None) is None:
-        raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+    if not has_head(model):
+        if copy_drafts in (None, "off") and num_draft_tokens != 0:
+            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        if not isinstance(model, MTPMixin):
+            raise ValueError(
+                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
+            )
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
@@ -182,27 +206,52 @@ def check_arguments(
     return cast(MTPModel, model)
 
 
-def resolve_drafting(
-    model: MTPModel, num_draft_tokens: NumDraftTokens | None, draft_p_min: float | None
-) -> tuple[int | Depth, float]:
-    """How many drafts, and the least probability of one: what was given, or else what was tuned.
+def make_pace(
+    model: MTPModel, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None, counts: DraftCounts
+) -> Pace:
+    """How many drafts a step makes: what was given, or else what was tuned.
 
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: One of the numbers is out of range, or requires a head.
     """
-    tuned = model.drafting.tuned or Settings()
+    copy_drafts = default_copies(num_draft_tokens, copy_drafts)
+    if copy_drafts not in ("auto", "off") and not _is_number(copy_drafts, 1, MAX_COPY_TOKENS):
+        raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copy_drafts}.")
     if num_draft_tokens is None:
-        num_draft_tokens = tuned.num_draft_tokens
-    if num_draft_tokens == "auto":
-        num_draft_tokens = auto_depth(model)
-    is_number = isinstance(num_draft_tokens, int) and 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS
-    if not is_number and not isinstance(num_draft_tokens, Depth):
+        num_draft_tokens = (model.drafting.tuned or Settings()).num_draft_tokens if has_head(model) else 0
+    is_auto = num_draft_tokens == "auto" or isinstance(num_draft_tokens, Depth)
+    if not is_auto and not _is_number(num_draft_tokens, 0, MAX_DRAFT_TOKENS):
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if not has_head(model) and num_draft_tokens != 0:
+        raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
+    depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else auto_depth(model)
+    n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
+    n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
+    return Pace(n_drafts, n_copies, depth, counts)
+
+
+def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:
+    """What ``copy_drafts=None`` means: who gives a number of drafts wants just these."""
+    if copy_drafts is None:
+        return "off" if isinstance(num_draft_tokens, int) else "auto"
+    return copy_drafts
+
+
+def _is_number(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and low <= value <= high
+
+
+def resolve_p_min(model: MTPModel, draft_p_min: float | None) -> float:
+    """The least probability of a draft: what was given, or else what was tuned.
+
+    Raises:
+        ValueError: It is no probability.
+    """
     if draft_p_min is None:
-        draft_p_min = tuned.draft_p_min
+        draft_p_min = (model.drafting.tuned or Settings()).draft_p_min
     if not 0 <= draft_p_min <= 1:
         raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
-    return num_draft_tokens, draft_p_min
+    return draft_p_min
 
 
 def auto_depth(model: MTPModel) -> Depth:

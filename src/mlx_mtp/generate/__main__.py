@@ -22,7 +22,7 @@ from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_
 from .stream import generate
 
 SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-MTP_OPTIONS = ("num_draft_tokens", "draft_p_min", "exact")
+MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
+    cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
     for action in parser._actions:
@@ -119,8 +120,9 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
         if args.settings is not True:
             raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
-    if args.mtp and args.max_kv_size is not None:
-        raise ValueError("--mtp cannot be combined with --max-kv-size: the caches of these models do not rotate.")
+    if (args.mtp or cli.copies(args)) and args.max_kv_size is not None:
+        flag = "--mtp" if args.mtp else "--copy-drafts"
+        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
 def load_model(
@@ -144,7 +146,7 @@ def load_model(
         options["settings"] = False
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(mtp=args.mtp, **options)
+    model, tokenizer, config = load_as(mtp=args.mtp, copy_drafts=cli.copies(args), **options)
     if args.mtp and args.acceptance == "match" and args.seed is not None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)

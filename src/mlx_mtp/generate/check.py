@@ -4,8 +4,8 @@ MTP computes the same function as plain decoding, but feeds the model several to
 differently for several rows. So the two may choose differently where two logits are nearly equal, and nowhere else.
 
 How far rounding moves the logits is measured at the very position that differs, without any code of MTP: mlx-lm's own
-forward runs over the same tokens with mlx-lm's own caches, once one by one (plain decoding) and once in windows of
-``num_draft_tokens + 1`` tokens (the most that auto drafts), with no draft, no rejection and no rollback. Let r be the largest
+forward runs over the same tokens with mlx-lm's own caches, once one by one (plain decoding) and once in the longest windows
+that MTP may verify, with no draft, no rejection and no rollback. Let r be the largest
 difference between the two in any logit. Two logits that each move by at most r can change places only if they are at most
 2 r apart. A difference is *within rounding* when plain decoding's logits of the two tokens are at most 2 r apart. MTP's own
 logits have no part in this: a wrong state can move them by any amount, and would excuse itself. In exact mode both sides run
@@ -23,8 +23,8 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import mtp_generate_step
+from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..decoding.loop import CopyDrafts, default_copies, mtp_generate_step
 from ..decoding.pace import NumDraftTokens
 
 
@@ -91,6 +91,7 @@ def check(
     *,
     max_tokens: int = 256,
     num_draft_tokens: NumDraftTokens | None = None,
+    copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
     stop_tokens: Collection[int] = (),
@@ -104,6 +105,7 @@ def check(
         prompt (mx.array): The input prompt, [T].
         max_tokens (int): The number of tokens to compare. Default: ``256``.
         num_draft_tokens (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``.
+        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``.
         draft_p_min (float, optional): As in ``mtp_generate_step``. Default: ``None``.
         exact (bool): Check exact mode. Default: ``False``.
         stop_tokens (Collection[int]): Tokens that end the text.
@@ -129,6 +131,7 @@ def check(
         model,
         max_tokens=max_tokens,
         num_draft_tokens=num_draft_tokens,
+        copy_drafts=copy_drafts,
         draft_p_min=draft_p_min,
         exact=exact,
         prompt_cache=copy.deepcopy(prompt_cache),
@@ -141,10 +144,16 @@ def check(
     row = recent.rows[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same and not exact:
-        size = 1 + (num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS)
+        size = 1 + _most_drafts(num_draft_tokens, copy_drafts)
         caches = _prefilled(model, prompt, prompt_cache, options)
         rounding = float(mx.abs(row - _run_in_windows(model, caches, same, size, **options)).max())
     return Check(len(same), _difference(len(same), row, *pair, rounding))
+
+
+def _most_drafts(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> int:
+    n = num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS
+    copies = default_copies(num_draft_tokens, copy_drafts)
+    return max(n, copies if isinstance(copies, int) else MAX_COPY_TOKENS if copies == "auto" else 0)
 
 
 def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:

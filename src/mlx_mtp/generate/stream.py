@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import CopyDrafts, mtp_generate_step
 from ..decoding.pace import DraftCounts, NumDraftTokens
 
 
@@ -23,17 +23,18 @@ class GenerationResponse(StockResponse):
     mlx-lm's response, with the drafts made and accepted so far.
 
     Args:
-        drafted (Tuple[int, ...]): The number of drafts made, by position in the window.
-        accepted (Tuple[int, ...]): The number of drafts accepted, by position in the window.
+        drafted (Tuple[int, ...]): The number of drafts that the head made, by position in the window.
+        accepted (Tuple[int, ...]): The number of these accepted.
+        copied (Tuple[int, ...]): The number of drafts copied from the text, by position in the window.
+        copies_accepted (Tuple[int, ...]): The number of these accepted.
+        tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
     """
 
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
-
-    @property
-    def tokens_per_step(self) -> float:
-        """The mean number of tokens that a verify pass with drafts has yielded."""
-        return 1 + sum(self.accepted) / self.drafted[0] if self.drafted else 1.0
+    copied: tuple[int, ...] = ()
+    copies_accepted: tuple[int, ...] = ()
+    tokens_per_step: float = 1.0
 
 
 def stream_generate(
@@ -46,6 +47,7 @@ def stream_generate(
     *,
     mtp: bool = True,
     num_draft_tokens: NumDraftTokens | None = None,
+    copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
     **kwargs: Any,
@@ -59,9 +61,12 @@ def stream_generate(
         prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
-        mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm. Default: ``True``.
+        mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given.
+          Default: ``True``.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen
           at every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): The number of tokens to copy where the text repeats itself, 1 to 16,
+          ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, see ``models/exact.py``. Default: ``False``.
@@ -73,6 +78,11 @@ def stream_generate(
     if not mtp:
         if exact or draft_p_min:
             raise ValueError("exact and draft_p_min require mtp=True.")
+        if copy_drafts not in (None, "off"):
+            if draft_model is not None:
+                raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
+            num_draft_tokens = 0
+    if not mtp and copy_drafts in (None, "off"):
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
         for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
@@ -84,7 +94,12 @@ def stream_generate(
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    kwargs |= {"num_draft_tokens": num_draft_tokens, "draft_p_min": draft_p_min, "exact": exact}
+    kwargs |= {
+        "num_draft_tokens": num_draft_tokens,
+        "copy_drafts": copy_drafts,
+        "draft_p_min": draft_p_min,
+        "exact": exact,
+    }
     yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, **kwargs)
 
 
@@ -125,6 +140,9 @@ def _stream_mtp(
             finish_reason=finish_reason,
             drafted=tuple(counts.drafted),
             accepted=tuple(counts.accepted),
+            copied=tuple(counts.copied),
+            copies_accepted=tuple(counts.copies_accepted),
+            tokens_per_step=counts.tokens_per_step,
         )
 
     with wired_limit(model, [stream]):
@@ -173,17 +191,19 @@ def generate(
         print()
         print("=" * 10)
         if text:
-            _print_figures(response, kwargs.get("mtp", True))
+            _print_figures(response, kwargs.get("mtp", True), kwargs.get("copy_drafts"))
         else:
             print("No text generated for this prompt")
     return text
 
 
-def _print_figures(response: GenerationResponse, mtp: bool) -> None:
+def _print_figures(response: GenerationResponse, mtp: bool, copy_drafts: CopyDrafts | None) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
-    if mtp:
+    if mtp or copy_drafts not in (None, "off"):
         rates = ", ".join(f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted))
-        drafts = f"{rates} accepted by position" if rates else "none"
-        print(f"Drafts: {drafts}, {response.tokens_per_step:.3f} tokens-per-step")
+        drafts = [f"{rates} accepted by position"] if rates else []
+        if response.copied:
+            drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
+        print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")

@@ -17,6 +17,7 @@ class Settings:
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)  # of a step, by depth: what auto begins with
+    attention_rows: int | None = None  # as in Drafting
 
     def __str__(self) -> str:
         n = self.num_draft_tokens
@@ -26,6 +27,8 @@ class Settings:
                 words.append(f"--{name.replace('_', '-')} {value}")
         if self.draft_p_min > 0:
             words.append(f"--draft-p-min {self.draft_p_min}")
+        if self.attention_rows is not None:
+            words.append(f"attention_rows={self.attention_rows}")
         return " ".join(words)
 
 
@@ -35,9 +38,12 @@ class Drafting:
     Args:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
+        attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
+          Default: ``None``, all.
         depth (mlx_mtp.Depth, optional): What ``"auto"`` learned of this machine, kept from one generation to the next.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
+    attention_rows: int | None = None
     depth: Any = None

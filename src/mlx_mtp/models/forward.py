@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import cache as caches
+from .attention import Attention, rows_at_once
 from .draft_model import following
 from .exact import one_by_one
 from .mtp import MTPModule
@@ -15,7 +16,8 @@ from .mtp import MTPModule
 def add_head(
     model: Any, args: Any, gated_delta_net: Callable[..., nn.Module], decoder_layer: Callable[..., nn.Module]
 ) -> None:
-    """Replace a model's recurrent layers by those that can roll back, and give it its head if it has one.
+    """Replace a model's recurrent layers by those that can roll back, and its attention by one that can take a window in
+    groups; give it its head if it has one.
 
     Args:
         args: The text arguments.
@@ -25,6 +27,8 @@ def add_head(
     for layer in model.layers:
         if layer.is_linear:
             layer.linear_attn = gated_delta_net(args)
+        else:
+            layer.self_attn = Attention(args)
     if args.mtp_num_hidden_layers > 0:
         model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
 
@@ -37,9 +41,14 @@ def forward(
     return_hidden: bool,
     n_confirmed: int,
     exact: bool,
+    attention_rows: int | None,
     **kwargs: Any,
 ) -> mx.array | tuple[mx.array, mx.array]:
-    """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``."""
+    """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
+
+    Args:
+        attention_rows (int, optional): As in ``Drafting``.
+    """
     draft = following(cache) if n_confirmed == 0 else None
     if draft is not None:
         n_confirmed = draft.begin(cache, inputs.shape[1])
@@ -48,7 +57,8 @@ def forward(
     if exact:
         logits, hidden = one_by_one(model, inputs, cache, **kwargs)
     else:
-        hidden = model.model(inputs, cache, **kwargs)
+        with rows_at_once(attention_rows if n_confirmed > 0 else None):
+            hidden = model.model(inputs, cache, **kwargs)
         logits = model.logits(hidden)
     if draft is not None:
         draft.record(model, hidden, verifies=n_confirmed > 0)

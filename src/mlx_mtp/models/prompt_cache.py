@@ -1,11 +1,12 @@
 """The list that holds the caches of a model and its head.
 
 A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
-an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, and the number
-of tokens that the backbone's caches held then. By name and state all of them are mlx-lm's own classes: its
-``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
+an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, the number
+of tokens that the backbone's caches held then, and these tokens, which may be copied. By name and state all of them are
+mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -56,12 +57,19 @@ class PromptCache:
     @property
     def n_recorded(self) -> int:
         """The number of tokens in the backbone's caches when the head was last in step with them."""
-        _, count = self._last.cache
+        count = self._last[1]
         return 0 if count is None else count.item()
 
-    def record(self, n_tokens: int) -> None:
-        """The head is in step with this number of tokens."""
+    @property
+    def text(self) -> list[int]:
+        """The last tokens of the caches, as far back as they are known."""
+        tokens = self._last[2]
+        return [] if tokens is None else tokens.tolist()
+
+    def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
+        """The head is in step with this number of tokens, of which the last ones are known."""
         self._last[1] = mx.array(n_tokens)
+        self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
 
     @property
     def first_row(self) -> int:
@@ -93,7 +101,7 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 
 def _make_head_cache() -> list[Any]:
-    return [stock.KVCache(), stock.ArraysCache(size=2)]
+    return [stock.KVCache(), stock.ArraysCache(size=3)]
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
@@ -120,6 +128,8 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries[i] = _adopt(entries[i], own, i)
     if len(entries) == n_layers:
         entries += _make_head_cache()
+    if len(entries[-1].cache) == 2:
+        entries[-1].cache.append(None)  # of a version that had no copy drafts
     cache = PromptCache(entries, n_layers)
     if cache.in_use:
         raise ValueError(

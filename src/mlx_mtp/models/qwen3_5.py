@@ -56,6 +56,7 @@ class TextModel(stock.TextModel):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
+        attention_rows: int | None = None,
     ) -> mx.array | tuple[mx.array, mx.array]:
         return forward(
             self,
@@ -64,6 +65,7 @@ class TextModel(stock.TextModel):
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
             exact=exact,
+            attention_rows=attention_rows,
             input_embeddings=input_embeddings,
         )
 
@@ -109,7 +111,13 @@ class Model(MTPMixin, stock.Model):
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
         """
         return self.language_model(
-            inputs, cache, input_embeddings, return_hidden=return_hidden, n_confirmed=n_confirmed, exact=exact
+            inputs,
+            cache,
+            input_embeddings,
+            return_hidden=return_hidden,
+            n_confirmed=n_confirmed,
+            exact=exact,
+            attention_rows=self.drafting.attention_rows,
         )
 
     @property

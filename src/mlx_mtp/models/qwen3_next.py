@@ -42,7 +42,15 @@ class Model(MTPMixin, stock.Model):
         exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
         """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings: mlx-lm's Qwen3-Next does not take them."""
-        return forward(self, inputs, cache, return_hidden=return_hidden, n_confirmed=n_confirmed, exact=exact)
+        return forward(
+            self,
+            inputs,
+            cache,
+            return_hidden=return_hidden,
+            n_confirmed=n_confirmed,
+            exact=exact,
+            attention_rows=self.drafting.attention_rows,
+        )
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The output layer alone: [B, T, H] -> [B, T, V]."""

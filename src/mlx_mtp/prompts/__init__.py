@@ -1,5 +1,8 @@
-"""Prompts to measure with: nine kinds of request, beginnings of Python files, and the user's own."""
+"""Prompts to measure with: nine kinds of request, four whose answers copy from the prompt, beginnings of Python files, and the
+user's own.
+"""
 
+from collections.abc import Iterable
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -18,6 +21,7 @@ KINDS = (
     "mathematics",
     "code_review",
 )
+COPYING = ("edit_file", "answer_from_page", "translate_json", "continue_log")  # most of the answer is in the prompt
 # Beginnings of Python files, for the demo: it has learned nothing else.
 PYTHON = (
     'import os\nimport sys\n\n\nclass Queue:\n    """A first in, first out queue."""\n\n    def __init__(self, maxsize=0):\n',
@@ -29,7 +33,16 @@ PYTHON = (
 
 def nine_kinds() -> dict[str, str]:
     """A text of each kind, by its name."""
-    return {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip() for name in KINDS}
+    return _read(KINDS)
+
+
+def copying_kinds() -> dict[str, str]:
+    """A text of each kind whose answer copies from it, by its name."""
+    return _read(COPYING)
+
+
+def _read(names: Iterable[str]) -> dict[str, str]:
+    return {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip() for name in names}
 
 
 def python_beginnings() -> dict[str, str]:

@@ -18,6 +18,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from .. import cli
 from .body import parse
 from .engine import ResponseGenerator
 from .request import ApiError, Request
@@ -77,6 +78,7 @@ class APIHandler(stock.APIHandler):
         self.rfile = io.BytesIO(raw)
         self.headers.replace_header("Content-Length", str(len(raw)))
         self.streaming = body.get("stream", False)
+        self.copy_drafts = body.get("copy_drafts", self.response_generator.cli_args.copy_drafts)
         super().do_POST()
 
     def _get(self) -> None:
@@ -135,7 +137,7 @@ class APIHandler(stock.APIHandler):
         return self._request(super().handle_text_completions())
 
     def _request(self, request: stock.CompletionRequest) -> Request:
-        self.request_info = Request(**vars(request), connection=self.connection)
+        self.request_info = Request(**vars(request), connection=self.connection, copy_drafts=self.copy_drafts)
         return self.request_info
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -145,12 +147,15 @@ class APIHandler(stock.APIHandler):
         return self._with_details(super().completion_usage_response(*args, **kwargs))
 
     def _with_details(self, response: dict[str, Any]) -> dict[str, Any]:
-        if "usage" in response and self.response_generator.cli_args.mtp:
+        if "usage" in response and cli.drafts(self.response_generator.cli_args):
             request = self.request_info
             assert request is not None
+            counts = request.counts
             response["usage"]["completion_tokens_details"] = {
                 "accepted_prediction_tokens": request.n_accepted,
-                "rejected_prediction_tokens": sum(request.counts.drafted) - request.n_accepted,
+                "rejected_prediction_tokens": sum(counts.drafted) + sum(counts.copied) - request.n_accepted,
+                "copied_tokens": sum(counts.copied),
+                "accepted_copied_tokens": sum(counts.copies_accepted),
             }
         return response
 

@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mtp", action="store_true", help="Draft with the model's MTP head while there is one request."
     )
+    cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_acceptance(parser)
     return parser

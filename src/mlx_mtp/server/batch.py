@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from ..decoding.loop import mtp_generate_step, prefill
+from ..decoding.loop import CopyDrafts, mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
 from ..models.prompt_cache import PromptCache, make_prompt_cache
 
@@ -37,6 +37,7 @@ class Sequence:
         tokens (List[int]): The tokens in the cache, whenever no step is running.
         num_draft_tokens (Union[int, str, Depth], optional): As in ``mtp_generate_step``.
         counts (DraftCounts): Counts drafts as the steps go.
+        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
     """
 
     segments: list[list[int]]
@@ -48,6 +49,7 @@ class Sequence:
     tokens: list[int]
     num_draft_tokens: NumDraftTokens | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
+    copy_drafts: CopyDrafts | None = None
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens) + sum(len(s) for s in self.segments)
@@ -125,12 +127,15 @@ class Alone:
         s = self.sequence
         n = min(len(s.segments[0]), self.options["prefill_step_size"])
         tokens, s.segments[0] = s.segments[0][:n], s.segments[0][n:]
-        prefill(mx.array(tokens), self.model, prompt_cache=s.prompt_cache, **self.options)
+        prefill(mx.array(tokens), self.model, prompt_cache=s.prompt_cache, **self._drafts(), **self.options)
         s.tokens += tokens
         if s.segments[0]:
             return Progress(s, len(s.tokens), None, None)
         s.segments.pop(0)
         return Progress(s, len(s.tokens), copy.deepcopy(s.prompt_cache), s.tokens[:])
+
+    def _drafts(self) -> dict[str, Any]:
+        return {"num_draft_tokens": self.sequence.num_draft_tokens, "copy_drafts": self.sequence.copy_drafts}
 
     def _generate(self) -> Generator[tuple[int, mx.array, bool], None, None]:
         s = self.sequence
@@ -140,7 +145,7 @@ class Alone:
             mx.array([s.last]),
             self.model,
             max_tokens=s.max_tokens,
-            num_draft_tokens=s.num_draft_tokens,
+            **self._drafts(),
             sampler=s.sampler_of_next(),
             logits_processors=[_with_history(before, p) for p in s.logits_processors],
             prompt_cache=s.prompt_cache,

@@ -12,7 +12,7 @@ from jsonschema.validators import extend
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .request import ApiError
 
 MAX_VALUES = 50_000  # in one body: the schema is checked value by value
@@ -73,6 +73,7 @@ FIELDS: dict[str, Any] = {
     "adapters": STRING,
     "draft_model": STRING,
     "num_draft_tokens": {"anyOf": [{"const": "auto"}, _integer(0, MAX_DRAFT_TOKENS)]},
+    "copy_drafts": {"anyOf": [{"enum": ["auto", "off"]}, _integer(1, MAX_COPY_TOKENS)]},
 }
 SCHEMA = {
     "type": "object",

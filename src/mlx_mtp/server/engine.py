@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm import server as stock
 from mlx_lm.models.cache import LRUPromptCache
 
+from .. import cli
 from ..decoding import sampling
 from .batch import Event, Progress, Scheduler, Sequence, Token
 from .job import Job
@@ -181,7 +182,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _is_single(self) -> bool:
         """Whether mlx-lm's own loop generates the request: with a draft model, or alone without MTP."""
         provider = self.model_provider
-        is_batched = provider.is_batchable and (self.cli_args.mtp or not self.is_exclusive)
+        is_batched = provider.is_batchable and (cli.drafts(self.cli_args) or not self.is_exclusive)
         return provider.draft_model is not None or not is_batched
 
     def _begin(self, sequence: Sequence, job: Job) -> None:
@@ -212,7 +213,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         args = self.cli_args
         self.scheduler = Scheduler(
             self.model_provider.model,
-            mtp=args.mtp,
+            mtp=cli.drafts(args),
             on_switch=lambda to: self.metrics.mode_switches.labels(to).inc(),
             kv_options={
                 "kv_bits": args.kv_bits,
@@ -260,8 +261,9 @@ class ResponseGenerator(stock.ResponseGenerator):
             end_of_text.matcher(),
             self.scheduler.make_cache() if cache is None else cache,
             prompt.tokens[:n_cached],
-            args.num_draft_tokens,
+            args.num_draft_tokens if self.cli_args.mtp else 0,
             request.counts,
+            request.copy_drafts,
         )
         return sequence, Job(queue, request, args, ctx, tokenizer, prompt.segment_types[::-1])
 

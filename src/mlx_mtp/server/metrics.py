@@ -26,8 +26,12 @@ class Metrics:
         )
         self.cache_hits = Counter("prompt_cache_hits", "Prompts with tokens found in the prompt cache.", **common)
         self.generated_tokens = Counter("generated_tokens", "Tokens generated.", **common)
-        self.drafted_tokens = Counter("drafted_tokens", "Drafts, by position in the window.", ["position"], **common)
+        self.drafted_tokens = Counter(
+            "drafted_tokens", "Drafts of the head, by position in the window.", ["position"], **common
+        )
         self.accepted_tokens = Counter("accepted_tokens", "Accepted drafts, by position.", ["position"], **common)
+        self.copied_tokens = Counter("copied_tokens", "Drafts copied from the text.", **common)
+        self.accepted_copied_tokens = Counter("accepted_copied_tokens", "Accepted drafts of these.", **common)
         self.depth = Gauge("depth", "Drafts in the latest step; 0 in a batch.", **common)
         self.mode_switches = Counter(
             "mode_switches", "Switches of a sequence between MTP and a batch.", ["to"], **common
@@ -41,6 +45,8 @@ class Metrics:
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
             self.drafted_tokens.labels(position).inc(drafted)
             self.accepted_tokens.labels(position).inc(accepted)
+        self.copied_tokens.inc(sum(counts.copied))
+        self.accepted_copied_tokens.inc(sum(counts.copies_accepted))
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         self.queue_length.set_function(length)

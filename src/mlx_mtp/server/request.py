@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_lm import server as stock
 
+from ..decoding.loop import CopyDrafts
 from ..decoding.pace import DraftCounts
 
 
@@ -49,6 +50,7 @@ class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
     connection: socket.socket
+    copy_drafts: CopyDrafts | None
     arrived: float = field(default_factory=time.perf_counter)
     encoded: Prompt | None = None
     n_tokens: int = 0

@@ -1,0 +1,134 @@
+"""Copy drafts: where the text's last tokens stood in it before, what followed them is drafted again.
+
+This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
+a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
+least ``N_GRAM`` tokens long. It is followed for as long as the text goes on as it did there, and the longer it is, the likelier
+next token is a copy, too:
+
+    ... a b c d e f g ...            a match of a b c d e, then of f, ...
+    ... a b c d e  ->  f g ...       the drafts
+        <- length ->
+
+Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
+acceptance rate of copies is known without trying them.
+
+This module knows nothing of models. All of it runs on the host.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import mlx.core as mx
+
+from .depth import MAX_COPY_TOKENS
+from .drafter import Drafts
+from .rates import Rates
+
+N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
+LONGEST = 64  # tokens; longer matches are as good
+
+
+class NGramIndex:
+    """Where each n-gram of a text ended last; the text may grow at its end."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+        self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the position after it
+        self.n_indexed = 0  # n-grams
+
+    def find(self) -> int | None:
+        """The position after the last earlier occurrence of the text's last n-gram, if any."""
+        rest = self.text[self.n_indexed : -1]
+        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
+        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
+        self.n_indexed = max(len(self.text) - N_GRAM, 0)
+        return self.ends.get(tuple(self.text[-N_GRAM:]))
+
+
+class CopyDrafter:
+    """The text's own repetitions as a source of drafts. It is asked only once ``odds`` says that there are some.
+
+    Args:
+        n_tokens (int): The number of tokens in the prompt cache that generation goes on from.
+        text (Sequence[int]): The last of these, as far back as they are known.
+
+    Attributes:
+        text (List[int]): These, the prompt and the tokens decided.
+    """
+
+    def __init__(self, n_tokens: int = 0, text: Sequence[int] = ()):
+        self.start = n_tokens - len(text)  # of the text, in the prompt cache
+        self.rates = Rates(LONGEST.bit_length() - N_GRAM.bit_length() + 1)  # by the length of the match: see ``_rank``
+        self.length = 0  # tokens of the match
+        self._begin(text)
+
+    def _begin(self, text: Sequence[int]) -> None:
+        self.text = [*text]
+        self.index = NGramIndex(self.text)
+        self.followed: int | None = None
+        self.is_lost = True  # whether no match is being followed
+
+    def text_of(self, n_tokens: int) -> list[int]:
+        """The text of a prompt cache of this many tokens; nothing where some of it was not read."""
+        n = n_tokens - self.start
+        return self.text[:n] if 0 <= n <= len(self.text) else []
+
+    def skip(self, n: int) -> None:
+        """Begin a new text behind n tokens that are not known."""
+        self.start += len(self.text) + n
+        self._begin(())
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
+        self.text += tokens
+        self.is_lost = True
+
+    @property
+    def at(self) -> int | None:
+        """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
+        if self.is_lost:
+            self.followed, self.is_lost = self.index.find(), False
+            self.length = 0 if self.followed is None else self._match_length(self.followed)
+        return self.followed
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take decided tokens as the host learns of them."""
+        for token in tokens:
+            at = self.at
+            if at is not None:
+                is_copy = self.text[at] == token
+                self.rates.count(self._rank(self.length), is_copy)
+                self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
+            else:
+                self.is_lost = True
+            self.text.append(token)
+
+    def odds(self, n_unread: int) -> list[float]:
+        """How likely each copied draft is accepted given that those before it are, [MAX_COPY_TOKENS]; without a match [].
+
+        Args:
+            n_unread (int): The number of decided tokens that ``read`` was not given yet. They are taken to be copies, too.
+        """
+        if self.at is None:
+            return []
+        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n_unread + MAX_COPY_TOKENS)]
+        return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
+
+    def propose(self, k: int, n_unread: int) -> Drafts:
+        """k drafts for the tokens after the unread ones."""
+        at = self.at
+        assert at is not None
+        copy = self.text[at : at + n_unread + k]
+        period = len(self.text) - at
+        while len(copy) < n_unread + k:
+            copy.append(copy[-period])  # at the end of the text the copy goes on in itself
+        return Drafts(mx.array(copy[n_unread:], mx.uint32), [None] * k)
+
+    def _match_length(self, at: int) -> int:
+        """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""
+        backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
+        return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
+
+    def _rank(self, length: int) -> int:
+        """Lengths count as equal from 5 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
+        return min(length, LONGEST).bit_length() - N_GRAM.bit_length()

@@ -1,0 +1,446 @@
+"""Copy drafts: the index against a search, and the loop with copies that are right or wrong at will."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import pytest
+from helpers import PROMPT, STOPS, Scripted, assert_cache_of, mtp, plain, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_mtp
+from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.decoding import loop
+from mlx_mtp.decoding.copies import N_GRAM, CopyDrafter
+from mlx_mtp.decoding.depth import COPY_DEPTHS, MAX_COPY_TOKENS, Depth
+from mlx_mtp.decoding.drafter import Drafts
+from mlx_mtp.decoding.pace import DraftCounts
+from mlx_mtp.decoding.step_times import PLAIN, Plan
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
+model_of = cache(tiny_model)
+
+
+# The source
+
+
+def last_match(text: list[int]) -> int | None:
+    """By search: the position after the last earlier occurrence of the text's last tokens."""
+    for end in range(len(text) - 1, N_GRAM - 1, -1):
+        if text[end - N_GRAM : end] == text[-N_GRAM:]:
+            return end
+    return None
+
+
+texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
+
+
+@given(st.lists(texts, max_size=5))
+def test_finds_the_last_match(chunks):
+    copies, text = CopyDrafter(), []
+    for chunk in chunks:
+        copies.prefill(chunk)
+        text += chunk
+        if chunk:
+            assert copies.at == last_match(text)
+
+
+@given(texts, texts)
+def test_follows_a_match_while_it_is_right(prompt, answer):
+    copies, text = CopyDrafter(), list(prompt)
+    copies.prefill(prompt)
+    for token in answer:
+        at = copies.at
+        is_right = at is not None and text[at] == token
+        copies.read([token])
+        text.append(token)
+        assert copies.at == (at + 1 if is_right else last_match(text))
+        if copies.at is not None:
+            n = min(copies.length, 64)
+            assert n >= N_GRAM
+            assert text[copies.at - n : copies.at] == text[-n:]
+
+
+@given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
+def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
+    copies = CopyDrafter()
+    copies.prefill(text)
+    if copies.at is None:
+        assert copies.odds(n_unread) == []
+        return
+    followed = text[copies.at :]
+    assert copies.propose(k, n_unread).tokens.tolist() == (followed * 20)[n_unread : n_unread + k]
+    assert copies.propose(k, n_unread).records == [None] * k
+
+
+def test_learns_how_often_copies_are_right_without_drafting():
+    copies, rng = CopyDrafter(), random.Random(0)
+    page = [rng.randrange(1000) for _ in range(300)]
+    copies.prefill(page)
+    copies.read(page[100:250])
+    assert min(copies.odds(0)) > 0.9
+    for i in range(0, 250, 6):  # five tokens of a match, and then another
+        copies.read([*page[i : i + 5], 2000])
+    copies.read(page[10:15])
+    assert copies.odds(0)[0] < 0.2
+    assert copies.odds(1)[0] < copies.odds(0)[0]  # an unread token must be a copy, too
+    assert len(copies.odds(0)) == len(copies.odds(1)) == MAX_COPY_TOKENS
+
+
+@given(texts, texts, st.integers(0, 20))
+def test_keeps_the_text_of_a_prompt_cache(before, prompt, n_unknown):
+    copies = CopyDrafter(n_unknown + len(before), before)
+    copies.prefill(prompt)
+    text = before + prompt
+    for n in range(len(text) + 1):
+        assert copies.text_of(n_unknown + n) == text[:n]
+    assert copies.text_of(n_unknown + len(text) + 1) == []  # not read
+    copies.skip(3)
+    copies.read([1, 2])
+    assert copies.text_of(n_unknown + len(text) + 5) == [1, 2]
+    assert copies.text_of(n_unknown + len(text) + 2) == []
+
+
+# The loop
+
+
+def script(monkeypatch, truth: list[int], offer) -> None:
+    """Copies are offered where ``offer(i)`` is not None, for the first of them at token i, and right where it is True."""
+
+    class ScriptedCopies(CopyDrafter):
+        def odds(self, n_unread):
+            return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
+
+        def propose(self, k, n_unread):
+            first = len(self.text) + n_unread
+            tokens = [truth[i] if offer(i) else (truth[i] + 1) % 32 for i in range(first, first + k)]
+            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+
+    monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),
+    right=st.lists(st.booleans(), min_size=1, max_size=7),
+    n_copies=st.integers(1, MAX_COPY_TOKENS) | st.just("auto"),
+    depth=st.integers(0, 4) | st.just("auto"),
+    max_tokens=st.integers(1, 60),
+)
+def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_tokens):
+    """Copies, right or wrong, and the head's drafts, right or wrong, take turns in every way."""
+    model = model_of(family)
+    truth = plain(PROMPT, model, max_tokens=100)
+    text = PROMPT.tolist() + truth
+    scripted = Scripted(model, text, lambda i: right[i % len(right)])
+    prompt_cache, counts = make_prompt_cache(model), DraftCounts()
+    options = dict(num_draft_tokens=depth, copy_drafts=n_copies, prompt_cache=prompt_cache, counts=counts)
+    with pytest.MonkeyPatch.context() as m:
+        script(m, text, lambda i: copies[i % len(copies)])
+        tokens = mtp(PROMPT, scripted, max_tokens=max_tokens, **options)
+    assert tokens == truth[:max_tokens]
+    assert_cache_of(model, prompt_cache, len(PROMPT) + max_tokens)
+    assert prompt_cache[-1][2].tolist() == text[: len(PROMPT) + max_tokens]
+    if None not in copies and isinstance(n_copies, int):
+        assert counts.drafted == []
+        assert (sum(counts.copied) > 0) == (max_tokens > 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    page=st.lists(st.integers(0, 31), min_size=5, max_size=30),
+    n_copies=st.integers(1, MAX_COPY_TOKENS) | st.just("auto"),
+    depth=st.sampled_from([0, 2, 8, "auto"]),
+    prefill=st.integers(1, 50),
+)
+def test_greedy_tokens_match_mlx_lm(family, page, n_copies, depth, prefill):
+    model = model_of(family)
+    options = dict(max_tokens=40, prefill_step_size=prefill)
+    assert mtp(page * 2, model, num_draft_tokens=depth, copy_drafts=n_copies, **options) == plain(
+        page * 2, model, **options
+    )
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("n_copies", [3, 16])
+def test_resumes_after_any_stop_as_from_a_cold_start(n_copies, stops, monkeypatch):
+    """The copies too are those of a cold start: the cache brings the text along."""
+    model = model_of("qwen3_5", 1)
+    truth = plain(REPEATS, model, max_tokens=80)
+    options = dict(num_draft_tokens=2, copy_drafts=n_copies)
+    for n in stops:
+        prompt_cache = make_prompt_cache(model)
+        with monkeypatch.context() as m:
+            script(m, REPEATS + truth, lambda i: i % 7 != 0)
+            steps = mtp_generate_step(mx.array(REPEATS), model, max_tokens=-1, prompt_cache=prompt_cache, **options)
+            assert [next(steps)[0] for _ in range(n)] == truth[:n]
+            steps.close()
+        assert_cache_of(model, prompt_cache, len(REPEATS) + n)
+        more = REPEATS[:5]
+        counts = DraftCounts()
+        cold = list(
+            mtp_generate_step(mx.array(REPEATS + truth[:n] + more), model, max_tokens=6, counts=counts, **options)
+        )
+        warm = list(mtp_generate_step(mx.array(more), model, max_tokens=6, prompt_cache=prompt_cache, **options))
+        assert sum(counts.copied) > 0
+        assert [(t, d) for t, _, d in warm] == [(t, d) for t, _, d in cold]
+        assert [t for t, _, _ in warm] == plain(REPEATS + truth[:n] + more, model, max_tokens=6)
+
+
+def test_a_saved_cache_keeps_the_text(tmp_path):
+    model, file = model_of("qwen3_next"), str(tmp_path / "cache.safetensors")
+    prompt_cache = make_prompt_cache(model)
+    tokens = mtp(REPEATS, model, max_tokens=9, prompt_cache=prompt_cache)
+    save_prompt_cache(file, prompt_cache)
+    loaded = load_prompt_cache(file)
+    assert loaded[-1][2].tolist() == REPEATS + tokens
+    more, counts = REPEATS[:5], DraftCounts()
+    assert mtp(
+        more, model, max_tokens=12, num_draft_tokens=0, copy_drafts=4, prompt_cache=loaded, counts=counts
+    ) == plain(REPEATS + tokens + more, model, max_tokens=12)
+    assert sum(counts.copied) > 0
+
+
+def test_opens_a_cache_without_a_text():
+    """Of a version that did not keep it, of a generation without copies, or of mlx-lm."""
+    model = model_of("qwen3_5")
+    older = make_prompt_cache(model)
+    tokens = mtp(REPEATS, model, max_tokens=9, num_draft_tokens=2, prompt_cache=older)
+    assert older[-1][2] is None
+    older[-1].cache.pop()
+    theirs = model.make_cache()
+    text = REPEATS + plain(REPEATS, model, max_tokens=10, prompt_cache=theirs)
+    assert text[:-1] == REPEATS + tokens
+    for prompt_cache in (older, theirs):
+        truth = plain([*text[: prompt_cache[1].offset], 7], model, max_tokens=9)
+        assert mtp([7], model, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache) == truth
+        assert prompt_cache[-1][2].tolist() == [7, *truth]  # what is known of it
+
+
+def test_input_embeddings_hide_the_text_before():
+    model = model_of("qwen3_5")
+    embeddings = model.language_model.model.embed_tokens(mx.array(REPEATS))
+    prompt_cache = make_prompt_cache(model)
+    tokens = mtp([], model, input_embeddings=embeddings, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache)
+    assert tokens == plain(REPEATS, model, max_tokens=9)
+    assert prompt_cache[-1][2].tolist() == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_head(family):
+    model = model_of(family, mtp_num_hidden_layers=0)
+    truth, counts, prompt_cache = plain(REPEATS, model, max_tokens=30), DraftCounts(), make_prompt_cache(model)
+    assert truth == mtp(REPEATS, model, max_tokens=30, copy_drafts=8, counts=counts, prompt_cache=prompt_cache)
+    assert sum(counts.copied) > 0
+    assert mtp([7], model, max_tokens=9, copy_drafts="auto", prompt_cache=prompt_cache) == plain(
+        [*REPEATS, *truth, 7], model, max_tokens=9
+    )
+    for options in ({}, {"copy_drafts": "off"}):
+        with pytest.raises(ValueError, match="no MTP head"):
+            mtp(REPEATS, model, **options)
+    with pytest.raises(ValueError, match="num_draft_tokens must be 0 for a model without an MTP head, not 2"):
+        mtp(REPEATS, model, copy_drafts="auto", num_draft_tokens=2)
+
+
+def test_quantizes_keys_and_values_where_mlx_lm_does(monkeypatch):
+    model = model_of("qwen3_5")
+    for start in (0, len(REPEATS) + 7, 1000):
+        options = dict(max_tokens=40, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
+        truth = plain(REPEATS, model, **options)
+        with monkeypatch.context() as m:
+            script(m, REPEATS + truth + [0] * 20, lambda i: i % 5 != 0)
+            assert mtp(REPEATS, model, num_draft_tokens=1, copy_drafts=6, **options) == truth
+
+
+# The choice between them
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step takes, in plain steps: with the head's drafts, and with copies."""
+
+    head: float  # for each draft
+    copy: float
+
+    def seconds(self, plan: Plan) -> float:
+        return 1 + plan.k * (self.copy if plan.copies else self.head)
+
+
+MACHINES = [Machine(0.1, 0.04), Machine(0.25, 0.2), Machine(0.8, 0.7)]
+TEXTS = {  # the part of the answer's lines that are the prompt's
+    "copies all": 1.0,
+    "copies most": 0.8,
+    "copies some": 0.3,
+    "copies nothing": 0.0,
+}
+
+
+def write(share: float, rng: random.Random) -> tuple[list[int], list[int]]:
+    """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
+    lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
+    answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
+    return [t for line in lines for t in line], [t for line in answer for t in line]
+
+
+def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) -> float:
+    """Seconds for an answer; ``choose(odds)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
+    rng = random.Random(seed)
+    prompt, answer = write(share, rng)
+    right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
+    noise = random.Random(seed + 1)
+    copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN
+    copies.prefill(prompt)
+    while n < len(answer):
+        plan = choose.next(copies.odds(0))
+        if plan.copies:
+            wanted = zip(copies.propose(plan.k, 0).tokens.tolist(), answer[n:])
+            hits = [a == b for a, b in wanted]
+        else:
+            hits = right[n : n + plan.k]
+        n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
+        seconds = machine.seconds(plan)
+        is_clear = before == plan == PLAIN or (before.k > 0 and plan.k > 0 and before.copies <= plan.copies)
+        choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
+        copies.read(answer[n : n + n_accepted + 1])
+        total, n, before = total + seconds, n + n_accepted + 1, plan
+    return total
+
+
+class Fixed:
+    """Always so many of the head's drafts, or of copies where there are any."""
+
+    def __init__(self, k: int, n_copies: int):
+        self.k, self.n_copies = k, n_copies
+
+    def next(self, odds):
+        return Plan(self.n_copies, copies=True) if odds and self.n_copies else Plan(self.k)
+
+    def observe(self, plan, n_accepted, seconds):
+        pass
+
+
+@pytest.mark.parametrize("head_rate", [0.0, 0.6, 0.9])
+@pytest.mark.parametrize("share", TEXTS.values(), ids=TEXTS.keys())
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_auto_takes_the_better_source(machine, share, head_rate):
+    """Never slower than plain decoding or the head alone, and near the best of all fixed choices."""
+
+    def seconds(make):
+        return sum(decode(make(), machine, share, head_rate, seed) for seed in range(3))
+
+    auto = seconds(lambda: Depth(8))
+    head_alone = seconds(lambda: HeadAlone(8))
+    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 1, 2, 4, 8) for n in (0, *COPY_DEPTHS)}
+    assert fixed[0, 0] / auto >= 0.98
+    assert head_alone / auto >= 0.98
+    assert min(fixed.values()) / auto >= 0.9
+
+
+class HeadAlone(Depth):
+    def next(self, odds=()):
+        return super().next()
+
+
+def test_copies_begin_short_and_lengthen():
+    depth = Depth(8)
+    asked = []
+    for _ in range(60):
+        plan = depth.next([0.97] * MAX_COPY_TOKENS)
+        asked.append(plan)
+        depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
+    lengths = [plan.k for plan in asked if plan.copies]
+    assert lengths[:3] == [4, 8, 16]
+    assert set(lengths[3:]) == {16}
+
+
+def test_a_given_number_of_drafts_is_kept_beside_copies():
+    depth = Depth(8)
+    depth.begin(only=3)
+    for i in range(60):
+        odds = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
+        plan = depth.next(odds)
+        assert plan == Plan(3) or (plan.copies and odds)
+        depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
+    assert depth.next([0.97] * MAX_COPY_TOKENS).copies
+
+
+# Samplers and processors
+
+
+class Grammar:
+    """A processor with a state: forbids the token before last."""
+
+    def __init__(self, seen=()):
+        self.seen = list(seen)
+
+    def copy(self):
+        return Grammar(self.seen)
+
+    def __call__(self, tokens, logits):
+        self.seen.append(tokens[-1].item())
+        assert tokens.tolist()[-len(self.seen) :] == self.seen  # once a token, in order
+        forbidden = self.seen[-2:-1] or [0]
+        return mx.where(mx.arange(logits.shape[-1]) == forbidden[0], -mx.inf, logits)
+
+
+@pytest.mark.parametrize("make", [Grammar, lambda: make_logits_processors(repetition_penalty=1.3)[0]])
+def test_processors(make, monkeypatch):
+    model = model_of("qwen3_5")
+    truth = plain(REPEATS, model, max_tokens=40, logits_processors=[make()])
+    script(monkeypatch, REPEATS + truth + [0] * 20, lambda i: i % 4 != 0)
+    counts = DraftCounts()
+    options = dict(num_draft_tokens=2, copy_drafts=5, counts=counts)
+    assert mtp(REPEATS, model, max_tokens=40, logits_processors=[make()], **options) == truth
+    assert sum(counts.copies_accepted) > 10
+
+
+def test_token_match_gives_mlx_lms_tokens_with_the_same_random_state():
+    model, sampler = model_of("qwen3_5"), make_sampler(temp=1.0)
+    mx.random.seed(5)
+    truth = plain(REPEATS, model, max_tokens=40, sampler=sampler)
+    for n_copies in (1, 4, 16):
+        mx.random.seed(5)
+        counts = DraftCounts()
+        options = dict(num_draft_tokens=0, copy_drafts=n_copies, sampler=sampler, counts=counts)
+        assert mtp(REPEATS, model, max_tokens=40, **options) == truth
+        assert sum(counts.copied) > 0
+
+
+def test_a_seed_gives_one_text():
+    model = model_of("qwen3_5")
+    texts = [
+        mtp(
+            REPEATS,
+            model,
+            max_tokens=40,
+            sampler=mlx_mtp.make_sampler(temp=0.7, seed=3),
+            num_draft_tokens=k,
+            copy_drafts=n,
+        )
+        for k, n in ((0, "off"), (0, 4), (2, 16), ("auto", "auto"))
+    ]
+    assert all(text == texts[0] for text in texts)
+
+
+# Arguments
+
+
+def test_copies_are_off_where_the_number_of_drafts_is_given():
+    model = model_of("qwen3_5")
+    for options, copies in (({"num_draft_tokens": 2}, False), ({"num_draft_tokens": 2, "copy_drafts": 4}, True)):
+        counts = DraftCounts()
+        mtp(REPEATS, model, max_tokens=20, counts=counts, **options)
+        assert (sum(counts.copied) > 0) == copies
+
+
+@pytest.mark.parametrize("value", [-1, 0, 17, "on", 2.0])
+def test_rejects_other_values(value):
+    with pytest.raises(ValueError, match=f"copy_drafts must be auto, off or from 1 to 16, not {value}"):
+        mtp(PROMPT, model_of("qwen3_5"), copy_drafts=value)
