@@ -5,13 +5,11 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import read_json
 from ..checkpoint.files import write_atomic
@@ -20,40 +18,14 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..convert.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from .answers import answer_all
 from .checkpoint import write_checkpoint
+from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
 from .measure import Comparison, compare, measure
-from .recording import bytes_per_token, record
-from .texts import Parts, Text, read_corpus, read_prompts, split
+from .recording import record
+from .texts import Parts, split
 from .training import Schedule, make_trainable, train_head
-
-SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a head is fitted on; see ``fit``."""
-
-    corpus: Sequence[str | Path] | None
-    prompts: str | Path | None
-    max_seq_length: int
-    answers: int
-    max_tokens: int
-    temp: float
-    cache_gb: float
-    seed: int
-
-    @property
-    def shortest(self) -> int:
-        """The fewest tokens of a text that is of use."""
-        return 1 if self.corpus is None else SHORTEST
-
-    def read(self, tokenizer: TokenizerWrapper) -> list[Text]:
-        if self.corpus is not None:
-            return read_corpus([Path(file) for file in self.corpus], tokenizer, self.max_seq_length)
-        return read_prompts(None if self.prompts is None else Path(self.prompts), tokenizer)
 
 
 def fit(
@@ -220,46 +192,6 @@ def begin(work: Path, what: Any) -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))
-
-
-def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, work: Path) -> Parts:
-    """Let the model answer the prompts, and leave out what is too much to record."""
-    if data.corpus is None:
-        how: Any = {"answers": data.answers, "max_tokens": data.max_tokens, "temp": data.temp, "seed": data.seed}
-        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", **how)
-        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", **how)
-        parts = Parts(train, valid, parts.test)
-    limit = int(data.cache_gb * 1e9 / bytes_per_token(model))
-    train = within(parts.train, limit - sum(len(text.tokens) for text in parts.valid))
-    n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
-    print(
-        f"[INFO] {n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
-        "measure it on"
-    )
-    if len(train) < len(parts.train):
-        print(f"[INFO] --cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
-    return Parts(train, parts.valid, parts.test)
-
-
-def within(texts: Sequence[Text], n_tokens: int) -> list[Text]:
-    """The first texts, of at most this many tokens together, but one at least."""
-    chosen: list[Text] = []
-    for text in texts:
-        n_tokens -= len(text.tokens)
-        if n_tokens < 0 and chosen:
-            break
-        chosen.append(text)
-    return chosen
-
-
-def describe(data: Data, parts: Parts, drafts: int, iters: int) -> dict[str, Any]:
-    """What the model card says of a fit."""
-    n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
-    what = "of the user's files" if data.corpus is not None else "of its own answers"
-    return {
-        "trained_on": f"{n_tokens:,} tokens {what} ({n_sources:,} sources), {iters} iterations, {drafts} drafts",
-        "measured_on": f"{len(parts.test)} other texts, greedy decoding with {drafts} drafts a step",
-    }
 
 
 def digest(value: Any) -> str:
