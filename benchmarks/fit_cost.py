@@ -33,7 +33,6 @@ def make_head(shape):
             model, **shape["quantization"], class_predicate=lambda path, _: path.endswith(("embed_tokens", "lm_head"))
         )
     make_trainable(model.mtp, None, 0)
-    mx.eval(model.mtp.parameters(), model.model.embed_tokens.parameters(), model.output_layer.parameters())
     return model
 
 
@@ -68,15 +67,17 @@ def report(name, args):
     mx.clear_cache()
     mx.reset_peak_memory()
     model = make_head(SHAPES[name])
-    seconds = time_step(model, args.batch_size, args.length, args.drafts, args.repeat)
-    n_tokens = args.batch_size * args.length
     n_parameters = sum(w.size for _, w in tree_flatten(model.mtp.trainable_parameters()))
     print(
         f"{name}: {n_parameters / 1e6:.0f}M parameters trained, {16 * n_parameters / 1e9:.1f} GB with gradients and AdamW; "
         f"for 1,000 tokens {bytes_per_token(model) / 1e3:.1f} MB on disk, "
-        f"{operations(model, args.drafts) / 1e9:.1f} TFLOP, {1000 * seconds / n_tokens:.1f} s; "
-        f"peak memory {mx.get_peak_memory() / 1e9:.1f} GB"
+        f"{operations(model, args.drafts) / 1e9:.1f} TFLOP"
     )
+    if args.repeat > 0:
+        mx.eval(model.mtp.parameters(), model.model.embed_tokens.parameters(), model.output_layer.parameters())
+        seconds = time_step(model, args.batch_size, args.length, args.drafts, args.repeat)
+        n_tokens = args.batch_size * args.length
+        print(f"{1000 * seconds / n_tokens:.2f} s for 1,000 tokens, peak memory {mx.get_peak_memory() / 1e9:.1f} GB")
 
 
 def main():
@@ -85,7 +86,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--length", type=int, default=32, help="Tokens of a text (default: 32).")
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=2, help="Steps to time; 0 computes the sizes alone (default: 2).")
     args = parser.parse_args()
     for name in args.shapes:
         report(name, args)

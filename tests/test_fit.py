@@ -231,7 +231,7 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, logits
     monkeypatch.setattr(losses, "LOGITS", logits_at_once)
     model = tiny_model("qwen3_5", tie_word_embeddings=tied)
     texts = [Text("a", [3, 1, 4, 1, 5, 9, 2, 6]), Text("b", [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], 4)]
-    files = record(model, texts, tmp_path, "x", 2)
+    files = record(model, texts, tmp_path, "x", 2, 64)
     (batch,) = iterate_batches(files, 2)
     loss, n_rows = DraftLoss(model.model.embed_tokens, model.output_layer, 3)(model.mtp, *batch)
     a, b = (divergences(model, mx.array([text.tokens]), 3) for text in texts)
@@ -243,13 +243,14 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, logits
     assert n_rows.item() == 7 + 7
 
 
-def test_what_is_recorded(tmp_path):
+@pytest.mark.parametrize("length", [64, 7, 4])
+def test_what_is_recorded(tmp_path, length):
     model = tiny_model("qwen3_5", vocab_size=512)
     texts = [Text("a", [3, 1, 4, 1, 5]), Text("b", [2, 7, 1, 8, 2, 8, 1, 8], 2)]
-    for text, file in zip(texts, record(model, texts, tmp_path, "x", 2)):
-        kept, hidden = read(file), model.model(mx.array([text.tokens]))
-        assert kept["tokens"].tolist() == text.tokens
-        assert kept["n_prompt"].item() == text.n_prompt
+    for text, file in zip(texts, record(model, texts, tmp_path, "x", 2, length)):
+        kept, hidden = read(file), model.model(mx.array([text.tokens]))[:, -length:]
+        assert kept["tokens"].tolist() == text.tokens[-length:]
+        assert kept["n_prompt"].item() == max(text.n_prompt - max(len(text.tokens) - length, 0), 0)
         assert mx.allclose(kept["hidden"], hidden[0], atol=1e-5)
         logits = model.logits(hidden)[0]
         best = mx.argsort(-logits, axis=-1)[:, :32]
@@ -264,8 +265,8 @@ def test_what_is_recorded(tmp_path):
 def train(folder, model, iters=12, loss=DraftLoss, **kwargs):
     rng = random.Random(0)
     texts = [Text(str(i), rng.choices(range(32), k=24)) for i in range(14)]
-    train_files = record(model, texts[:10], folder / "states", "train", 4)
-    valid_files = record(model, texts[10:], folder / "states", "valid", 4)
+    train_files = record(model, texts[:10], folder / "states", "train", 4, 64)
+    valid_files = record(model, texts[10:], folder / "states", "valid", 4, 64)
     make_trainable(model.mtp, kwargs.pop("lora", None), 0)
     how = Schedule(iters, 4, 1e-2, 4, 0)
     draft_loss = loss(model.model.embed_tokens, model.output_layer, 2)

@@ -46,7 +46,8 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, w
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", **how)
         parts = Parts(train, valid, parts.test)
     limit = int(data.cache_gb * 1e9 / bytes_per_token(model))
-    train = within(parts.train, limit - sum(len(text.tokens) for text in parts.valid))
+    length = data.max_seq_length
+    train = within(parts.train, limit - sum(min(len(text.tokens), length) for text in parts.valid), length)
     n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
     print(
         f"[INFO] {n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
@@ -57,11 +58,11 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, w
     return Parts(train, parts.valid, parts.test)
 
 
-def within(texts: Sequence[Text], n_tokens: int) -> list[Text]:
-    """The first texts, of at most this many tokens together, but one at least."""
+def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
+    """The first texts, of at most this many recorded tokens together, but one at least."""
     chosen: list[Text] = []
     for text in texts:
-        n_tokens -= len(text.tokens)
+        n_tokens -= min(len(text.tokens), length)
         if n_tokens < 0 and chosen:
             break
         chosen.append(text)

@@ -68,7 +68,7 @@ def fit(
         iters (int): Iterations to train for. Default: ``500``.
         batch_size (int): Texts in an iteration. Default: ``4``.
         learning_rate (float): AdamW's highest. Default: ``1e-4``.
-        max_seq_length (int): Cut texts into pieces of this many tokens. Default: ``512``.
+        max_seq_length (int): Cut texts into pieces of this many tokens; of a longer answer, take the last. Default: ``512``.
         steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
         answers (int): Answers to each prompt. Default: ``8``.
         max_tokens (int): The length of an answer, and of a continuation that is measured. Default: ``256``.
@@ -101,7 +101,7 @@ def fit(
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
     before = measure(loaded, tokenizer, starts, drafts, max_tokens)
-    best_iters = train_on(loaded, parts, drafts, how, lora, work)
+    best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
     print("[INFO] Measuring the fitted head on the same texts")
     comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
     print(comparison.table())
@@ -118,11 +118,11 @@ def fit(
     return comparison
 
 
-def train_on(model: Any, parts: Parts, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
+def train_on(model: Any, parts: Parts, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
     """Record the texts and train the head of a model, which is left in its dtype; the iterations of the best head."""
     times = [time.perf_counter()]
     train, valid = (
-        record(model, texts, work / "states", name, how.batch_size)
+        record(model, texts, work / "states", name, how.batch_size, length)
         for name, texts in (("train", parts.train), ("valid", parts.valid))
     )
     times.append(time.perf_counter())

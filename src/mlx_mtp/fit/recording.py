@@ -21,8 +21,12 @@ def bytes_per_token(model: MTPModel) -> int:
     return int(embedding.nbytes + TOP_K * (mx.uint32.size + mx.float16.size) + mx.uint32.size)
 
 
-def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int) -> list[Path]:
+def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
     """Write a file for each text; those that are there from a run before are kept.
+
+    Args:
+        batch_size (int): Texts that go through the backbone side by side.
+        length (int): Keep the last positions of a longer text, up to this many: a head can start in the middle.
 
     Returns:
         List[Path]: The files, see ``read``.
@@ -33,7 +37,7 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
     with tqdm(total=sum(n for n, *_ in missing), desc=f"Recording {name}", unit="token", disable=None) as bar:
         for i in range(0, len(missing), batch_size):
             batch = missing[i : i + batch_size]
-            for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch])):
+            for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
                 _save(file, arrays)
                 bar.update(n)
             mx.clear_cache()
@@ -51,7 +55,7 @@ def read(file: Path) -> dict[str, mx.array]:
     return weights
 
 
-def _states(model: MTPModel, texts: Sequence[Text]) -> Iterator[dict[str, mx.array]]:
+def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
     """What ``read`` returns, of texts that go through the backbone side by side: padding on the right changes none."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
@@ -59,13 +63,14 @@ def _states(model: MTPModel, texts: Sequence[Text]) -> Iterator[dict[str, mx.arr
     mx.eval(hidden)
     for b, text in enumerate(texts):
         n = len(text.tokens)
-        ids, probabilities = zip(*(_top_k(model, rows) for rows in _chunks(model, hidden[b, :n])))
+        first = max(n - length, 0)
+        ids, probabilities = zip(*(_top_k(model, rows) for rows in _chunks(model, hidden[b, first:n])))
         yield {
-            "tokens": tokens[b, :n],
-            "hidden": hidden[b, :n],
+            "tokens": tokens[b, first:n],
+            "hidden": hidden[b, first:n],
             "ids": mx.concatenate(list(ids)),
             "probabilities": mx.concatenate(list(probabilities)),
-            "n_prompt": mx.array(text.n_prompt),
+            "n_prompt": mx.array(max(text.n_prompt - first, 0)),
         }
 
 

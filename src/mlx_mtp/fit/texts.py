@@ -45,7 +45,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
 
     Args:
         files (Sequence[Path]): In UTF-8. A source is a file, or a line of a ``.jsonl`` file.
-        length (int): Cut texts into pieces of at most this many tokens.
+        length (int): Cut texts without a prompt into pieces of at most this many tokens.
 
     Raises:
         OSError: A file cannot be read.
@@ -75,7 +75,7 @@ def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: in
     for i, row in enumerate(rows, 1):
         tokens, n_prompt = dataset.process(row)
         source = f"{name}:{i}"
-        texts += [Text(source, tokens[:length], n_prompt)] if n_prompt else _pieces(source, tokens, length)
+        texts += [Text(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
     return [text for text in texts if text.n_prompt < len(text.tokens)]
 
 
