@@ -382,6 +382,9 @@ def test_no_two_parts_share_a_file(tmp_path, tokenizer):
     assert all(len(text.tokens) <= 64 for text in texts)
     assert sum(len(text.tokens) for text in texts) == sum(len(tokenizer.encode(f.read_text())) for f in files)
     assert split(texts, 32, seed=1) != parts
+    copies = [Text(f"copy of {text.source}", text.tokens) for text in texts]
+    twice = split([*texts, *copies], 32, seed=0)
+    assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
 
 
 def test_lines_of_text(tmp_path, tokenizer):

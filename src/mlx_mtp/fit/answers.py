@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
+from ..checkpoint.files import write_atomic
 from ..decoding.loop import mtp_generate_step
 from ..decoding.sampling import make_sampler
 from .texts import Text
@@ -26,11 +27,14 @@ def answer_all(
     temp: float,
     seed: int,
 ) -> list[Text]:
-    """Answer each prompt ``answers`` times, each time with another seed, and append every answer to a file of JSON lines."""
-    tasks = [(text, seed + i) for i in range(answers) for text in prompts]
+    """Answer each prompt ``answers`` times, each time with another seed, and append every answer to a file of JSON lines.
+
+    At temperature 0 there is one answer.
+    """
+    tasks = [(text, seed + i) for i in range(answers if temp > 0 else 1) for text in prompts]
     done = _read(file)
-    with file.open("w", encoding="utf-8") as f:
-        f.writelines(_line(text) for text in done)
+    write_atomic(file, "".join(map(_line, done)))
+    with file.open("a", encoding="utf-8") as f:
         for prompt, task_seed in tqdm(tasks[len(done) :], desc="Answering", unit="answer", disable=None):
             done.append(_answer(model, tokenizer, prompt, max_tokens, temp, task_seed))
             f.write(_line(done[-1]))

@@ -57,7 +57,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
             content = file.read_text(encoding="utf-8")
             read = _read_jsonl if file.suffix == ".jsonl" else _read_file
             texts += read(str(file), content, tokenizer, length)
-        except (KeyError, TypeError, ValueError) as e:  # mlx-lm and chat templates raise all of them
+        except (LookupError, TypeError, ValueError) as e:  # mlx-lm and chat templates raise all of them
             raise ValueError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
     return texts
 
@@ -99,7 +99,7 @@ def split(texts: Sequence[Text], shortest: int, seed: int) -> Parts:
     Raises:
         ValueError: There are too few sources.
     """
-    texts = [text for text in texts if len(text.tokens) >= shortest]
+    texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})
     rng = random.Random(seed)
     rng.shuffle(sources)
