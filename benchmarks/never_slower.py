@@ -31,21 +31,24 @@ import mlx_mtp
 from mlx_mtp.benchmark.runs import AUTO, PLAIN, Run, in_turn
 from mlx_mtp.prompts import PYTHON
 
-AGAIN = "plain again"
+AGAIN, NO_COPIES = "plain again", "auto without copies"
 FIXED = (PLAIN, 1, 2, 3, 4)
-RUNS = (*FIXED, AGAIN, AUTO)
+RUNS = (*FIXED, AGAIN, AUTO, NO_COPIES)
 TURN = 64  # tokens
 
 
-def start(run: Run, model: nn.Module, prompt: list[int], options: dict) -> Iterator:
+def start(run: Run, model: nn.Module, prompt: list[int], depths: dict[Run, mlx_mtp.Depth], options: dict) -> Iterator:
     if run in (PLAIN, AGAIN):
         return generate_step(mx.array(prompt), model, **options)
-    return mlx_mtp.mtp_generate_step(mx.array(prompt), model, num_draft_tokens=run, **options)
+    copies = "auto" if run == AUTO else "off"
+    return mlx_mtp.mtp_generate_step(
+        mx.array(prompt), model, num_draft_tokens=depths.get(run, run), copy_drafts=copies, **options
+    )
 
 
-def seconds(model: nn.Module, prompt: list[int], options: dict) -> dict[Run, float]:
+def seconds(model: nn.Module, prompt: list[int], depths: dict[Run, mlx_mtp.Depth], options: dict) -> dict[Run, float]:
     """The seconds of all tokens but the first, by run."""
-    running = {run: start(run, model, prompt, options) for run in RUNS}
+    running = {run: start(run, model, prompt, depths, options) for run in RUNS}
     for steps in running.values():
         next(steps)
     total = dict.fromkeys(RUNS, 0.0)
@@ -96,22 +99,26 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--only", help="Run only the cases whose name contains this.")
     args = parser.parse_args()
-    print("case                     auto/plain  low to high   auto/best  best depth  plain again/plain")
+    print("case                     auto/plain  low to high   auto/best  best depth  to no copies  plain again/plain")
     for name, model, prompt, sampler in cases(args.max_tokens):
         if args.only and args.only not in name:
             continue
         options = dict(max_tokens=args.max_tokens, sampler=sampler)
-        seconds(model, prompt, options | {"max_tokens": TURN})
+        depths = {
+            run: mlx_mtp.Depth(mlx_mtp.MAX_DRAFT_TOKENS) for run in (AUTO, NO_COPIES)
+        }  # one text's after another's
+        seconds(model, prompt, depths, options | {"max_tokens": TURN})
         rounds = []
         for i in tqdm(range(args.repeat), desc=name, disable=None, leave=False):
             mx.random.seed(i)
-            rounds.append(seconds(model, prompt, options))
+            rounds.append(seconds(model, prompt, depths, options))
         best = min(FIXED, key=lambda run: statistics.median(r[run] for r in rounds))
         to_plain, to_best = ([r[run] / r[AUTO] for r in rounds] for run in (PLAIN, best))
+        to_no_copies = statistics.median(r[NO_COPIES] / r[AUTO] for r in rounds)
         again = statistics.median(r[PLAIN] / r[AGAIN] for r in rounds)
         print(
             f"{name:24} {statistics.median(to_plain):10.3f} {min(to_plain):6.3f}-{max(to_plain):.3f}"
-            f" {statistics.median(to_best):10.3f}  {best!s:10} {again:.3f}",
+            f" {statistics.median(to_best):10.3f}  {best!s:10} {to_no_copies:12.3f}  {again:.3f}",
             flush=True,
         )
 

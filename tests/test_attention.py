@@ -94,6 +94,19 @@ def test_greedy_text(family, kv):
         assert_cache_of(model, cache, PROMPT.size + 12)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_with_copies(queries, family):
+    """Windows of up to 17 tokens: their drafts are what the text said before."""
+    model = deep_model(family, **HEADS)
+    prompt = [*PROMPT.tolist(), *plain(PROMPT, model, max_tokens=40), *PROMPT.tolist()]
+    want = plain(prompt, model, max_tokens=24)
+    for rows in (3, 4):
+        model.drafting.attention_rows = rows
+        queries.clear()
+        assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want
+        assert max(n for n, n_keys in queries if n_keys > len(prompt)) == rows
+
+
 def test_plain_decoding_keeps_its_operations(queries):
     model = deep_model("qwen3_5")
     model.drafting.attention_rows = 2

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import loop
-from mlx_mtp.decoding.copies import N_GRAM, CopyDrafter
+from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.depth import COPY_DEPTHS, MAX_COPY_TOKENS, Depth
 from mlx_mtp.decoding.drafter import Drafts
 from mlx_mtp.decoding.pace import DraftCounts
@@ -37,6 +37,14 @@ def last_match(text: list[int]) -> int | None:
     return None
 
 
+def rejoined(text: list[int], left: int | None) -> int | None:
+    """By search: the position after the first two tokens like the text's last, up to 32 tokens behind where a match ended."""
+    for start in range(*((left, left + NEAR) if left is not None else (0, 0))):
+        if start + N_REJOIN < len(text) and text[start : start + N_REJOIN] == text[-N_REJOIN:]:
+            return start + N_REJOIN
+    return None
+
+
 texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
 
 
@@ -52,17 +60,19 @@ def test_finds_the_last_match(chunks):
 
 @given(texts, texts)
 def test_follows_a_match_while_it_is_right(prompt, answer):
-    copies, text = CopyDrafter(), list(prompt)
+    copies, text, left = CopyDrafter(), list(prompt), None
     copies.prefill(prompt)
     for token in answer:
         at = copies.at
         is_right = at is not None and text[at] == token
+        left = at if at is not None and not is_right else left
         copies.read([token])
         text.append(token)
-        assert copies.at == (at + 1 if is_right else last_match(text))
+        found = last_match(text)
+        assert copies.at == (at + 1 if is_right else rejoined(text, left) if found is None else found)
         if copies.at is not None:
             n = min(copies.length, 64)
-            assert n >= N_GRAM
+            assert n >= N_REJOIN
             assert text[copies.at - n : copies.at] == text[-n:]
 
 
@@ -78,16 +88,27 @@ def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
     assert copies.propose(k, n_unread).records == [None] * k
 
 
+def test_rejoins_a_passage_behind_an_edit():
+    page = list(range(100, 200))
+    copies = CopyDrafter()
+    copies.prefill(page)
+    copies.read([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
+    assert copies.propose(4, 0).tokens.tolist() == page[34:38]
+    assert copies.length == 2
+
+
 def test_learns_how_often_copies_are_right_without_drafting():
     copies, rng = CopyDrafter(), random.Random(0)
     page = [rng.randrange(1000) for _ in range(300)]
     copies.prefill(page)
     copies.read(page[100:250])
     assert min(copies.odds(0)) > 0.9
-    for i in range(0, 250, 6):  # five tokens of a match, and then another
-        copies.read([*page[i : i + 5], 2000])
-    copies.read(page[10:15])
-    assert copies.odds(0)[0] < 0.2
+    for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
+        copies.read([*page[i : i + 16], 2000])
+    copies.read(page[40:56])
+    assert copies.odds(0)[0] < 0.5  # after sixteen
+    copies.read(page[120:126])
+    assert copies.odds(0)[0] > 0.9  # after six
     assert copies.odds(1)[0] < copies.odds(0)[0]  # an unread token must be a copy, too
     assert len(copies.odds(0)) == len(copies.odds(1)) == MAX_COPY_TOKENS
 

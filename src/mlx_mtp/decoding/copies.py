@@ -3,11 +3,14 @@
 This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
 a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
 least ``N_GRAM`` tokens long. It is followed for as long as the text goes on as it did there, and the longer it is, the likelier
-next token is a copy, too:
+the next token is a copy, too:
 
     ... a b c d e f g ...            a match of a b c d e, then of f, ...
     ... a b c d e  ->  f g ...       the drafts
         <- length ->
+
+Where the text then differs, as behind a name that was changed, it often rejoins the copied passage: ``N_REJOIN`` tokens are
+enough for a match a little further on.
 
 Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
 acceptance rate of copies is known without trying them.
@@ -25,6 +28,7 @@ from .drafter import Drafts
 from .rates import Rates
 
 N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
+N_REJOIN, NEAR = 2, 32  # tokens of such a match, and how far on it is looked for
 LONGEST = 64  # tokens; longer matches are as good
 
 
@@ -58,7 +62,7 @@ class CopyDrafter:
 
     def __init__(self, n_tokens: int = 0, text: Sequence[int] = ()):
         self.start = n_tokens - len(text)  # of the text, in the prompt cache
-        self.rates = Rates(LONGEST.bit_length() - N_GRAM.bit_length() + 1)  # by the length of the match: see ``_rank``
+        self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
         self._begin(text)
 
@@ -66,7 +70,8 @@ class CopyDrafter:
         self.text = [*text]
         self.index = NGramIndex(self.text)
         self.followed: int | None = None
-        self.is_lost = True  # whether no match is being followed
+        self.left: int | None = None  # where the last match was wrong
+        self.is_lost = True  # whether a match must be looked for
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The text of a prompt cache of this many tokens; nothing where some of it was not read."""
@@ -88,6 +93,8 @@ class CopyDrafter:
         """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
         if self.is_lost:
             self.followed, self.is_lost = self.index.find(), False
+            if self.followed is None and self.left is not None:
+                self.followed = self._rejoin(self.left)
             self.length = 0 if self.followed is None else self._match_length(self.followed)
         return self.followed
 
@@ -97,6 +104,7 @@ class CopyDrafter:
             at = self.at
             if at is not None:
                 is_copy = self.text[at] == token
+                self.left = self.left if is_copy else at
                 self.rates.count(self._rank(self.length), is_copy)
                 self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
             else:
@@ -129,6 +137,12 @@ class CopyDrafter:
         backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
         return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
 
+    def _rejoin(self, left: int) -> int | None:
+        """The position after the first occurrence of the text's last tokens behind where the last match was left."""
+        last = self.text[-N_REJOIN:]
+        starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
+        return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
+
     def _rank(self, length: int) -> int:
-        """Lengths count as equal from 5 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
-        return min(length, LONGEST).bit_length() - N_GRAM.bit_length()
+        """Lengths count as equal from 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
+        return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()
