@@ -87,10 +87,10 @@ def fit(
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
-    check_arguments(corpus, prompts, drafts, iters, batch_size, max_seq_length, cache_gb)
     data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
     lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
+    check_arguments(data, how, drafts, lora)
     source = fetch(model, None)
     loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
     check_head_weights(loaded, model, adapter_path)
@@ -157,26 +157,32 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
         )
 
 
-def check_arguments(
-    corpus: Any, prompts: Any, drafts: int, iters: int, batch_size: int, max_seq_length: int, cache_gb: float
-) -> None:
+def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -> None:
     """
     Raises:
         ValueError: An argument is out of range, or two contradict each other.
     """
-    if corpus is not None and prompts is not None:
+    if data.corpus is not None and data.prompts is not None:
         raise ValueError("Choose either --corpus or --prompts, not both.")
     if not 1 <= drafts <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--drafts must be from 1 to {MAX_DRAFT_TOKENS}, not {drafts}.")
-    for name, value, least in (
-        ("iters", iters, 1),
-        ("batch-size", batch_size, 1),
-        ("max-seq-length", max_seq_length, SHORTEST),
-    ):
-        if value < least:
-            raise ValueError(f"--{name} must be {least} or more, not {value}.")
-    if cache_gb <= 0:
-        raise ValueError(f"--cache-gb must be more than 0, not {cache_gb}.")
+    least = {
+        "iters": 1,
+        "batch_size": 1,
+        "steps_per_eval": 1,
+        "answers": 1,
+        "max_tokens": 1,
+        "max_seq_length": SHORTEST,
+    }
+    given = {**vars(data), **vars(how)}
+    for name, low in least.items():
+        if given[name] < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be {low} or more, not {given[name]}.")
+    for name in ("learning_rate", "cache_gb"):
+        if given[name] <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {given[name]}.")
+    if lora is not None and lora.rank < 1:
+        raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
 
 
 def begin(work: Path, what: Any) -> None:
