@@ -1,4 +1,4 @@
-"""Switching between the head and mlx-lm's batch generator: each token once, every cache right."""
+"""Switching between the loop and a batch generator: each token once, every cache right."""
 
 import copy
 from collections import Counter
@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from scipy.stats import chisquare
 
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.server.batch import Scheduler, Sequence, Token
+from mlx_mtp.server.batch import Failure, Scheduler, Sequence, Token
 
 STREAM = mx.default_stream(mx.default_device())
 model_of = cache(tiny_model)
@@ -147,7 +147,30 @@ def test_switches_when_a_second_arrives_and_when_one_is_left():
     run(scheduler, {0: [first], 10: [second]}, {})
     assert switches == ["batch", "mtp"]
     assert sum(first.counts.drafted) > 0
-    assert sum(second.counts.drafted) == 0
+    assert sum(second.counts.drafted) > 0  # in the batch
+
+
+def test_a_processor_that_raises_ends_its_sequence_alone():
+    model = model_of("qwen3_5")
+    scheduler = scheduler_of(model)
+
+    def failing(tokens, logits):
+        if len(tokens) > 8:
+            raise RuntimeError("no")
+        return logits
+
+    first, second = sequence_of(scheduler, [1, 5, 2], 30), sequence_of(scheduler, [2, 5, 2], 30, processors=[failing])
+    scheduler.add(first)
+    scheduler.add(second)
+    tokens, failures = [], []
+    while len(scheduler) or scheduler.ready:
+        for event in scheduler.next():
+            if isinstance(event, Failure):
+                failures.append((event.sequence, str(event.error)))
+            elif isinstance(event, Token) and event.sequence is first:
+                tokens.append(event.token)
+    assert failures == [(second, "no")]
+    assert tokens == plain([1, 5, 2], model, max_tokens=30)
 
 
 def test_seed_gives_one_text_across_switches():

@@ -86,6 +86,10 @@ SIGNATURES = [
     (generate.BatchGenerator.remove, "self uids return_prompt_caches"),
     (generate.BatchGenerator.extract_cache, "self uids"),
     (generate.BatchGenerator.next, "self"),
+    (generate.batch_generate, "model tokenizer prompts prompt_caches max_tokens verbose return_prompt_caches "
+                              "return_token_ids return_logprobs kwargs"),
+    (generate.StopSequences.__init__, "self stop_sequences"),
+    (generate.StopSequences.Matcher.advance, "self token"),
     (cache.LRUPromptCache.fetch_nearest_cache, "self model tokens"),
     (cache.LRUPromptCache.insert_cache, "self model tokens prompt_cache cache_type"),
     (base.create_attention_mask, "h cache window_size return_array"),
@@ -177,6 +181,8 @@ def test_responses():
                                      "seed chat_template_kwargs"),
         (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),
         (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
+        (generate.BatchResponse, "texts stats caches token_ids logprobs"),
+        (generate.BatchCounters, "prompt_tokens prompt_time generation_tokens generation_steps decode_time"),
     ],
 )  # fmt: skip
 def test_server_internals(cls, want):

@@ -19,9 +19,10 @@ ARROWS = {
     "models": set(),
     "checkpoint": {"models"},
     "decoding": {"models"},
+    "batch": {"decoding", "models"},
     "prompts": set(),
     "cli": {"checkpoint", "decoding", "models"},
-    **{command: {"decoding", "checkpoint", "models"} | SHARED for command in COMMANDS},
+    **{command: {"batch", "decoding", "checkpoint", "models"} | SHARED for command in COMMANDS},
     "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
 }
 
@@ -84,10 +85,13 @@ def test_public_names():
     assert mlx_mtp.__all__ == [
         "DEMO",
         "MAX_DRAFT_TOKENS",
+        "BatchGenerator",
+        "BatchResponse",
         "Depth",
         "DraftCounts",
         "GenerationResponse",
         "MTPModule",
+        "batch_generate",
         "convert",
         "generate",
         "load",

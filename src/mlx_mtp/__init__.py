@@ -1,5 +1,7 @@
 """Faster decoding of Qwen3.5-family models on MLX with the multi-token-prediction head that they ship."""
 
+from .batch.generate import BatchResponse, batch_generate
+from .batch.generator import BatchGenerator
 from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.depth import MAX_DRAFT_TOKENS, Depth
@@ -13,10 +15,13 @@ from .models.prompt_cache import make_prompt_cache
 __all__ = [
     "DEMO",
     "MAX_DRAFT_TOKENS",
+    "BatchGenerator",
+    "BatchResponse",
     "Depth",
     "DraftCounts",
     "GenerationResponse",
     "MTPModule",
+    "batch_generate",
     "convert",
     "generate",
     "load",

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
-from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, default_copies
+from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.loop import CopyDrafts, most_copies
 from .parts import Parts, time_parts
 from .runs import AUTO, PLAIN, Generation, Run, check_sizes, generate, in_turn, sum_counts
 
@@ -127,9 +127,9 @@ def measure(
 
 
 def _most_drafts(run: Run, copy_drafts: CopyDrafts | None) -> int:
-    n = MAX_DRAFT_TOKENS if run == AUTO else int(run)
-    copies = default_copies(None if run == AUTO else int(run), copy_drafts)
-    return n if copies == "off" else max(n, MAX_COPY_TOKENS)
+    if run == AUTO:
+        return max(MAX_DRAFT_TOKENS, most_copies(None, copy_drafts))
+    return max(int(run), most_copies(int(run), copy_drafts))
 
 
 def _run_round(

@@ -215,8 +215,6 @@ def make_pace(
         ValueError: One of the numbers is out of range, or requires a head.
     """
     copy_drafts = default_copies(num_draft_tokens, copy_drafts)
-    if copy_drafts not in ("auto", "off") and not _is_number(copy_drafts, 1, MAX_COPY_TOKENS):
-        raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copy_drafts}.")
     if num_draft_tokens is None:
         num_draft_tokens = (model.drafting.tuned or Settings()).num_draft_tokens if has_head(model) else 0
     is_auto = num_draft_tokens == "auto" or isinstance(num_draft_tokens, Depth)
@@ -231,10 +229,22 @@ def make_pace(
 
 
 def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:
-    """What ``copy_drafts=None`` means: who gives a number of drafts wants just these."""
+    """``copy_drafts``, or what ``None`` means: who gives a number of drafts wants just these.
+
+    Raises:
+        ValueError: It is out of range.
+    """
     if copy_drafts is None:
         return "off" if isinstance(num_draft_tokens, int) else "auto"
+    if copy_drafts not in ("auto", "off") and not _is_number(copy_drafts, 1, MAX_COPY_TOKENS):
+        raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copy_drafts}.")
     return copy_drafts
+
+
+def most_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> int:
+    """The most drafts that a step may copy."""
+    copies = default_copies(num_draft_tokens, copy_drafts)
+    return copies if isinstance(copies, int) else MAX_COPY_TOKENS if copies == "auto" else 0
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:

@@ -23,8 +23,8 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, default_copies, mtp_generate_step
+from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..decoding.loop import CopyDrafts, most_copies, mtp_generate_step
 from ..decoding.pace import NumDraftTokens
 
 
@@ -152,8 +152,7 @@ def check(
 
 def _most_drafts(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> int:
     n = num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS
-    copies = default_copies(num_draft_tokens, copy_drafts)
-    return max(n, copies if isinstance(copies, int) else MAX_COPY_TOKENS if copies == "auto" else 0)
+    return max(n, most_copies(num_draft_tokens, copy_drafts))
 
 
 def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:

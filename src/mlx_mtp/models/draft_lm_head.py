@@ -70,12 +70,12 @@ class DraftLMHead:
 
 
 def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
-    """The head's hidden state [1, 1, H] -> logits [1, V], of the draft vocabulary alone: the others are -inf."""
+    """The head's hidden states [B, 1, H] -> logits [B, V], of the draft vocabulary alone: the others are -inf."""
     if lm_head is None or lm_head.ids is None:
         return model.draft_logits(hidden)[:, -1]
-    logits = lm_head(hidden)[:, -1]  # [1, n]
-    others = mx.full((1, model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
-    return mx.put_along_axis(others, lm_head.ids[None], logits, axis=-1)
+    logits = lm_head(hidden)[:, -1]  # [B, n]
+    others = mx.full((len(logits), model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
+    return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
 class QuantizedRows(nn.Module):

@@ -41,9 +41,11 @@ class Drafting:
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
         depth (mlx_mtp.Depth, optional): What ``"auto"`` learned of this machine, kept from one generation to the next.
+        batch_depth (mlx_mtp.batch.depth.BatchDepth, optional): The same for several sequences at once.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     attention_rows: int | None = None
     depth: Any = None
+    batch_depth: Any = None

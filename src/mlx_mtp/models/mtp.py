@@ -49,12 +49,21 @@ class MTPModule(nn.Module):
         Returns:
             mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
         """
-        x = mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
-        x = self.fc(x)  # [B, T, H]
-        (layer,) = self.layers
+        x = self.combine(embeddings, hidden)
         if last_only and x.shape[1] > 1:
-            append_rows(layer, x[:, :-1], cache)
+            append_rows(self.layers[0], x[:, :-1], cache)
             x = x[:, -1:]  # [B, 1, H]
+        return self.decode(x, cache)
+
+    def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
+        """What the decoder layer takes, [B, T, H]."""
+        return self.fc(
+            mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
+        )
+
+    def decode(self, x: mx.array, cache: Any = None) -> mx.array:
+        """The decoder layer and the norm: what ``combine`` returned -> [B, T, H]."""
+        (layer,) = self.layers
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
 

@@ -97,10 +97,11 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
     Returns:
         List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
     """
-    return model.make_cache() + _make_head_cache()
+    return model.make_cache() + make_head_cache()
 
 
-def _make_head_cache() -> list[Any]:
+def make_head_cache() -> list[Any]:
+    """The last two entries of an empty prompt cache."""
     return [stock.KVCache(), stock.ArraysCache(size=3)]
 
 
@@ -127,7 +128,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     for i, own in enumerate(model.make_cache()):
         entries[i] = _adopt(entries[i], own, i)
     if len(entries) == n_layers:
-        entries += _make_head_cache()
+        entries += make_head_cache()
     if len(entries[-1].cache) == 2:
         entries[-1].cache.append(None)  # of a version that had no copy drafts
     cache = PromptCache(entries, n_layers)
@@ -137,7 +138,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
             "that runs it, or give each generation its own copy.deepcopy of the cache."
         )
     if cache.n_recorded != cache.n_tokens:
-        entries[n_layers:] = _make_head_cache()
+        entries[n_layers:] = make_head_cache()
         cache = PromptCache(entries, n_layers)
     return cache
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from .. import cli
 from ..decoding import sampling
-from .batch import Event, Progress, Scheduler, Sequence, Token
+from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
 from .job import Job
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
@@ -287,8 +287,11 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _step(self) -> None:
         try:
-            for event in self.scheduler.next():
-                self._handle(event)
+            with self.metrics.step([s.counts for s in self.jobs]):
+                events = self.scheduler.next()
+            for event in events:
+                if event.sequence in self.jobs:  # a step may go on behind a stop word
+                    self._handle(event)
         except Exception as e:
             logging.exception("Generation failed.")
             self._fail(ApiError(500, f"Generation failed: {e}"))
@@ -308,6 +311,10 @@ class ResponseGenerator(stock.ResponseGenerator):
             job.queue.put((event.n_tokens - n_cached, len(job.ctx.prompt) - n_cached))
             if event.prompt_cache is not None and event.key is not None and job.segment_types:
                 self._save(event.key, event.prompt_cache, job.segment_types.pop())
+        elif isinstance(event, Failure):
+            del self.jobs[event.sequence]
+            job.queue.put(ApiError(500, f"Generation failed: {event.error}"))
+            self.metrics.in_flight.set(len(self.jobs))
         elif self._respond(job, event, event.finish_reason):
             self.scheduler.remove(event.sequence)
             self._finish(event.sequence)
@@ -318,7 +325,6 @@ class ResponseGenerator(stock.ResponseGenerator):
             job.first_token = time.perf_counter()
             self.metrics.first_token.observe(job.first_token - job.request.arrived)
         self.metrics.generated_tokens.inc()
-        self.metrics.depth.set(job.request.counts.depth if len(self.jobs) == 1 else 0)
         return job.respond(event, finish_reason)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -349,7 +355,9 @@ class ResponseGenerator(stock.ResponseGenerator):
         try:
             while self.jobs:
                 for event in self.scheduler.next():
-                    if isinstance(event, Token):
+                    if isinstance(event, Failure):
+                        self._handle(event)
+                    elif isinstance(event, Token) and event.sequence in self.jobs:
                         self._respond(self.jobs[event.sequence], event, event.finish_reason or "length")
                         self.scheduler.remove(event.sequence)
                         self._finish(event.sequence)

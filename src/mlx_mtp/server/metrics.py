@@ -1,6 +1,7 @@
 """What a server counts, for Prometheus."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,7 +33,13 @@ class Metrics:
         self.accepted_tokens = Counter("accepted_tokens", "Accepted drafts, by position.", ["position"], **common)
         self.copied_tokens = Counter("copied_tokens", "Drafts copied from the text.", **common)
         self.accepted_copied_tokens = Counter("accepted_copied_tokens", "Accepted drafts of these.", **common)
-        self.depth = Gauge("depth", "Drafts in the latest step; 0 in a batch.", **common)
+        self.depth = Gauge("depth", "Drafts in the latest step of so many requests at once.", ["requests"], **common)
+        self.drafted_by_size = Counter(
+            "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"], **common
+        )
+        self.accepted_by_size = Counter(
+            "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", ["requests"], **common
+        )
         self.mode_switches = Counter(
             "mode_switches", "Switches of a sequence between MTP and a batch.", ["to"], **common
         )
@@ -40,6 +47,16 @@ class Metrics:
             "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, **common
         )
         self.rate = Histogram("tokens_per_second", "Speed of a request after its first token.", buckets=RATES, **common)
+
+    @contextmanager
+    def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
+        """Count what a step drafts for these requests."""
+        drafted, accepted = _totals(counts)
+        yield
+        size, (drafted_now, accepted_now) = len(counts), _totals(counts)
+        self.depth.labels(size).set(max(c.depth for c in counts))
+        self.drafted_by_size.labels(size).inc(drafted_now - drafted)
+        self.accepted_by_size.labels(size).inc(accepted_now - accepted)
 
     def add_drafts(self, counts: DraftCounts) -> None:
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
@@ -53,3 +70,10 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _totals(counts: Sequence[DraftCounts]) -> tuple[int, int]:
+    """(drafts, those accepted)"""
+    return sum(sum(c.drafted) + sum(c.copied) for c in counts), sum(
+        sum(c.accepted) + sum(c.copies_accepted) for c in counts
+    )

@@ -1,0 +1,265 @@
+"""The moves of speculative decoding on several rows: draft, verify, accept, roll back. Each row accepts by itself.
+
+A window is the rows' decided tokens with k drafts behind each, [B, k + 1]. It stays in flight until the next step: only
+``accept`` waits for the device, and without drafts nothing does, so that the next pass is built while the last one runs.
+
+A row joins with a prompt cache of all its tokens but the last, which is the decided one. It ends at a decided token as well:
+while the pass over that token is in flight, the row's prompt cache is that after the window's first token. So rows come and go
+between two steps, whatever the others do.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.acceptance import n_leading
+from ..models.prompt_cache import PromptCache, make_head_cache
+from ..models.protocol import MTPModel
+from ..models.rows import RowsCache
+from .drafter import RowsDrafter
+from .row import Row
+
+
+@dataclass
+class Step:
+    """What a window yielded.
+
+    Args:
+        rows (List[Row]): Those of the window.
+        choices (mx.array): The tokens that each row has decided on, [B, T]; the host may not know them yet.
+        logprobs (mx.array): Of rows without a sampler or processor of their own, [B, T, V].
+        own_logprobs (Dict[int, List[mx.array]]): Of the other rows, by index, each [1, V].
+        n_drafted (List[int]): Drafts that each row took.
+        n_accepted (List[int]): Those of them that it accepted.
+    """
+
+    rows: list[Row]
+    choices: mx.array
+    logprobs: mx.array
+    own_logprobs: dict[int, list[mx.array]]
+    n_drafted: list[int]
+    n_accepted: list[int]
+
+    @property
+    def n_drafts(self) -> int:
+        """The number of drafts in the window."""
+        return self.choices.shape[1] - 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the window had no drafts."""
+        return self.n_drafts == 0
+
+    def take(self) -> None:
+        """Hand each row its tokens, up to the one that ends it. This waits for the device."""
+        choices: Any = self.choices.tolist()
+        self.tokens = [
+            [] if row.finish_reason is not None else row.take(chosen[: n_accepted + 1], n_drafted, n_accepted)
+            for row, chosen, n_drafted, n_accepted in zip(self.rows, choices, self.n_drafted, self.n_accepted)
+        ]
+
+    def logprobs_of(self, b: int, t: int) -> mx.array:
+        """Of row b's token t, [V]."""
+        return self.own_logprobs[b][t].squeeze(0) if b in self.own_logprobs else self.logprobs[b, t]
+
+
+class Batch:
+    """The rows that generate, and their caches, between two moves.
+
+    Args:
+        model (MTPModel): Its backbone verifies, its head drafts.
+        return_prompt_caches (bool): Whether a row that ends is given its prompt cache.
+    """
+
+    def __init__(self, model: MTPModel, return_prompt_caches: bool):
+        self.model, self.return_prompt_caches = model, return_prompt_caches
+        self.rows: list[Row] = []
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the caches."""
+        return self.cache.nbytes + self.drafter.cache.nbytes
+
+    def clear(self) -> None:
+        """Let go of all rows."""
+        self.rows = []
+        self.cache, self.drafter = RowsCache(self.model), RowsDrafter(self.model)
+        self.decided = mx.zeros((0, 1), mx.uint32)  # each row's next token, [B, 1]
+        self.plain_step: Step | None = None  # whose tokens the rows have not taken yet
+        # The window in flight: its tokens [B, T], what came of them, and the drafts in it.
+        self.window: mx.array | None = None
+        self.hidden = self.logits = self.drafts = self.decided  # [B, T, H], [B, T, V], [B, T - 1]
+        self.records: list[list[Any]] = []
+        self.limits: list[int] = []  # the number of drafts that each row takes
+        self.kept: list[int] | None = None  # after ``accept``: how many of the window's tokens stay
+
+    # Draft
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that the next window can have."""
+        return max(self._max_drafts(b, row) for b, row in enumerate(self.rows))
+
+    def _max_drafts(self, b: int, row: Row) -> int:
+        """The most drafts that row b can take: a window yields one more token than it accepts."""
+        is_waiting = self.plain_step is not None and row in self.plain_step.rows
+        if row.finish_reason is not None or row.error is not None or not self.drafter.can_draft(b):
+            return 0
+        return max(min(row.max_drafts, row.max_tokens - is_waiting - 1), 0)
+
+    def draft(self, k: int) -> None:
+        """Draft k tokens, of which each row takes as many as it can: the head's, or copies where they are likelier."""
+        limits = [min(k, self._max_drafts(b, row)) for b, row in enumerate(self.rows)]
+        for row, n in zip(self.rows, limits):
+            row.is_copying = n > 0 and row.copies_better(n)
+        self.limits = [0 if row.is_copying else n for row, n in zip(self.rows, limits)]
+        self.drafts, self.records = mx.zeros((len(self), k), mx.uint32), [[] for _ in self.rows]
+        if any(self.limits):
+            self.drafts, self.records = self.drafter.propose(k, self.rows, self.limits)
+        for b, row in enumerate(self.rows):
+            if row.is_copying and row.copies is not None:
+                n = self.limits[b] = min(limits[b], row.max_copies)
+                copied, self.records[b] = row.copies.propose(n, row.n_unread)
+                self.drafts[b, :n] = copied
+        if k > 0:
+            mx.async_eval(self.drafts)
+
+    # Verify
+
+    def verify(self) -> None:
+        """Start a pass over the rows' decided tokens and drafts."""
+        self._settle()
+        window = mx.concatenate([self.decided, self.drafts], axis=1)
+        caches: Any = self.cache.entries
+        n_confirmed = int(window.shape[1] > 1)
+        self.logits, self.hidden = self.model(window, cache=caches, return_hidden=True, n_confirmed=n_confirmed)
+        self.window = window
+        mx.async_eval(self.logits, self.hidden, self.cache.states)
+
+    # Accept
+
+    def accept(self) -> Step | None:
+        """Each row accepts or rejects its drafts. Without drafts this does not wait for the device."""
+        if self.window is None:
+            return None
+        T = self.window.shape[1]
+        step, accepted = self._verdict()
+        if T > 1:
+            mx.eval(step.choices, accepted)
+            leading: Any = accepted.tolist()
+            step.n_accepted = [n_leading(row[:n]) for row, n in zip(leading, self.limits)]
+            self._take(step)
+            self.kept = [max(len(tokens), 1) for tokens in step.tokens]
+            self.decided = mx.take_along_axis(step.choices, mx.array(self.kept)[:, None] - 1, axis=1)
+            self.plain_step = None
+        else:
+            mx.async_eval(step.choices)
+            self.kept, self.decided, self.plain_step = [1] * len(self), step.choices, step
+        self.drafter.extend(self.hidden, step.choices, self.kept)
+        for b, row in enumerate(self.rows):
+            row.decide(step.choices[b, : self.kept[b]])
+        return step
+
+    def wait(self, step: Step) -> None:
+        """Hand over the tokens of a step without drafts, while the device runs the next pass."""
+        if step.is_plain:
+            self._take(step)
+            self.plain_step = None
+
+    def _take(self, step: Step) -> None:
+        step.take()
+        self.drafter.read(token for tokens in step.tokens for token in tokens)
+
+    def _verdict(self) -> tuple[Step, mx.array]:
+        """(the step, which of the drafts each row accepts [B, T - 1])"""
+        logprobs = self.logits - mx.logsumexp(self.logits, axis=-1, keepdims=True)  # [B, T, V]
+        choices = mx.argmax(logprobs, axis=-1)  # [B, T]
+        accepted = choices[:, :-1] == self.drafts
+        own_logprobs = {}
+        for b, row in enumerate(self.rows):
+            if row.finish_reason is None and not row.is_plain:
+                try:
+                    own_logprobs[b], tokens, stand = self._verdict_of(b, row)
+                    choices[b, : len(tokens)] = tokens
+                    accepted[b, : len(stand)] = stand
+                except Exception as e:
+                    row.error, row.finish_reason = e, "error"
+                    row.prompt_cache = self.extract(row) if self.return_prompt_caches else None
+        return Step(self.rows[:], choices, logprobs, own_logprobs, self.limits, [0] * len(self)), accepted
+
+    def _verdict_of(self, b: int, row: Row) -> tuple[list[mx.array], mx.array, mx.array]:
+        """Of a row with a sampler or processors of its own: (log probabilities, choices [t], accepted [t - 1 or t])"""
+        k, records = self.limits[b], self.records[b]
+        drafts = self.drafts[b, :k]
+        logprobs: list[mx.array] = []
+        choices: list[mx.array] = []
+        accepted: list[mx.array] = []
+        # One position after the other where a processor keeps state, all at once elsewhere.
+        for i, j in [(i, i + 1) for i in range(k + 1)] if row.in_order else [(0, k + 1)]:
+            logprobs += [row.logprobs(self.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
+            verdict = row.acceptance.accept(logprobs[i:], drafts[i:j], records[i:j], row.n_decided + i)
+            choices.append(verdict.tokens.astype(mx.uint32))
+            accepted.append(verdict.accepted)
+            if row.in_order and i < k and not verdict.accepted.item():
+                break
+        return logprobs, mx.concatenate(choices), mx.concatenate(accepted)
+
+    # Roll back
+
+    def _settle(self) -> None:
+        """Take what was rejected out of the caches."""
+        if self.kept is not None:
+            self.cache.roll_back(self.kept)
+            self.window, self.kept = None, None
+
+    # Rows come and go
+
+    def join(self, rows: list[Row], caches: list[PromptCache]) -> None:
+        """Add rows, each with the prompt cache of its tokens but the last."""
+        self._settle()
+        tokens = mx.array([row.tokens[-1:] for row in rows], mx.uint32)
+        self.drafter.join(caches, tokens)
+        self.cache.join([c.backbone for c in caches], [c.n_tokens for c in caches])
+        self.decided = mx.concatenate([self.decided, tokens])
+        self.rows = [*self.rows, *rows]
+        for row in rows:
+            row.begin()
+            self.drafter.read(row.tokens)
+
+    def filter(self, rows: list[Row]) -> None:
+        """Keep these rows."""
+        keep = [b for b, row in enumerate(self.rows) if row in rows]
+        if len(keep) == len(self):
+            return
+        if not keep:
+            self.clear()
+            return
+        self._settle()
+        self.drafter.filter(keep)
+        self.cache.filter(keep)
+        self.decided = self.decided[mx.array(keep)]
+        self.rows = [self.rows[b] for b in keep]
+        self.drafter.forget(token for row in self.rows for token in row.tokens)
+
+    def goes_on(self, row: Row) -> bool:
+        """Whether a row has tokens to come, or is still to be given its prompt cache."""
+        if row.is_out or self.return_prompt_caches:
+            return not row.is_out
+        is_last = self.plain_step is not None and row in self.plain_step.rows and row.max_tokens == 1
+        return row.finish_reason is None and not is_last
+
+    def extract(self, row: Row) -> list[Any]:
+        """While a window is in flight: the prompt cache of a row's tokens."""
+        b = self.rows.index(row)
+        _, last = make_head_cache()
+        entries = [*self.cache.extract(b), self.drafter.extract(b), last]
+        cache = PromptCache(entries, len(self.model.layers))
+        cache.last_hidden = mx.contiguous(self.hidden[b : b + 1, :1])
+        cache.record(self.cache.rows.lengths[b] + 1, [*row.before, *row.tokens])
+        mx.async_eval([c.state for c in entries])  # at once: they refer to the caches of all rows
+        return entries

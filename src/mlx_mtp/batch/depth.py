@@ -1,0 +1,169 @@
+"""How many tokens to draft next for all rows: the number with the most expected tokens per second of the batch.
+
+A step with k drafts takes t(B, k) seconds with B rows, and row b yields E_b(k) tokens, by its own acceptance. One k for all
+maximizes the sum of E_b(k) over t(B, k). A ``Depth`` for each size of batch learns the times and chooses as it does for one
+sequence (``decoding/depth.py``); the rows come and go with what they know of their texts, and the times stay. A size that is
+new begins with the times of the sizes beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Literal
+
+from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..decoding.rates import Rates
+from ..decoding.step_times import Plan, StepTimes
+from ..models.drafting import Settings
+from ..models.protocol import MTPModel
+from .decoder import Step
+from .row import Row
+
+NumDraftTokens = int | Literal["auto"]
+
+
+class JointRates(Rates):
+    """The acceptance rates of several rows as those of one, whose steps yield what the rows' yield on average.
+
+    The rows count by themselves, so it counts nothing.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[float]]):
+        self.estimate = joint(rows)
+
+    def count_window(self, n_drafted: int, n_accepted: int) -> None:
+        pass
+
+
+def joint(rates: Sequence[Sequence[float]]) -> list[float]:
+    """
+    The probability that each draft is accepted given that those before it were, over all rows, [K].
+
+    Args:
+        rates (Sequence[Sequence[float]]): The same for each row, B times [K].
+    """
+    totals = [sum(tokens) for tokens in zip(*map(expected_tokens, rates))]  # [K + 1]
+    accepting = [b - a for a, b in pairwise(totals)]  # the expected number of rows that accept draft i
+    return [n / before if before > 0 else 0.0 for before, n in zip([len(rates), *accepting], accepting)]
+
+
+class BatchDepth:
+    """Chooses the depth of every step, and keeps the times of each size of batch.
+
+    Args:
+        seconds (Mapping[int, float], optional): The time of a step of one row, by depth, as measured before on this machine.
+    """
+
+    def __init__(self, seconds: Mapping[int, float] | None = None):
+        self.by_size = {1: Depth(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
+        self.guessed: set[int] = set()  # sizes of which no step was measured yet
+
+    def begin(self) -> None:
+        """Another batch begins: times from before are confirmed before they are relied on."""
+        for depth in self.by_size.values():
+            depth.begin()
+            depth.planned = []
+
+    def next(self, rows: Sequence[Row]) -> int:
+        depth = self._of(len(rows))
+        depth.rates = JointRates([row.acceptance_rates for row in rows if row.finish_reason is None])
+        return depth.next().k
+
+    def observe(self, n_rows: int, k: int, n_accepted: float, seconds: float | None) -> None:
+        """
+        Args:
+            n_rows (int): Of a step.
+            k (int): The number of drafts for each.
+            n_accepted (float): The number of them that were accepted, a row's mean.
+            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
+              it do not tell.
+        """
+        depth = self._of(n_rows)
+        if n_rows in self.guessed and seconds is not None and Plan(k) in depth.times.warm:
+            self.guessed.remove(n_rows)
+            _scale(depth, seconds / depth.times.estimate[k])
+        depth.observe(Plan(k), n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
+
+    def _of(self, n_rows: int) -> Depth:
+        if n_rows not in self.by_size:
+            depth = Depth(MAX_DRAFT_TOKENS, self._guess(n_rows))
+            if len(depth.times.seconds) > 1:
+                depth.planned = []  # the rows' acceptance is known
+                self.guessed.add(n_rows)
+            self.by_size[n_rows] = depth
+        return self.by_size[n_rows]
+
+    def _guess(self, n_rows: int) -> dict[int, float]:
+        """The times of a size that is new: on the line through the sizes beside it, at the depths that both know."""
+        known = {n: d.times for n, d in self.by_size.items() if len(d.times.seconds) > 1}
+        if not known:
+            return {}
+        near = sorted(known, key=lambda n: abs(n - n_rows))[:2]
+        first = known[near[0]]
+        if len(near) == 1:
+            return first.by_depth()
+        part = (n_rows - near[0]) / (near[1] - near[0])
+        lines = zip(first.estimate, known[near[1]].estimate)
+        times = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
+        return times if min(times.values()) > 0 else first.by_depth()
+
+
+def _scale(depth: Depth, ratio: float) -> None:
+    """The first step of a size says how long all of them take: the depth depends on their ratios alone."""
+    warm = depth.times.warm
+    depth.times = StepTimes(MAX_DRAFT_TOKENS, {k: ratio * t for k, t in depth.times.by_depth().items()})
+    depth.times.warm, depth.unconfirmed = warm, set()
+
+
+class BatchPace:
+    """Asks for the number of drafts, and takes the time of each step.
+
+    Args:
+        depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
+    """
+
+    def __init__(self, depth: int | BatchDepth):
+        self.fixed = depth if isinstance(depth, int) else 0
+        self.depth = depth if isinstance(depth, BatchDepth) else None
+        if self.depth is not None:
+            self.depth.begin()
+        self.asked: list[tuple[int, list[Row]]] = []  # the latest windows: drafts asked for, and their rows
+        self.last: float | None = None  # when the tokens of the step before were known
+
+    def next(self, rows: list[Row], limit: int) -> int:
+        """The number of drafts to ask for, at most ``limit``."""
+        k = min(self.fixed if self.depth is None or limit == 0 else self.depth.next(rows), limit)
+        self.asked = [*self.asked[-2:], (k, rows)]
+        return k
+
+    def interrupt(self) -> None:
+        """Something else than steps took time."""
+        self.last = None
+
+    def record(self, step: Step) -> None:
+        """Call when the tokens of a step are known: of one without drafts, while the device runs the next."""
+        now, is_plain, n_rows = perf_counter(), step.is_plain, len(step.rows)
+        if self.depth is not None:
+            # A step with drafts is timed after one with drafts, a plain one between two others, all of the same rows.
+            beside = self.asked[-3:] if is_plain else self.asked[-2:]
+            is_clear = all((k == 0) == is_plain and rows == step.rows for k, rows in beside)
+            seconds = now - self.last if self.last is not None and is_clear else None
+            self.depth.observe(n_rows, step.n_drafts, sum(step.n_accepted) / n_rows, seconds)
+        self.last = now
+
+
+def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:
+    """A fixed number of drafts, or the ``BatchDepth`` that a model keeps from one batch to the next.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
+    drafting, tuned = model.drafting, model.drafting.tuned or Settings()
+    if num_draft_tokens is None:
+        num_draft_tokens = tuned.num_draft_tokens
+    if num_draft_tokens == "auto":
+        drafting.batch_depth = drafting.batch_depth or BatchDepth(tuned.seconds)
+        return drafting.batch_depth
+    if not isinstance(num_draft_tokens, int) or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    return num_draft_tokens

@@ -1,0 +1,146 @@
+"""``batch_generate``: mlx-lm's, with drafts."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.generate import BatchResponse as StockResponse
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoding.loop import CopyDrafts
+from ..decoding.pace import DraftCounts
+from .depth import NumDraftTokens
+from .generator import BatchGenerator, Response
+
+
+@dataclass
+class BatchResponse(StockResponse):
+    """
+    mlx-lm's response, with the drafts of each prompt.
+
+    Args:
+        counts (List[DraftCounts]): Drafts made and accepted for each prompt, by position in the window.
+        errors (List[Optional[Exception]]): What a prompt's sampler or logits processor raised, which ends that prompt's text
+          alone.
+    """
+
+    counts: list[DraftCounts] = field(default_factory=list)
+    errors: list[Exception | None] = field(default_factory=list)
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompts: list[list[int]],
+    prompt_caches: list[list[Any]] | None = None,
+    max_tokens: int | list[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    num_draft_tokens: NumDraftTokens | None = None,
+    copy_drafts: CopyDrafts | None = None,
+    samplers: Sequence[Sampler | None] | None = None,
+    logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] | None = None,
+    **kwargs: Any,
+) -> BatchResponse:
+    """
+    Generate responses for the given batch of prompts, as mlx-lm's ``batch_generate``, with drafts by the model's MTP head.
+
+    Each prompt accepts or rejects its own drafts, so its text is that of a single run.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        tokenizer (PreTrainedTokenizer): The tokenizer.
+        prompts (List[List[int]]): The input prompts.
+        prompt_caches (List[List[Any]], optional): Pre-computed prompt caches for each input prompt, of
+          ``mlx_mtp.make_prompt_cache`` or of mlx-lm. As in mlx-lm, they are not updated in place.
+        max_tokens (Union[int, List[int]]): Maximum number of output tokens, of all or of each prompt. Default: ``128``.
+        verbose (bool): If ``True``, print timing information. Default: ``False``.
+        return_prompt_caches (bool): Return the prompt caches in the response. Default: ``False``.
+        return_token_ids (bool): Return the generated token IDs in the response. Default: ``False``.
+        return_logprobs (bool): Return the log-probability of each generated token. Default: ``False``.
+        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
+          every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): Where a text repeats itself, draft what followed there: up to this many tokens,
+          ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
+        samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
+        logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. An object that keeps
+          state from token to token must not be shared. Default: ``None``.
+        kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler``.
+
+    Returns:
+        BatchResponse: mlx-lm's response, with the drafts made and accepted for each prompt.
+
+    Raises:
+        ValueError: The model has no MTP head, a prompt is empty, a cache does not fit, or an option is out of range.
+    """
+    n = len(prompts)
+    stop_tokens = [[t] for t in tokenizer.eos_token_ids]
+    kwargs |= {
+        "num_draft_tokens": num_draft_tokens,
+        "copy_drafts": copy_drafts,
+        "return_prompt_caches": return_prompt_caches,
+    }
+    with closing(BatchGenerator(model, stop_tokens=stop_tokens, **kwargs)) as generator:
+        uids = generator.insert(
+            prompts,
+            max_tokens=[max_tokens] * n if isinstance(max_tokens, int) else max_tokens,
+            caches=prompt_caches,
+            samplers=samplers,
+            logits_processors=_of_each(logits_processors, n),
+        )
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        logprobs: dict[int, list[float]] = {uid: [] for uid in uids}
+        last: dict[int, Response] = {}
+        with generator.stats() as stats:
+            _report(verbose, 0, n)
+            while responses := generator.next_generated():
+                for r in responses:
+                    if r.finish_reason is not None:
+                        last[r.uid] = r
+                        _report(verbose, len(last), n)
+                    if r.logprobs is not None and r.finish_reason != "stop":
+                        tokens[r.uid].append(r.token)
+                        if return_logprobs:
+                            logprobs[r.uid].append(r.logprobs[r.token].item())  # type: ignore[arg-type]
+    counts = [last[uid].counts for uid in uids]
+    if verbose:
+        print(f"[batch_generate] Finished processing {n}/{n}")
+        _print_stats(stats, counts)
+    return BatchResponse(
+        [tokenizer.decode(tokens[uid]) for uid in uids],
+        stats,
+        [last[uid].prompt_cache for uid in uids] if return_prompt_caches else None,
+        [tokens[uid] for uid in uids] if return_token_ids else None,
+        [logprobs[uid] for uid in uids] if return_logprobs else None,
+        counts,
+        [last[uid].error for uid in uids],
+    )
+
+
+def _of_each(processors: Sequence[Any] | None, n: int) -> list[list[LogitsProcessor]] | None:
+    """The logits processors of each of n prompts."""
+    if not processors:
+        return None
+    if any(callable(p) for p in processors):
+        return [list(processors)] * n
+    return [list(p or ()) for p in processors]
+
+
+def _report(verbose: bool, n_finished: int, n: int) -> None:
+    if verbose:
+        print(f"[batch_generate] Finished processing {n_finished}/{n} ...", end="\r")
+
+
+def _print_stats(stats: Any, counts: list[DraftCounts]) -> None:
+    drafted = sum(sum(c.drafted) + sum(c.copied) for c in counts)
+    accepted = sum(sum(c.accepted) + sum(c.copies_accepted) for c in counts)
+    print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
+    print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
+    print(f"[batch_generate] Drafts: {drafted} tokens, {accepted} accepted")
+    print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")

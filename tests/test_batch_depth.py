@@ -1,0 +1,91 @@
+"""One depth for all rows: what the batch yields over what a step of that size takes."""
+
+import random
+
+import pytest
+from batch_helpers import run, scripted
+from helpers import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.batch.depth import BatchDepth, joint
+from mlx_mtp.decoding.depth import expected_tokens
+
+RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
+
+
+class FakeRow:
+    """A row whose drafts are accepted with this probability, as far as the depth sees it."""
+
+    finish_reason = None
+
+    def __init__(self, rate: float):
+        self.acceptance_rates = [rate] * 8
+
+
+@given(rows=st.lists(RATES, min_size=1, max_size=8))
+def test_joint_acceptance_yields_the_mean_of_the_rows(rows):
+    means = [sum(tokens) / len(rows) for tokens in zip(*map(expected_tokens, rows))]
+    assert expected_tokens(joint(rows)) == pytest.approx(means)
+    assert all(0 <= a <= 1 + 1e-9 for a in joint(rows))
+
+
+def simulate(depth: BatchDepth, seconds, rows, n_steps: int) -> list[int]:
+    """The depths of steps with these rows, where a step of B rows with k drafts takes ``seconds(B, k)``."""
+    asked, B, coins = [], len(rows), random.Random(0)
+    for _ in range(n_steps):
+        k = depth.next(rows)
+        accepted = []
+        for row in rows:
+            coin = [coins.random() < a for a in row.acceptance_rates[:k]]
+            accepted.append(coin.index(False) if False in coin else k)
+        depth.observe(B, k, sum(accepted) / B, seconds(B, k))
+        asked.append(k)
+    return asked
+
+
+def linear(B, k):
+    """Every draft of a row costs as much as another token of a plain step's B does beyond the first."""
+    return 1 + 0.1 * (B - 1) + 0.1 * B * k
+
+
+def best(B, rate):
+    rates = [sum(rate**i for i in range(k + 1)) / linear(B, k) for k in range(9)]
+    return rates.index(max(rates))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("B", [1, 2, 4, 8])
+def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
+    asked = simulate(BatchDepth(), linear, [FakeRow(rate)] * B, 200)
+    gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
+    k = best(B, rate)
+    assert gained > 0.93 * sum(rate**i for i in range(k + 1)) / linear(B, k)
+
+
+def test_rows_of_different_texts_share_a_depth():
+    """A row of which every draft is right is worth a draft for the batch, three that are never right are not."""
+    right, wrong = FakeRow(1.0), FakeRow(0.0)
+    assert max(simulate(BatchDepth(), linear, [right, right, right, wrong], 100)[60:]) > 2
+    assert sum(simulate(BatchDepth(), linear, [right, wrong, wrong, wrong, wrong, wrong, wrong, wrong], 100)[60:]) < 10
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_a_new_size_begins_with_what_is_known(slower):
+    """Also where its steps take another time, as long as drafts cost about as much of it."""
+    depth = BatchDepth()
+    simulate(depth, linear, [FakeRow(0.9)] * 2, 100)
+    asked = simulate(depth, lambda B, k: slower * linear(B, k), [FakeRow(0.9)] * 3, 10)
+    assert asked.count(0) <= 1
+    # And comes back to a size as it left it.
+    assert depth.next([FakeRow(0.9)] * 2) > 0
+
+
+def test_times_are_kept_from_one_batch_to_the_next():
+    model = tiny_model("qwen3_5")
+    for _ in range(2):
+        generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
+        run(generator)
+        assert generator.pace.depth is model.drafting.batch_depth
+    assert set(model.drafting.batch_depth.by_size) == {1, 2}
+    assert len(model.drafting.batch_depth.by_size[2].times.by_depth()) > 2

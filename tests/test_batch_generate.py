@@ -1,0 +1,547 @@
+"""Each row of a batch equals its single run, whatever the others do."""
+
+import copy
+import functools
+import gc
+import itertools
+import random
+
+import distribution
+import mlx.core as mx
+import mlx_lm
+import pytest
+from batch_helpers import Text, run, scripted
+from helpers import STOPS, assert_cache_of, deep_model, mtp, plain, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import StopSequences
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_sampler as stock_sampler
+from test_processors import Alternating, Copied, RolledBack
+
+import mlx_mtp
+from mlx_mtp import make_prompt_cache, make_sampler
+from mlx_mtp.batch import row as row_module
+from mlx_mtp.batch.decoder import Batch
+from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding.copies import CopyDrafter
+from mlx_mtp.decoding.drafter import Drafts
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9],
+    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8],
+    [4, 6],
+    [2, 6, 4, 3, 3],
+    [8],
+    [3, 2, 7],
+    [9, 5],
+]
+model_of = functools.cache(tiny_model)
+
+
+def is_cache_of(model, prompt_cache, tokens):
+    """A complete prompt cache, which goes on as these tokens do."""
+    assert_cache_of(model, prompt_cache, len(tokens))
+    follow = [7, 3]
+    assert mtp(follow, model, max_tokens=6, prompt_cache=prompt_cache) == plain([*tokens, *follow], model, max_tokens=6)
+
+
+def cases():
+    """All families, sizes and depths behind -m slow; some of them by default."""
+    for family, B, k in itertools.product(FAMILIES, (2, 3, 8), (0, 1, 2, 3, 4, "auto")):
+        is_fast = (B == 3 and k == 3) or (family == "qwen3_5" and (B, k) in ((2, 0), (2, 1), (3, "auto"), (8, 2)))
+        yield pytest.param(family, B, k, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "B", "k"), [*cases()])
+def test_rows_equal_single_runs(family, B, k):
+    model, coins = model_of(family), random.Random(0)
+    prompts, max_tokens = PROMPTS[:B], [10 + 2 * i for i in range(B)]
+    rates = [coins.random() for _ in prompts]
+    generator, uids = scripted(model, prompts, max_tokens, lambda uid, i: coins.random() < rates[uid], k)
+    texts = run(generator)
+    for uid, prompt, n in zip(uids, prompts, max_tokens):
+        assert texts[uid].tokens == plain(prompt, model, max_tokens=n)
+        assert texts[uid].finish_reason == "length"
+        assert texts[uid].last.all_tokens == prompt + texts[uid].tokens
+        assert texts[uid].n_from_draft <= sum(texts[uid].last.counts.accepted)
+        is_cache_of(model, texts[uid].last.prompt_cache, prompt + texts[uid].tokens)
+
+
+def test_rows_accept_by_themselves():
+    """A head that is right for one row and wrong for another speeds up the one."""
+    generator, (fast, slow) = scripted(model_of("qwen3_5"), [[1, 2], [3, 4]], [40, 40], lambda uid, i: uid == 0, 3)
+    texts = run(generator)
+    assert texts[fast].last.counts.drafted[:1] < texts[slow].last.counts.drafted[:1]
+    # Whether the last drafts of a text count depends on how many tokens are left.
+    assert sum(texts[fast].last.counts.accepted) == sum(texts[fast].last.counts.drafted)
+    assert sum(texts[slow].last.counts.accepted) == 0
+
+
+requests = st.lists(
+    st.fixed_dictionaries(
+        dict(
+            prompt=st.lists(st.integers(0, 31), min_size=1, max_size=20),
+            max_tokens=st.integers(1, 20),
+            arrival=st.integers(0, 16),  # the step before which it arrives
+            stay=st.none() | st.integers(1, 12),  # steps after which it is removed
+            rate=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+            seed=st.none() | st.integers(0, 2**64 - 1),
+            penalty=st.booleans(),
+            max_drafts=st.sampled_from([0, 1, 8]),
+        )
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
+def test_rows_come_and_go(requests, k, coins):
+    come_and_go("qwen3_5", requests, k, coins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=80, deadline=None)
+@given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
+def test_rows_come_and_go_in_all_families(family, requests, k, coins):
+    come_and_go(family, requests, k, coins)
+
+
+def come_and_go(family, requests, k, coins):
+    """Sequences with demands of their own arrive, end and are removed: each text and each cache is that of a single run."""
+    model = model_of(family)
+    generator, _ = scripted(model, [], [], lambda uid, i: coins.random() < rates[uid], k, prefill_step_size=7)
+    rates, texts, removed, of_uid = {}, {}, {}, {}
+    for step in range(200):
+        for r in [r for r in requests if r["arrival"] == step]:
+            processors = make_logits_processors(repetition_penalty=1.3) if r["penalty"] else []
+            sampler = None if r["seed"] is None else make_sampler(1.0, seed=r["seed"])
+            options = dict(max_tokens=r["max_tokens"], logits_processors=processors, sampler=sampler)
+            (uid,) = generator.insert(
+                [r["prompt"]],
+                max_tokens=[r["max_tokens"]],
+                samplers=[sampler],
+                logits_processors=[processors],
+                num_draft_tokens=[r["max_drafts"]],
+            )
+            # mlx-lm's generation moves the sampler on.
+            text = plain(r["prompt"], model, **options | {"sampler": copy.copy(sampler)})
+            generator.model._truth[uid] = r["prompt"] + text
+            rates[uid], of_uid[uid], texts[uid] = r["rate"], (r, text, step), Text()
+        for uid, (r, _, arrival) in of_uid.items():
+            if r["stay"] is not None and arrival + r["stay"] == step and texts[uid].finish_reason is None:
+                removed |= generator.remove([uid], return_prompt_caches=True)
+                texts[uid].finish_reason = "removed"
+        run(generator, texts, 1)
+    for uid, (r, text, _) in of_uid.items():
+        if uid in removed:
+            cache, tokens = removed[uid]
+            assert tokens == (r["prompt"] + text)[: len(tokens)]
+            assert len(tokens) <= len(r["prompt"]) + len(texts[uid].tokens)
+        else:
+            assert (texts[uid].tokens, texts[uid].finish_reason) == (text, "length")
+            cache, tokens = texts[uid].last.prompt_cache, r["prompt"] + text
+        if tokens:
+            is_cache_of(model, cache, tokens)
+    assert len(generator.batch) == 0
+
+
+@pytest.mark.parametrize("stops", STOPS)
+def test_every_stop_point(stops):
+    """A row may end at any of its tokens, by number or by a stop sequence, in the middle of a window; the others go on."""
+    model = model_of("qwen3_5")
+    truth = plain([3, 1, 4], model, max_tokens=60)
+    for n in stops:
+        n_other = n // 2 + 5
+        ending = truth[max(n - 2, 0) : n]
+        first = next(i for i in range(len(ending), n + 1) if truth[i - len(ending) : i] == ending)
+        for max_tokens, sequences, want in ((n, [], n), (60, [ending], first)):
+            stop = [StopSequences(sequences), StopSequences()]
+            right = lambda uid, i: i % 5 < 4 if uid == 0 else i % 3 > 0  # noqa: E731
+            prompts = [[3, 1, 4], [1, 5]]
+            generator, (a, b) = scripted(model, prompts, [max_tokens, n_other], right, 3, stop_sequences=stop)
+            texts = run(generator)
+            assert texts[a].tokens == truth[:want]
+            assert texts[a].finish_reason == ("stop" if sequences else "length")
+            assert_cache_of(model, texts[a].last.prompt_cache, 3 + want)
+            cache = texts[a].last.prompt_cache
+            assert mtp([truth[want]], model, max_tokens=4, prompt_cache=cache) == truth[want + 1 : want + 5]
+            assert texts[b].tokens == plain([1, 5], model, max_tokens=n_other)
+
+
+@pytest.mark.parametrize("kind", [Alternating, Copied, RolledBack])
+@pytest.mark.parametrize("k", [0, 3])
+def test_stateful_processors_are_called_once_a_token_in_order(kind, k):
+    model = model_of("qwen3_5")
+    own = [[kind()], [], [kind()], make_logits_processors(repetition_penalty=1.3)]
+    stock = [[Alternating()], [], [Alternating()], make_logits_processors(repetition_penalty=1.3)]
+    prompts = [[*p, 1] for p in PROMPTS[:4]]
+    want = [plain(p, model, logits_processors=ps, max_tokens=20) for p, ps in zip(prompts, stock)]
+    generator, uids = scripted(model, prompts, [20] * 4, lambda uid, i: True, k, logits_processors=own)
+    texts = run(generator)
+    assert [texts[uid].tokens for uid in uids] == want
+    for i in (0, 2):
+        calls = own[i][0].calls
+        assert calls[:20] == stock[i][0].calls[:20]
+
+
+@pytest.mark.parametrize(("k", "at"), [(0, 5), (1, 2), (2, 1), (3, 9)])
+def test_row_that_fails_leaves_the_others_right(k, at):
+    model = model_of("qwen3_5")
+
+    def failing(tokens, logits):
+        if len(tokens) >= len(prompts[1]) + at:
+            raise RuntimeError("no token is allowed")
+        return logits
+
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    want = [plain(p, model, max_tokens=20) for p in prompts]
+    processors = [[], [failing], []]
+    generator, uids = scripted(model, prompts, [20] * 3, lambda uid, i: i % 3 > 0, k, logits_processors=processors)
+    texts = run(generator)
+    assert [texts[uids[i]].tokens for i in (0, 2)] == [want[0], want[2]]
+    failed = texts[uids[1]]
+    assert failed.finish_reason == "error"
+    assert str(failed.last.error) == "no token is allowed"
+    n = len(failed.tokens)
+    assert n <= at
+    assert failed.tokens == want[1][:n]
+    assert failed.last.all_tokens == prompts[1] + failed.tokens
+    is_cache_of(model, failed.last.prompt_cache, prompts[1] + failed.tokens)
+
+
+def test_prompt_cache_in_and_out():
+    """A turn of a chat in a batch, the next one alone, and one more in a batch; also on a cache that mlx-lm filled."""
+    model = model_of("qwen3_5")
+    stock = stock_prompt_cache(model)
+    first = plain([1, 2, 3], model, max_tokens=5, prompt_cache=stock)
+    ours = make_prompt_cache(model)
+    mtp([4, 4], model, max_tokens=3, prompt_cache=ours)
+    before = [copy.deepcopy(c.state) for c in ours if hasattr(c, "offset")]
+    second = plain([4, 4], model, max_tokens=3)
+    generator = BatchGenerator(model, num_draft_tokens=2)
+    generator.insert([[9, 8], [7], [6, 5]], max_tokens=[9, 9, 9], caches=[stock, ours, None])
+    texts = run(generator)
+    histories = [[1, 2, 3, *first, 9, 8], [4, 4, *second, 7], [6, 5]]
+    for text, history in zip(texts.values(), histories):
+        assert text.tokens == plain(history, model, max_tokens=9)
+    for history, text in zip(histories, texts.values()):
+        assert mtp([2], model, max_tokens=5, prompt_cache=text.last.prompt_cache) == plain(
+            history + text.tokens + [2], model, max_tokens=5
+        )
+    after = [c.state for c in ours if hasattr(c, "offset")]
+    assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
+
+
+def test_a_running_cache_can_be_looked_at():
+    model = model_of("qwen3_5")
+    generator, (uid, _) = scripted(model, [[1, 2, 3], [4]], [30, 30], lambda uid, i: i % 3 > 0, 3)
+    texts = run(generator, n_steps=6)
+    cache, tokens = generator.extract_cache([uid])[uid]
+    assert tokens == [1, 2, 3, *texts[uid].tokens]
+    is_cache_of(model, cache, tokens)
+    assert run(generator, texts)[uid].tokens == plain([1, 2, 3], model, max_tokens=30)
+
+
+def test_segments():
+    """``next`` stops at the end of a segment, where the cache is that of the tokens before."""
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model, prefill_step_size=4)
+    (uid,) = generator.insert_segments([[[1, 2, 3, 4, 5, 6], [7, 8], [9]]], max_tokens=[5])
+    shown, texts = [], {}
+    while len(generator):
+        read, generated = generator.next()
+        for r in read:
+            shown.append((r.progress, r.end_of_segment, r.end_of_prompt))
+            if r.end_of_segment and not r.end_of_prompt:
+                cache, tokens = generator.extract_cache([uid])[uid]
+                is_cache_of(model, cache, tokens)
+        for r in generated:
+            texts.setdefault(r.uid, Text()).add(r)
+    assert shown == [
+        ((4, 9), False, False),
+        ((6, 9), True, False),
+        ((8, 9), True, False),
+        ((9, 9), True, True),
+    ]
+    assert texts[uid].tokens == plain([*range(1, 10)], model, max_tokens=5)
+
+
+def test_running_rows_wait_for_one_chunk_at_most():
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model, num_draft_tokens=0, prefill_step_size=8)
+    (first,) = generator.insert([[1, 2]], max_tokens=[40])
+    run(generator, texts := {}, 3)
+    generator.insert([[5] * 60, [6] * 60], max_tokens=[3, 3])
+    for _ in range(10):
+        before, n_read = len(texts[first].tokens), sum(p.n_read for p in generator.prompts)
+        run(generator, texts, 1)
+        assert len(texts[first].tokens) == before + 1
+        assert sum(p.n_read for p in generator.prompts) - n_read <= 8
+    run(generator, texts)
+    assert [texts[uid].tokens for uid in (first + 1, first + 2)] == [
+        plain([i] * 60, model, max_tokens=3) for i in (5, 6)
+    ]
+
+
+@pytest.mark.parametrize("k", [0, 2, "auto"])
+def test_seed_gives_one_text_in_any_company(k):
+    model = model_of("qwen3_5")
+    want = [plain(p, model, max_tokens=25, sampler=make_sampler(1.0, seed=i)) for i, p in enumerate(PROMPTS[:3])]
+    samplers = [make_sampler(1.0, seed=i) for i in range(3)]
+    generator, _ = scripted(model, PROMPTS[:3], [25] * 3, lambda uid, i: True, k, samplers=samplers)
+    assert [text.tokens for text in run(generator).values()] == want
+
+
+class RowCase(distribution.Case):
+    """A case of which a row of each batch is one."""
+
+    n_tokens = 2
+
+    def sampled(self, runs):
+        assert self.counts.total() == runs
+        return self.counts
+
+
+@pytest.mark.parametrize("runs", [pytest.param(80, id="few"), pytest.param(5000, marks=pytest.mark.slow, id="many")])
+def test_distribution_of_each_row(runs):
+    """Three kinds of rows, of which one of each is in the batch or soon joins it. Chi-square at 1e-4, fixed seed."""
+    cases = [
+        RowCase(temp=0.7),
+        RowCase(temp=1.5, top_k=4, penalties={"repetition_penalty": 1.5}),
+        RowCase(acceptance="match", temp=1.0),
+    ]
+    model = cases[0].model()
+    mx.random.seed(0)
+    generator = BatchGenerator(model, num_draft_tokens=2, completion_batch_size=3, return_prompt_caches=False)
+    kind = {}
+    for _ in range(runs):
+        uids = generator.insert(
+            [distribution.PROMPT] * 3,
+            max_tokens=[5, 5, 5],
+            samplers=[make_sampler(**c.options, acceptance=c.acceptance) for c in cases],
+            logits_processors=[c.processors() for c in cases],
+        )
+        kind |= dict(zip(uids, cases))
+    for case in cases:
+        case.counts = distribution.Counter()
+    for uid, text in run(generator).items():
+        kind[uid].counts[tuple(text.tokens[:2])] += 1
+    assert all(case.p_value(runs) > distribution.LEVEL for case in cases)
+
+
+def test_opaque_sampler_of_all_rows():
+    """Every row is sampled alone, as in a single run: XTC's coin is a row's own."""
+    shapes = []
+
+    def sampler(logprobs):
+        shapes.append(logprobs.shape)
+        return stock_sampler(0.7, xtc_probability=0.5)(logprobs)
+
+    generator = BatchGenerator(model_of("qwen3_5"), sampler=sampler, num_draft_tokens=2)
+    generator.insert(PROMPTS[:3], max_tokens=[8] * 3)
+    assert [len(text.tokens) for text in run(generator).values()] == [8] * 3
+    assert set(shapes) == {(1, 32)}
+
+
+def test_draft_vocabulary_of_a_batch():
+    model = tiny_model("qwen3_5")
+    model.drafting.lm_head = mlx_mtp.models.draft_lm_head.DraftLMHead(model.output_layer, [0, 1, 2])
+    want = [plain(p, model, max_tokens=20) for p in PROMPTS[:3]]
+    generator = BatchGenerator(model, num_draft_tokens=2)
+    generator.insert(PROMPTS[:3], max_tokens=[20] * 3)
+    texts = run(generator, n_steps=8)
+    written = {token for text in texts.values() for token in text.tokens}
+    assert set(generator.batch.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
+    texts = run(generator, texts)
+    assert [texts[uid].tokens for uid in range(3)] == want
+
+
+@pytest.mark.parametrize("n", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_memory_is_flat_over_joins_and_leaves(n):
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model, num_draft_tokens=2)
+    coins, used = random.Random(0), []
+    for i in range(n):
+        generator.insert(
+            [[coins.randrange(32) for _ in range(coins.choice([1, 5, 300]))]], max_tokens=[coins.randint(1, 9)]
+        )
+        run(generator, {}, coins.randint(1, 3))
+        if i % 10 == 9:
+            run(generator)
+            gc.collect()
+            mx.synchronize()
+            used.append(mx.get_active_memory())
+    assert max(used) - min(used) < 1000  # bytes: less than a layer of one row
+
+
+def test_one_step_waits_once_at_most(monkeypatch):
+    """Without drafts no step waits before the next pass is on its way: plain decoding."""
+    order: list[str] = []
+    for name in ("verify", "wait"):
+        original = getattr(Batch, name)
+
+        def noted(self, *args, name=name, original=original):
+            order.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(Batch, name, noted)
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
+    generator.insert(PROMPTS[:2], max_tokens=[8, 8])
+    run(generator)
+    # The second prompt is read first, and joins at the second step.
+    assert order[:6] == ["verify", *["verify", "wait"] * 2, "verify"]
+    assert order.count("verify") == 10
+
+
+# The public function
+
+
+def test_batch_generate_is_mlx_lms(demo, capsys):
+    model, tokenizer = demo
+    prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "class A:\n    def f(self):\n")]
+    options = dict(max_tokens=[12, 20, 16], return_token_ids=True, return_logprobs=True, verbose=True)
+    stock = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
+    stock_out = capsys.readouterr().out
+    ours = mlx_mtp.batch_generate(model, tokenizer, prompts, **options, num_draft_tokens=2)
+    out = capsys.readouterr().out
+    assert ours.texts == stock.texts
+    assert ours.token_ids == stock.token_ids
+    for a, b in zip(ours.logprobs, stock.logprobs):
+        assert a == pytest.approx(b, abs=0.1)  # bfloat16
+    assert ours.stats.generation_tokens == stock.stats.generation_tokens
+    assert ours.errors == [None] * 3
+    assert all(sum(c.accepted) > 0 for c in ours.counts)
+    assert [line.split(":")[0] for line in out.splitlines() if "Drafts" not in line] == [
+        line.split(":")[0] for line in stock_out.splitlines()
+    ]
+
+
+def test_batch_generate_samples_and_processes_by_prompt(demo):
+    model, tokenizer = demo
+    prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n")]
+    samplers = [make_sampler(0.8, seed=5), None]
+    processors = [[], make_logits_processors(repetition_penalty=1.3)]
+    ours = mlx_mtp.batch_generate(
+        model, tokenizer, prompts, max_tokens=12, samplers=samplers, logits_processors=processors, return_token_ids=True
+    )
+    options = [dict(sampler=make_sampler(0.8, seed=5)), dict(logits_processors=processors[1])]
+    assert ours.token_ids == [plain(p, model, max_tokens=12, **o) for p, o in zip(prompts, options)]
+    all_rows = mlx_mtp.batch_generate(
+        model, tokenizer, prompts, max_tokens=12, logits_processors=processors[1], return_token_ids=True
+    )
+    assert all_rows.token_ids == [plain(p, model, max_tokens=12, logits_processors=processors[1]) for p in prompts]
+
+
+def test_batch_generate_says_which_prompt_has_failed(demo):
+    model, tokenizer = demo
+
+    def failing(tokens, logits):
+        raise RuntimeError("no")
+
+    prompts = [tokenizer.encode("import os\n")] * 2
+    response = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=5, logits_processors=[[failing], []])
+    assert [str(e) for e in response.errors] == ["no", "None"]
+    assert response.texts[0] == ""
+    assert response.texts[1] == mlx_lm.generate(model, tokenizer, prompts[1], max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(prompts=[[1], []]), "Prompt 1 is empty."),
+        (dict(max_tokens=[3, 0]), "max_tokens of prompt 1 must be 1 or more, not 0."),
+        (dict(max_tokens=[3]), "max_tokens must have an entry for each prompt: 2, not 1."),
+        (dict(num_draft_tokens=9), "num_draft_tokens must be auto or from 0 to 8, not 9."),
+        (dict(prefill_step_size=0), "prefill_step_size must be 1 or more, not 0."),
+        (dict(prompt_caches=[None, [1]]), "The prompt cache has 1 entries and this model's 4"),
+    ],
+)
+def test_bad_arguments(demo, change, message):
+    _, tokenizer = demo
+    arguments = dict(prompts=[[1, 2], [3]], max_tokens=[3, 3]) | change
+    with pytest.raises(ValueError, match=message):
+        mlx_mtp.batch_generate(model_of("qwen3_5"), tokenizer, **arguments)
+
+
+def test_quantized_prompt_cache_is_refused():
+    model = tiny_model("qwen3_5", head_dim=64)
+    cache = make_prompt_cache(model)
+    mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, quantized_kv_start=0)
+    generator = BatchGenerator(model)
+    with pytest.raises(ValueError, match="The prompt cache of prompt 0 is quantized: generate with it alone"):
+        generator.insert([[1]], caches=[cache])
+    assert len(generator) == 0
+
+
+def test_deep_models():
+    """Two layers of each kind."""
+    model = deep_model("qwen3_5")
+    generator, uids = scripted(model, PROMPTS[:3], [20] * 3, lambda uid, i: i % 4 > 0, 3)
+    texts = run(generator)
+    for uid, prompt in zip(uids, PROMPTS):
+        assert texts[uid].tokens == plain(prompt, model, max_tokens=20)
+        is_cache_of(model, texts[uid].last.prompt_cache, prompt + texts[uid].tokens)
+
+
+# Copies
+
+
+REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=9),
+    k=st.sampled_from([1, 3, 8, "auto"]),
+    most=st.lists(st.integers(0, 16), min_size=3, max_size=3),
+)
+def test_rows_copy_by_themselves(copies, k, most):
+    """Copies are right, wrong or none by the script, differently in each row; other rows take the head's drafts."""
+    model, n = model_of("qwen3_5"), 30
+    prompts = [REPEATS, REPEATS[3:], [7, *REPEATS[5:]]]
+    truths = [p + plain(p, model, max_tokens=n + 20) for p in prompts]
+
+    class ScriptedCopies(CopyDrafter):
+        def odds(self, n_unread):
+            return [0.95] * 16 if copies[(len(self.text) + n_unread) % len(copies)] is not None else []
+
+        def propose(self, k, n_unread):
+            truth = next(t for t in truths if t[: len(self.text)] == self.text)
+            first = len(self.text) + n_unread
+            tokens = [truth[i] if copies[i % len(copies)] else (truth[i] + 1) % 32 for i in range(first, first + k)]
+            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(row_module, "CopyDrafter", ScriptedCopies)
+        generator = BatchGenerator(model, num_draft_tokens=k)
+        uids = generator.insert(prompts, max_tokens=[n] * 3, copy_drafts=most)
+        texts = run(generator)
+    for uid, prompt, truth, limit in zip(uids, prompts, truths, most):
+        text = texts[uid]
+        assert text.tokens == truth[len(prompt) : len(prompt) + n]
+        assert len(text.last.counts.copied) <= min(limit, 8)
+        assert_cache_of(model, text.last.prompt_cache, len(truth) - 20)
+        assert text.last.prompt_cache[-1][2].tolist() == truth[:-20]
+        more = [4, 2]
+        assert mtp(more, model, max_tokens=6, prompt_cache=text.last.prompt_cache) == plain(
+            truth[:-20] + more, model, max_tokens=6
+        )
+
+
+def test_copies_in_a_batch_are_counted(demo):
+    model, tokenizer = demo
+    prompts = [tokenizer.encode(f"def area{i}(width, height):\n    return width * height\n\n\n" * 3) for i in range(2)]
+    texts = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=30).texts
+    for options, copies in (({}, False), ({"copy_drafts": 6}, True)):
+        response = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=30, num_draft_tokens=6, **options)
+        assert response.texts == texts
+        assert any(sum(c.copies_accepted) > 0 for c in response.counts) == copies
+    with pytest.raises(ValueError, match="copy_drafts must be auto, off or from 1 to 16, not 17"):
+        mlx_mtp.batch_generate(model, tokenizer, prompts, copy_drafts=17)
