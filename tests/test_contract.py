@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_lm import processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner import callbacks, datasets, trainer
+from mlx_lm.tuner import utils as tuner_utils
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
@@ -59,6 +61,11 @@ SIGNATURES = [
     (gated_delta.gated_delta_update, "q k v a b A_log dt_bias state mask use_kernel lower_bound allow_neg_eigval"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
     (processors.load_processor, "model config"),
+    (trainer.train, "model optimizer train_dataset val_dataset args loss iterate_batches training_callback"),
+    (callbacks.TrainingCallback.on_val_loss_report, "self val_info"),
+    (datasets.create_dataset, "data tokenizer config"),
+    (tuner_utils.build_schedule, "schedule_config"),
+    (tuner_utils.linear_to_lora_layers, "model num_layers config use_dora"),
     (utils._parse_size, "x"),
     (utils.maybe_set_recommended_wired_limit, ""),
     (server.get_system_fingerprint, ""),

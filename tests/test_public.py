@@ -12,7 +12,7 @@ import pytest
 import mlx_mtp
 
 PACKAGE = Path(mlx_mtp.__file__).parent
-COMMANDS = {"generate", "convert", "benchmark", "server", "draft_vocab"}
+COMMANDS = {"generate", "convert", "benchmark", "server", "draft_vocab", "fit"}
 SHARED = {"cli", "prompts"}  # by the commands
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
@@ -23,6 +23,7 @@ ARROWS = {
     "prompts": set(),
     "cli": {"checkpoint", "decoding", "models"},
     **{command: {"batch", "decoding", "checkpoint", "models"} | SHARED for command in COMMANDS},
+    "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
 }
 
 

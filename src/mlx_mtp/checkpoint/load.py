@@ -94,7 +94,7 @@ def load(
     model, config = _load_model(path, path_or_hf_repo, config, head, model_config, lazy, trust_remote_code)
     if mtp:
         _warn_of_few_bits(model, path_or_hf_repo, mtp)
-    model = model if adapter_path is None else load_adapters(model, adapter_path).eval()
+    model = model if adapter_path is None else _with_adapter(model, adapter_path)
     tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
     if mtp and all(x is None for x in drafting):
         folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
@@ -175,6 +175,16 @@ def _warn_of_few_bits(model: MTPModel, name: str, mtp: bool | str) -> None:
     bits = head_bits(model.mtp)
     if bits is not None and bits <= FEW_BITS:
         log.warning("[WARNING] " + few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
+
+
+def _with_adapter(model: Any, adapter_path: str) -> Any:
+    """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp.fit``."""
+    try:
+        return load_adapters(model, adapter_path).eval()
+    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks names and shapes alone
+        raise ValueError(
+            f"The adapter {adapter_path} could not be loaded ({e!r}): was it trained for this model?"
+        ) from e
 
 
 def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | None, config: Config) -> TokenizerWrapper:

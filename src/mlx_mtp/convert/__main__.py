@@ -19,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", help="A recipe by name, or a TOML file with these flags; flags given here win."
     )
+    parser.add_argument("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
     parser.add_argument(

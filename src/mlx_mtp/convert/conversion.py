@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import Config
@@ -34,6 +36,7 @@ def convert(
     quant_predicate: QuantPredicate | str | None = None,
     trust_remote_code: bool = False,
     *,
+    adapter_path: str | None = None,
     mtp: bool = True,
     mtp_bits: int | None = None,
     mtp_group_size: int = 64,
@@ -46,6 +49,7 @@ def convert(
     Args not listed are those of ``mlx_lm.convert``. The output folder appears when it is complete.
 
     Args:
+        adapter_path (str, optional): Fuse a trained adapter into the weights, as ``mlx_lm.fuse`` does. Default: ``None``.
         mtp (bool): ``False`` drops the head; with ``True`` the checkpoint must have one. Default: ``True``.
         mtp_bits (int, optional): Quantize the head's decoder layer, but never ``fc`` or a router, and print the acceptance
           rate before and after: in a mixture of experts it costs nearly all drafts. Default: ``None``.
@@ -65,8 +69,10 @@ def convert(
     check_new(target)
     if graft_mtp_from is None:
         how.check(mtp)
-        convert_weights(hf_path, target, how, mtp=mtp, trust_remote_code=trust_remote_code, **options)
-    elif how.changes_weights or not mtp:
+        convert_weights(
+            hf_path, target, how, adapter_path=adapter_path, mtp=mtp, trust_remote_code=trust_remote_code, **options
+        )
+    elif how.changes_weights or adapter_path is not None or not mtp:
         raise ValueError("--graft-mtp-from adds a head and converts nothing: omit the flags of a conversion.")
     else:
         graft(graft_mtp_from, hf_path, target, mtp_revision=graft_revision, **options)
@@ -79,6 +85,7 @@ def convert_weights(
     target: Path,
     how: Quantization,
     *,
+    adapter_path: str | None,
     mtp: bool,
     revision: str | None,
     dtype: str | None,
@@ -94,12 +101,15 @@ def convert_weights(
         hf_path,
         revision=commit or revision,
         return_config=True,
+        adapter_path=adapter_path,
         tokenizer_config={"trust_remote_code": trust_remote_code},
         lazy=True,
         trust_remote_code=trust_remote_code,
         mtp=mtp,
         draft_vocab=0 if mtp else None,
     )
+    if adapter_path is not None:
+        fuse(model)
     cast(model, dtype, config)
     head = copy.deepcopy(model.mtp) if how.mtp_bits is not None else None
     model, config = how.apply(model, config)
@@ -111,6 +121,12 @@ def convert_weights(
         write_card(folder, source / "README.md", None if Path(hf_path).exists() else hf_path, usage)
     if head is not None and how.mtp_bits is not None and not skip_check:
         print_cost(target, head, how.mtp_bits)
+
+
+def fuse(model: nn.Module) -> None:
+    """Replace a model's LoRA layers by the layers that they amount to, as ``mlx_lm.fuse`` does."""
+    print("[INFO] Fusing the adapter")
+    model.update_modules(tree_unflatten([(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]))
 
 
 def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: str | None) -> None:

@@ -1,24 +1,21 @@
 """``mlx_mtp.convert --graft-mtp-from``: add an original's MTP head to a conversion without one."""
 
-import json
-import os
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
 
 from ..checkpoint.config import Config, check_config, first_difference
-from ..checkpoint.head_formats import check_head, load_tensors, quantization_beside
-from ..checkpoint.hub import HEAD_FILE, fetch
+from ..checkpoint.head_formats import check_head, load_tensors
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import skeleton
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.tensors import INDEX_FILE
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .acceptance import check_acceptance
+from .beside import write_config, write_weights
 from .card import USAGE
-from .output import atomic_directory, check_new, check_written, describe_head, save, write_index
+from .output import atomic_directory, check_new
 
 DTYPES = ("BF16", "F16", "F32")
 
@@ -62,8 +59,8 @@ def graft(
     with atomic_directory(target) as folder:
         print("[INFO] Reading the head")
         head = _to_parameters(skeleton(config, model), _read(donor, tensors, folder), raw, dtype)
-        _write_weights(folder, receiver, head)
-        _write_config(
+        write_weights(folder, receiver, head)
+        write_config(
             folder, config, head, donor_config.get("mlx_mtp") or {"source": mtp_from, "revision": donor.revision}
         )
         with (folder / "README.md").open("a") as f:
@@ -114,37 +111,3 @@ def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype:
     if dtype is not None:
         head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
     return {model.head_prefix + name: w for name, w in head.items()}
-
-
-def _write_weights(folder: Path, receiver: CheckpointReader, head: dict[str, mx.array]) -> None:
-    """Write the head beside links to the receiver's files, and an index of both."""
-    assert receiver.folder is not None
-    save(folder / HEAD_FILE, head)
-    _link_files(receiver.folder, folder, receiver.head_file)
-    weight_map = dict(split_head(receiver.weight_map)[0])
-    weight_map.update(dict.fromkeys(head, HEAD_FILE))
-    metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
-    if "total_size" in metadata:
-        metadata["total_size"] += sum(w.nbytes for w in head.values())
-    write_index(folder, weight_map, metadata)
-    check_written(folder, head, weight_map)
-
-
-def _link_files(source: Path, folder: Path, old_head: str | None) -> None:
-    """Link a checkpoint's weights and copy its other files, except those of a head."""
-    for file in source.iterdir():
-        if not file.is_file() or file.name in (HEAD_FILE, old_head):
-            continue
-        if file.suffix == ".safetensors":
-            try:
-                os.link(file.resolve(), folder / file.name)  # the cache's files are links themselves
-                continue
-            except OSError:
-                pass  # another disk, or one without links
-        shutil.copy(file, folder / file.name)
-
-
-def _write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:
-    config.update(quantization_beside(config, head))
-    describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")

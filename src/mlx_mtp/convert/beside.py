@@ -1,0 +1,50 @@
+"""A checkpoint made of another one's files, which are linked, and of a head beside them."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..checkpoint.config import Config
+from ..checkpoint.head_formats import quantization_beside
+from ..checkpoint.hub import HEAD_FILE
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.tensors import INDEX_FILE
+from ..models.mtp import split_head
+from .output import check_written, describe_head, save, write_index
+
+
+def write_weights(folder: Path, receiver: CheckpointReader, head: dict[str, mx.array]) -> None:
+    """Write the head beside links to the receiver's files, and an index of both."""
+    assert receiver.folder is not None
+    save(folder / HEAD_FILE, head)
+    _link_files(receiver.folder, folder, receiver.head_file)
+    weight_map = dict(split_head(receiver.weight_map)[0])
+    weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
+    if "total_size" in metadata:
+        metadata["total_size"] += sum(w.nbytes for w in head.values())
+    write_index(folder, weight_map, metadata)
+    check_written(folder, head, weight_map)
+
+
+def _link_files(source: Path, folder: Path, old_head: str | None) -> None:
+    """Link a checkpoint's weights and copy its other files, except those of a head."""
+    for file in source.iterdir():
+        if not file.is_file() or file.name in (HEAD_FILE, old_head):
+            continue
+        if file.suffix == ".safetensors":
+            try:
+                os.link(file.resolve(), folder / file.name)  # the cache's files are links themselves
+                continue
+            except OSError:
+                pass  # another disk, or one without links
+        shutil.copy(file, folder / file.name)
+
+
+def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:
+    config.update(quantization_beside(config, head))
+    describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")

@@ -1,0 +1,56 @@
+"""The command line of ``mlx_mtp.fit``. Flags that mlx-lm has too are named as there."""
+
+import argparse
+import sys
+
+from ..cli import one_line_errors
+from .fitting import fit
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp.fit",
+        description="Train a model's MTP head to guess what the model itself says. Nothing else of the model changes, and "
+        "neither does its text. Exit status 1 if the head is not better than before.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
+    add("--mlx-path", required=True, help="Path to save the model with the fitted head, or its adapter.")
+    add(
+        "--corpus",
+        nargs="+",
+        metavar="FILE",
+        help="Text like that which the model will write, or mlx_lm.lora's .jsonl.",
+    )
+    add("--prompts", metavar="FILE", help="Prompts, separated by lines of three dashes, which the model answers first.")
+    add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
+    add("--drafts", type=int, default=4, help="Number of drafts to train at each position.")
+    add("--lora-rank", type=int, metavar="R", help="Write an adapter of this rank in place of a model.")
+    add("--iters", type=int, default=500, help="Iterations to train for.")
+    add("--batch-size", type=int, default=4, help="Minibatch size.")
+    add("--learning-rate", type=float, default=1e-4, help="AdamW learning rate.")
+    add("--max-seq-length", type=int, default=512, help="Cut texts into pieces of this many tokens.")
+    add("--steps-per-eval", type=int, default=50, help="Number of training steps between validations.")
+    add("--answers", type=int, default=8, help="Number of answers to each prompt.")
+    add("--max-tokens", type=int, default=256, help="Tokens of an answer, and of a text that is measured.")
+    add("--temp", type=float, default=0.7, help="Sampling temperature of the answers.")
+    add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
+    add("--cache-gb", type=float, default=8.0, help="The most that may be recorded on disk.")
+    add("--seed", type=int, default=0, help="The PRNG seed")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    with one_line_errors(parser.prog):
+        comparison = fit(**vars(args))
+    if not comparison.is_better:
+        print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The checkpoint of a fitted head: the backbone's files, linked, and the head beside them."""
+
+from pathlib import Path
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from ..checkpoint.config import Config, check_config
+from ..checkpoint.reader import CheckpointReader
+from ..convert.beside import write_config, write_weights
+from ..convert.output import atomic_directory
+
+USAGE = """
+## Fitted MTP head
+
+The MTP head of this checkpoint was trained by `mlx_mtp.fit` to guess what this backbone says. The backbone is that of
+{model}, unchanged, and so is the text that it generates.
+
+- Trained on: {trained_on}
+- Measured on: {measured_on}
+
+```
+{table}
+```
+{adapter}
+The head as it was: `mlx_mtp.convert --graft-mtp-from {original} --model {name} --mlx-path NEW`.
+"""
+WITH_ADAPTER = """
+It was fitted on top of the adapter {adapter}: generate with `--adapter-path {adapter}`.
+"""
+
+
+def write_checkpoint(
+    target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
+) -> None:
+    """
+    Write the folder, which appears when it is complete.
+
+    Args:
+        source (Path): The folder of the model that was fitted.
+        model (nn.Module): The model with the fitted head.
+        name (str): What the user calls it.
+        record (Dict[str, Any]): What it was fitted on.
+        table (str): Its acceptance before and after.
+    """
+    reader = CheckpointReader(str(source), None, False)
+    config: Config = check_config(reader.config, name)
+    origin = config.get("mlx_mtp") or {"source": name, "revision": reader.revision}
+    parameters: Any = tree_flatten(model.mtp.parameters())
+    head = {model.head_prefix + path: w for path, w in parameters}
+    with atomic_directory(target) as folder:
+        write_weights(folder, reader, head)
+        config["mlx_mtp_fit"] = record
+        write_config(folder, config, head, origin)
+        with (folder / "README.md").open("a", encoding="utf-8") as card:
+            card.write(
+                USAGE.format(
+                    model=name,
+                    name=target,
+                    original=origin.get("source") or name,
+                    table=table,
+                    adapter="" if adapter_path is None else WITH_ADAPTER.format(adapter=adapter_path),
+                    **record,
+                )
+            )

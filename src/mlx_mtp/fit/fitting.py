@@ -1,0 +1,204 @@
+"""``mlx_mtp.fit``: measure, record, train, measure again, and write the head if it is better."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from ..checkpoint.config import read_json
+from ..checkpoint.files import write_atomic
+from ..checkpoint.head_formats import head_bits
+from ..checkpoint.hub import fetch
+from ..checkpoint.load import load
+from ..convert.output import check_new
+from ..decoding.depth import MAX_DRAFT_TOKENS
+from .checkpoint import write_checkpoint
+from .data import SHORTEST, Data, describe, prepare
+from .lora import Lora, write_adapter
+from .loss import DraftLoss
+from .measure import Comparison, compare, measure
+from .recording import record
+from .texts import Parts, split
+from .training import Schedule, make_trainable, train_head
+
+
+def fit(
+    model: str,
+    mlx_path: str,
+    corpus: Sequence[str | Path] | None = None,
+    prompts: str | Path | None = None,
+    *,
+    adapter_path: str | None = None,
+    drafts: int = 4,
+    lora_rank: int | None = None,
+    iters: int = 500,
+    batch_size: int = 4,
+    learning_rate: float = 1e-4,
+    max_seq_length: int = 512,
+    steps_per_eval: int = 50,
+    answers: int = 8,
+    max_tokens: int = 256,
+    temp: float = 0.7,
+    cache_path: str | Path | None = None,
+    cache_gb: float = 8.0,
+    seed: int = 0,
+) -> Comparison:
+    """
+    Train a model's MTP head, and nothing else, to guess what the model says; write it if more drafts are accepted.
+
+    The text that the model generates does not change, whatever the head has learned. The same call goes on where one was
+    ended.
+
+    Args:
+        model (str): The path or the huggingface repository of a checkpoint with a head in 16 bits.
+        mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
+        corpus (Sequence[Union[str, Path]], optional): Files of text like that which the model will write, or ``.jsonl`` files
+          of ``mlx_lm.lora``. Default: ``None``, prompts.
+        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
+          first. Default: ``None``, built-in ones.
+        adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
+        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
+        lora_rank (int, optional): Write a low-rank adapter of the head of this rank instead. Default: ``None``.
+        iters (int): Iterations to train for. Default: ``500``.
+        batch_size (int): Texts in an iteration. Default: ``4``.
+        learning_rate (float): AdamW's highest. Default: ``1e-4``.
+        max_seq_length (int): Cut texts into pieces of this many tokens; of a longer answer, take the last. Default: ``512``.
+        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
+        answers (int): Answers to each prompt. Default: ``8``.
+        max_tokens (int): The length of an answer, and of a continuation that is measured. Default: ``256``.
+        temp (float): The temperature of the answers. Default: ``0.7``.
+        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, one beside
+          ``mlx_path``, which is removed at the end.
+        cache_gb (float): The most that may be recorded; what the corpus has beyond is not trained on. Default: ``8``.
+        seed (int): Divides the texts, and orders them. Default: ``0``.
+
+    Returns:
+        Comparison: The acceptance before and after. Nothing is written unless ``is_better``.
+
+    Raises:
+        FileNotFoundError: The checkpoint or a file is missing.
+        ValueError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
+    """
+    target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
+    check_new(target)
+    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
+    how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
+    lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
+    check_arguments(data, how, drafts, lora)
+    source = fetch(model, None)
+    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
+    check_head_weights(loaded, model, adapter_path)
+    texts = data.read(tokenizer)
+    begin(work, [model, adapter_path, data, texts])
+    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
+
+    starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
+    print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
+    before = measure(loaded, tokenizer, starts, drafts, max_tokens)
+    best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
+    print("[INFO] Measuring the fitted head on the same texts")
+    comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
+    print(comparison.table())
+
+    if comparison.is_better:
+        record = describe(data, parts, drafts, best_iters)
+        if lora is None:
+            write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
+        else:
+            write_adapter(target, loaded, lora, record)
+        print(f"[INFO] Wrote {target}")
+    if cache_path is None:
+        shutil.rmtree(work)
+    return comparison
+
+
+def train_on(model: Any, parts: Parts, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
+    """Record the texts and train the head of a model, which is left in its dtype; the iterations of the best head."""
+    times = [time.perf_counter()]
+    train, valid = (
+        record(model, texts, work / "states", name, how.batch_size, length)
+        for name, texts in (("train", parts.train), ("valid", parts.valid))
+    )
+    times.append(time.perf_counter())
+    dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
+    model.freeze()
+    make_trainable(model.mtp, lora, how.seed)
+    loss = DraftLoss(model.model.embed_tokens, model.output_layer, drafts)
+    state = work / f"training-{digest([drafts, lora, how])}.safetensors"
+    progress = train_head(model.mtp, loss, train, valid, how, state)
+    times.append(time.perf_counter())
+    if lora is None:
+        model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
+    first, lowest = progress.losses
+    print(f"[INFO] Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
+    print(
+        f"[INFO] Recorded in {times[1] - times[0]:.0f} s, trained in {times[2] - times[1]:.0f} s, "
+        f"peak memory {mx.get_peak_memory() / 1e9:.2f} GB"
+    )
+    return progress.best_iters
+
+
+def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
+    """Raise a ValueError if a model's head is quantized, or has an adapter."""
+    if any("lora_a" in module for _, module in model.mtp.named_modules()):
+        raise ValueError(
+            f"The adapter {adapter_path} has one of the head too: give the backbone's alone, and fit the head anew."
+        )
+    if head_bits(model.mtp) is not None:
+        raise ValueError(
+            f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            f"--model {name} --mlx-path NEW`, and fit that."
+        )
+
+
+def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -> None:
+    """
+    Raises:
+        ValueError: An argument is out of range, or two contradict each other.
+    """
+    if data.corpus is not None and data.prompts is not None:
+        raise ValueError("Choose either --corpus or --prompts, not both.")
+    if not 1 <= drafts <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--drafts must be from 1 to {MAX_DRAFT_TOKENS}, not {drafts}.")
+    least = {
+        "iters": 1,
+        "batch_size": 1,
+        "steps_per_eval": 1,
+        "answers": 1,
+        "max_tokens": 1,
+        "max_seq_length": SHORTEST,
+    }
+    given = {**vars(data), **vars(how)}
+    for name, low in least.items():
+        if given[name] < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be {low} or more, not {given[name]}.")
+    for name in ("learning_rate", "cache_gb"):
+        if given[name] <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {given[name]}.")
+    if lora is not None and lora.rank < 1:
+        raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
+
+
+def begin(work: Path, what: Any) -> None:
+    """Make the folder of recorded states, or check that what is in it was recorded of the same texts by the same model.
+
+    Raises:
+        ValueError: It was not.
+    """
+    file, wanted = work / "fit.json", {"digest": digest(what)}
+    if file.exists():
+        if read_json(file) != wanted:
+            raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(wanted))
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]

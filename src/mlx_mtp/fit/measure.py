@@ -1,0 +1,91 @@
+"""How many drafts the decoding loop accepts on texts that nothing was trained on, and how sure that is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
+
+from ..decoding.loop import mtp_generate_step
+from ..decoding.pace import DraftCounts
+
+RESAMPLES = 2000  # of the texts, for the standard errors
+SURE = 2.0  # standard errors that a gain must exceed, about 95 %
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Drafts at K positions in the texts' continuations.
+
+    Args:
+        drafted (np.ndarray): [n, K] for n texts.
+        accepted (np.ndarray): Those accepted with all before them, [n, K].
+    """
+
+    drafted: np.ndarray
+    accepted: np.ndarray
+
+    def rates(self, texts: np.ndarray) -> np.ndarray:
+        """The acceptance by position, and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
+        drafted, accepted = (x[texts].sum(axis=-2) for x in (self.drafted, self.accepted))  # [..., K]
+        per_step = 1 + accepted.sum(axis=-1) / np.maximum(drafted[..., 0], 1)
+        return np.concatenate([accepted / np.maximum(drafted, 1), per_step[..., None]], axis=-1)
+
+
+def measure(
+    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int
+) -> Measured:
+    """Continue each prompt greedily with ``n_drafts`` drafts a step, and count."""
+    drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
+    for i, prompt in enumerate(tqdm(prompts, desc="Measuring", unit="text", disable=None)):
+        counts = DraftCounts()
+        steps = mtp_generate_step(
+            mx.array(prompt), model, max_tokens=max_tokens, num_draft_tokens=n_drafts, draft_p_min=0.0, counts=counts
+        )
+        for token, _, _ in steps:
+            if token in tokenizer.eos_token_ids:
+                break
+        drafted[i, : len(counts.drafted)] = counts.drafted
+        accepted[i, : len(counts.accepted)] = counts.accepted
+    return Measured(drafted, accepted)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A head before and after, on the same texts: acceptance by position, and the tokens per step last, [K + 1] each."""
+
+    before: np.ndarray
+    after: np.ndarray
+    before_error: np.ndarray  # standard errors
+    after_error: np.ndarray
+    gain_error: np.ndarray  # of after - before, which is smaller, as the texts are the same
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the tokens per step have risen by more than the uncertainty."""
+        return bool(self.after[-1] - self.before[-1] > SURE * self.gain_error[-1])
+
+    def table(self) -> str:
+        """One row for each draft, and one for the tokens per step."""
+        names = [*(f"draft {i}" for i in range(1, len(self.before))), "tokens per step"]
+        lines = [f"{'':17}{'before':>15}{'after':>16}{'gain':>17}"]
+        rows = zip(names, self.before, self.before_error, self.after, self.after_error, self.gain_error)
+        lines += [
+            f"{name:17}{b:7.3f} ± {be:.3f}{a:8.3f} ± {ae:.3f}{a - b:+9.3f} ± {ge:.3f}"
+            for name, b, be, a, ae, ge in rows
+        ]
+        return "\n".join(lines)
+
+
+def compare(before: Measured, after: Measured, seed: int = 0) -> Comparison:
+    """Compare two heads on the same texts, with standard errors by resampling the texts (the bootstrap)."""
+    n = len(before.drafted)
+    unbiased = (n / (n - 1)) ** 0.5
+    samples = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+    b, a = before.rates(samples), after.rates(samples)  # [RESAMPLES, K + 1]
+    everything = np.arange(n)
+    errors = (unbiased * x.std(axis=0) for x in (b, a, a - b))
+    return Comparison(before.rates(everything), after.rates(everything), *errors)

@@ -1,0 +1,98 @@
+"""What the backbone says of a text, computed once and kept on disk: a step of training is then the head's alone."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from ..models.protocol import MTPModel
+from .texts import Text
+
+TOP_K = 32  # of the backbone's distribution: the rest has hardly any mass, and drafts are the most likely tokens
+ROWS = 1 << 25  # logits that are computed at once
+
+
+def bytes_per_token(model: MTPModel) -> int:
+    """What a token takes on disk: its hidden state, and the ids and probabilities of the likeliest next tokens."""
+    embedding = model.model.embed_tokens(mx.array([0]))  # [1, H]
+    return int(embedding.nbytes + TOP_K * (mx.uint32.size + mx.float16.size) + mx.uint32.size)
+
+
+def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
+    """Write a file for each text; those that are there from a run before are kept.
+
+    Args:
+        batch_size (int): Texts that go through the backbone side by side.
+        length (int): Keep the last positions of a longer text, up to this many: a head can start in the middle.
+
+    Returns:
+        List[Path]: The files, see ``read``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
+    missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
+    with tqdm(total=sum(n for n, *_ in missing), desc=f"Recording {name}", unit="token", disable=None) as bar:
+        for i in range(0, len(missing), batch_size):
+            batch = missing[i : i + batch_size]
+            for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
+                _save(file, arrays)
+                bar.update(n)
+            mx.clear_cache()
+    return files
+
+
+def read(file: Path) -> dict[str, mx.array]:
+    """
+    Returns:
+        Dict[str, mx.array]: ``tokens`` [T], ``hidden`` [T, H], and of the token after each of these positions the likeliest
+          ``ids`` [T, k] and their ``probabilities`` [T, k], which sum to 1; ``n_prompt`` [].
+    """
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    return weights
+
+
+def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
+    """What ``read`` returns, of texts that go through the backbone side by side: padding on the right changes none."""
+    longest = max(len(text.tokens) for text in texts)
+    tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
+    hidden = model.model(tokens)  # [B, T, H]
+    mx.eval(hidden)
+    for b, text in enumerate(texts):
+        n = len(text.tokens)
+        first = max(n - length, 0)
+        ids, probabilities = zip(*(_top_k(model, rows) for rows in _chunks(model, hidden[b, first:n])))
+        yield {
+            "tokens": tokens[b, first:n],
+            "hidden": hidden[b, first:n],
+            "ids": mx.concatenate(list(ids)),
+            "probabilities": mx.concatenate(list(probabilities)),
+            "n_prompt": mx.array(max(text.n_prompt - first, 0)),
+        }
+
+
+def _chunks(model: MTPModel, hidden: mx.array) -> Iterator[mx.array]:
+    n = max(ROWS // model.output_layer.weight.shape[0], 1)
+    yield from (hidden[i : i + n] for i in range(0, len(hidden), n))
+
+
+def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
+    """hidden [T, H] -> ids [T, k], probabilities [T, k]"""
+    logits = model.logits(hidden[None])[0].astype(mx.float32)  # [T, V]
+    k = min(TOP_K, logits.shape[-1])
+    ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[:, :k]
+    probabilities = mx.softmax(mx.take_along_axis(logits, ids, axis=-1), axis=-1).astype(mx.float16)
+    mx.eval(ids, probabilities)  # one chunk of logits at a time
+    return ids, probabilities
+
+
+def _save(file: Path, arrays: dict[str, mx.array]) -> None:
+    part = file.with_name(f"part-{file.name}")
+    try:
+        mx.save_safetensors(str(part), arrays)
+        os.replace(part, file)
+    except RuntimeError as e:
+        raise OSError(f"{file} could not be written: {e}") from e

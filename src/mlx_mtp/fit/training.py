@@ -1,0 +1,203 @@
+"""Training the head on recorded texts, with mlx-lm's trainer."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.tuner.callbacks import TrainingCallback
+from mlx_lm.tuner.trainer import TrainingArgs, train
+from mlx_lm.tuner.utils import build_schedule
+
+from ..models.draft_lm_head import ROUTERS
+from .lora import Lora, add_lora
+from .loss import DraftLoss
+from .recording import read
+
+PAD_TO = 32  # as mlx-lm does: fewer lengths are fewer graphs to compile
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to train, and how fast."""
+
+    iters: int
+    batch_size: int
+    learning_rate: float
+    steps_per_eval: int
+    seed: int
+
+    def optimizer(self) -> optim.Optimizer:
+        """AdamW; the learning rate rises for a twentieth of the time, then falls along a cosine."""
+        warmup = max(self.iters // 20, 1)
+        decay = [self.learning_rate, max(self.iters - warmup, 1), self.learning_rate / 100]
+        schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
+        return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
+
+
+class Progress(TrainingCallback):
+    """Keeps the head with the lowest validation loss and, in one file, what a later run needs to go on.
+
+    Args:
+        mtp (nn.Module): The head.
+        optimizer (Optimizer): Its optimizer.
+        file (Path): The file. The head and the optimizer go on from what it holds.
+
+    Attributes:
+        start (int): The iterations of the runs before.
+        losses (Tuple[float, float]): The validation loss of the head as it was, and the lowest one.
+    """
+
+    def __init__(self, mtp: nn.Module, optimizer: optim.Optimizer, file: Path):
+        self.mtp, self.optimizer, self.file = mtp, optimizer, file
+        self.start = self.best_iters = 0
+        self.best = self._weights()
+        self.losses = (math.inf, math.inf)
+        if file.exists():
+            self._resume()
+
+    def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
+        """Called by mlx-lm before the first iteration, and then every ``steps_per_eval``."""
+        iters, loss = self.start + val_info["iteration"], val_info["val_loss"]
+        first, lowest = self.losses
+        if loss < lowest:
+            self.best, self.best_iters, lowest = self._weights(), iters, loss
+        self.losses = (loss if math.isinf(first) else first, lowest)
+        self._save(iters)
+
+    def _weights(self) -> dict[str, mx.array]:
+        return dict(tree_flatten(self.mtp.trainable_parameters()))
+
+    def _save(self, iters: int) -> None:
+        parts = {"head": self._weights(), "best": self.best, "optimizer": dict(tree_flatten(self.optimizer.state))}
+        arrays = {f"{part}.{name}": w for part, weights in parts.items() for name, w in weights.items()}
+        numbers = json.dumps({"iters": iters, "best_iters": self.best_iters, "losses": self.losses})
+        new = self.file.with_name(f"part-{self.file.name}")
+        mx.save_safetensors(str(new), arrays, metadata={"progress": numbers})
+        os.replace(new, self.file)
+
+    def _resume(self) -> None:
+        loaded: Any = mx.load(str(self.file), return_metadata=True)
+        arrays, metadata = loaded
+        mx.eval(arrays)  # the file is replaced later
+
+        def part(name: str) -> list[tuple[str, mx.array]]:
+            return [(path.removeprefix(f"{name}."), w) for path, w in arrays.items() if path.startswith(f"{name}.")]
+
+        self.mtp.load_weights(part("head"), strict=False)
+        self.optimizer.state = tree_unflatten(part("optimizer"))
+        self.best = dict(part("best"))
+        numbers = json.loads(metadata["progress"])
+        self.start, self.best_iters, self.losses = numbers["iters"], numbers["best_iters"], tuple(numbers["losses"])
+        print(f"[INFO] Resuming at iteration {self.start}")
+
+
+def train_head(
+    mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule, file: Path
+) -> Progress:
+    """Train what is not frozen of a head, and leave it as it was best on the validation texts.
+
+    An interrupt ends the training, not the program.
+
+    Args:
+        train_files (Sequence[Path]): Of ``record``.
+        valid_files (Sequence[Path]): Of ``record``; the best head is chosen on them.
+        file (Path): Where to keep what is needed to go on after the program was ended.
+    """
+    optimizer = how.optimizer()
+    progress = Progress(mtp, optimizer, file)
+    n_left = how.iters - progress.start
+    args = TrainingArgs(
+        batch_size=how.batch_size,
+        iters=n_left,
+        val_batches=-1,
+        steps_per_eval=how.steps_per_eval,
+        steps_per_report=how.steps_per_eval,
+        steps_per_save=n_left + 1,  # `progress` saves
+        adapter_file=file.with_name("last.safetensors"),
+    )
+    first = progress.start * how.batch_size
+    try:
+        if n_left > 0:
+            train(
+                mtp,
+                optimizer,
+                train_files,
+                valid_files,
+                args,
+                loss=loss,
+                iterate_batches=partial(iterate_batches, first=first, shuffle_seed=how.seed),
+                training_callback=progress,
+            )
+    except KeyboardInterrupt:
+        print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
+    args.adapter_file.unlink(missing_ok=True)  # the best is kept, not the last
+    mtp.eval()
+    mtp.load_weights(list(progress.best.items()), strict=False)
+    return progress
+
+
+def iterate_batches(
+    dataset: Sequence[Path],
+    batch_size: int,
+    loop: bool = False,
+    first: int = 0,
+    shuffle_seed: int = 0,
+    **_: Any,
+) -> Iterator[tuple[mx.array, ...]]:
+    """The batches of recorded texts, once in order, or with ``loop`` without end, shuffled anew each time.
+
+    Args:
+        first (int): Leave out this many texts, which a run before was trained on.
+
+    Yields:
+        Tuple[mx.array, ...]: The arguments of ``DraftLoss`` after the head.
+    """
+    if not loop:
+        for i in range(0, len(dataset), batch_size):
+            yield _batch([read(file) for file in dataset[i : i + batch_size]])
+        return
+    n = first
+    while True:
+        chosen = []
+        for i in range(n, n + batch_size):
+            epoch, place = divmod(i, len(dataset))
+            order = np.random.default_rng((shuffle_seed, epoch)).permutation(len(dataset))
+            chosen.append(dataset[order[place]])
+        yield _batch([read(file) for file in chosen])
+        n += batch_size
+
+
+def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
+    longest = max(len(text["tokens"]) for text in texts)
+    longest += -longest % PAD_TO
+
+    def stacked(name: str) -> mx.array:
+        rows = (text[name] for text in texts)
+        return mx.stack([mx.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in rows])
+
+    spans = mx.stack([mx.stack([text["n_prompt"], mx.array(len(text["tokens"]))]) for text in texts])  # [B, 2]
+    return stacked("tokens"), stacked("hidden"), stacked("ids"), stacked("probabilities"), spans
+
+
+def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
+    """Unfreeze a head but for its routers, or give it an adapter, in float32: small steps would be lost in 16 bits."""
+    if lora is None:
+        mtp.unfreeze()
+        for name, module in mtp.named_modules():
+            if name.endswith(ROUTERS):
+                module.freeze()
+    else:
+        mx.random.seed(seed)
+        add_lora(mtp, lora)
+    mtp.update(tree_map(lambda p: p.astype(mx.float32), mtp.trainable_parameters()))
