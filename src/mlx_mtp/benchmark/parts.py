@@ -16,7 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.loop import prefill
 from ..decoding.pace import DraftCounts
 from ..models import cache as caches
@@ -26,15 +28,20 @@ from ..models.prompt_cache import PromptCache, make_prompt_cache
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three calls suffice
 N_ROLLBACKS = 5
+EVERY = (
+    MAX_DRAFT_TOKENS + 1
+)  # tokens of a window, up to which each length is timed; longer ones but the longest are between
 
 
 @dataclass
 class Parts:
     """Seconds, each the median of several calls, one evaluated before the next begins."""
 
-    verify: list[float]  # V(1), V(2), ...: a backbone pass over n tokens in an open window
+    verify: list[
+        float
+    ]  # V(1), V(2), ...: a backbone pass over n tokens in an open window; from 10 on but the last, on a line
     head: float  # D: a pass of the head over one token, with its output layer and argmax
-    rollback: list[float]  # to 1, 2, ... tokens of the longest window
+    rollback: list[float]  # to 1, 2, ... up to 8 tokens of the longest window
     exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
 
     def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
@@ -55,11 +62,12 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step alone, behind a prompt [T]."""
     timer = Timer(model, prompt, max_draft_tokens)
     verify, exact = timer.time_passes()
-    rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[0])))
+    rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[1])))
     head = timer.time_head()
     median = statistics.median
+    lengths = range(1, timer.longest + 1)
     return Parts(
-        [median(s) for s in verify],
+        np.interp(lengths, [*verify], [median(s) for s in verify.values()]).tolist(),
         median(head),
         [median(s) for s in rollback],
         {n: median(s) for n, s in exact.items()},
@@ -78,13 +86,15 @@ class Timer:
         self.backbone, self.head_cache, self.hidden = cache.backbone, cache.head, cache.last_hidden
         self.offset = cache.n_tokens
         self.token = prompt[None, -1:]  # [1, 1]
-        self.windows = [mx.repeat(self.token, n, axis=1) for n in range(1, max_draft_tokens + 2)]  # [1, n] each
+        self.longest = max_draft_tokens + 1
+        lengths = sorted({*range(1, min(self.longest, EVERY) + 1), self.longest})
+        self.windows = {n: mx.repeat(self.token, n, axis=1) for n in lengths}  # [1, n] each
 
     def verify(self, n: int, exact: bool = False) -> float:
         """Time a pass over n tokens that leaves its window open."""
         return _timed(
             lambda: mx.eval(
-                self.model(self.windows[n - 1], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
+                self.model(self.windows[n], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
             )
         )
 
@@ -99,19 +109,19 @@ class Timer:
         self.offset += n
         return seconds
 
-    def time_passes(self) -> tuple[list[list[float]], dict[int, list[float]]]:
-        """The seconds of passes over 1, 2, ... tokens, and of exact ones by the number of tokens.
+    def time_passes(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+        """The seconds of passes, and of exact ones, by the number of tokens.
 
         Lengths take turns, so that a pause of the machine affects all alike. The first turn compiles and is not counted.
         """
-        verify: list[list[float]] = [[] for _ in self.windows]
-        exact: dict[int, list[float]] = {2: [], len(self.windows): []}
+        verify: dict[int, list[float]] = {n: [] for n in self.windows}
+        exact: dict[int, list[float]] = {2: [], self.longest: []}
         start = time.perf_counter()
         for i in range(N_CALLS + 1):
             if i > 3 and time.perf_counter() - start > ENOUGH:
                 break
             for n, seconds, is_exact in [
-                *((n, s, False) for n, s in enumerate(verify, 1)),
+                *((n, s, False) for n, s in verify.items()),
                 *((n, s, True) for n, s in exact.items()),
             ]:
                 t = self.verify(n, is_exact)
@@ -121,11 +131,11 @@ class Timer:
         return verify, exact
 
     def time_rollbacks(self, n_calls: int) -> list[list[float]]:
-        """The seconds of rollbacks to 1, 2, ... tokens of the longest window."""
-        rollback: list[list[float]] = [[] for _ in self.windows[1:]]
+        """The seconds of rollbacks to 1, 2, ... up to 8 tokens of the longest window."""
+        rollback: list[list[float]] = [[] for _ in range(min(self.longest, EVERY) - 1)]
         for n, seconds in enumerate(rollback, 1):
             for _ in range(n_calls):
-                self.verify(len(self.windows))
+                self.verify(self.longest)
                 seconds.append(self.rollback(n))
         return rollback
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from .measure import OVERALL, Report, Result
+from .parts import EVERY, Parts
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("prompt          ", lambda r: f"{r.prompt:16}"),
@@ -62,7 +63,7 @@ def _show_model(report: Report) -> list[str]:
 
 def _show_parts(report: Report) -> list[str]:
     parts, one = report.parts, report.parts.verify[0]
-    verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1))
+    verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1) if _is_timed(n, parts))
     exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
     rollback = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
     return [
@@ -71,6 +72,10 @@ def _show_parts(report: Report) -> list[str]:
         f"With --exact, relative to the plain pass over 1: {exact}",
         f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
     ]
+
+
+def _is_timed(n: int, parts: Parts) -> bool:
+    return n <= EVERY or n == len(parts.verify)
 
 
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:
