@@ -10,7 +10,8 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.models.attention import fused_rows
 from mlx_mtp.models.cache import rollback
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# The layer is the same in all of them.
+FAMILIES = ("qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5_moe", "qwen3_next")))
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 

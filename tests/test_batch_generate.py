@@ -496,7 +496,7 @@ def test_deep_models():
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=9),
     k=st.sampled_from([1, 3, 8, "auto"]),

@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import loop
 from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
-from mlx_mtp.decoding.depth import COPY_DEPTHS, MAX_COPY_TOKENS, Depth
+from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.decoding.drafter import Drafts
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import PLAIN, Plan
@@ -145,7 +145,7 @@ def script(monkeypatch, truth: list[int], offer) -> None:
     monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),
@@ -173,7 +173,7 @@ def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_toke
         assert (sum(counts.copied) > 0) == (max_tokens > 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     page=st.lists(st.integers(0, 31), min_size=5, max_size=30),
@@ -358,7 +358,7 @@ def test_auto_takes_the_better_source(machine, share, head_rate):
 
     auto = seconds(lambda: Depth(8))
     head_alone = seconds(lambda: HeadAlone(8))
-    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 1, 2, 4, 8) for n in (0, *COPY_DEPTHS)}
+    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 2, 4) for n in (0, 4, 16)}
     assert fixed[0, 0] / auto >= 0.98
     assert head_alone / auto >= 0.98
     assert min(fixed.values()) / auto >= 0.9

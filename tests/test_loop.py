@@ -29,7 +29,7 @@ model_of = cache(tiny_model)
 # Identity
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     n_layers=st.sampled_from([2, 4]),
