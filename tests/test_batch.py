@@ -110,7 +110,7 @@ def expected(model, request):
     return how, text, end
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mtp", [True, False])
 @settings(max_examples=12, deadline=None)
 @given(requests=requests, depth=st.integers(0, 8) | st.just("auto"))

@@ -45,7 +45,7 @@ def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefi
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),
@@ -180,7 +180,7 @@ def test_penalties_that_write_in_place(depth):
     assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == plain(PROMPT, model, **options)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 99),

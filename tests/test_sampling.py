@@ -168,4 +168,4 @@ def test_rejects_options_out_of_range(options):
 )
 def test_joint_distribution_of_the_first_tokens(case):
     """What `python scripts/distribution.py` does for every case."""
-    assert case.p_value(runs=250) > distribution.LEVEL
+    assert case.p_value(runs=150) > distribution.LEVEL
