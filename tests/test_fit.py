@@ -166,6 +166,7 @@ def backbone_adapter(folder: Path, rank=4):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_backbone_and_one_of_the_head_in_one(folder, monkeypatch):
     adapter = backbone_adapter(folder / "tuned")
     tuned, _ = load(str(folder / "model"), adapter_path=adapter)

@@ -47,7 +47,10 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
     return tokens, False
 
 
-@pytest.mark.parametrize(("depth", "exact"), [pytest.param(0, False, marks=pytest.mark.slow), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    ("depth", "exact"),
+    [pytest.param(0, False, marks=pytest.mark.slow), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
+)
 def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
     model = deep_model("qwen3_5")
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
