@@ -461,6 +461,18 @@ def test_copies_are_off_where_the_number_of_drafts_is_given():
         assert (sum(counts.copied) > 0) == copies
 
 
+def test_given_numbers_leave_auto_alone():
+    """A generation that chooses nothing does not disturb one on the same model that does."""
+    model = model_of("qwen3_5")
+    auto = mtp_generate_step(PROMPT, model, max_tokens=40, num_draft_tokens="auto")
+    next(auto)
+    rates = model.drafting.depth.rates
+    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=3)
+    assert model.drafting.depth.only is None
+    assert model.drafting.depth.rates is rates
+    auto.close()
+
+
 @pytest.mark.parametrize("value", [-1, 0, 17, "on", 2.0])
 def test_rejects_other_values(value):
     with pytest.raises(ValueError, match=f"copy_drafts must be auto, off or from 1 to 16, not {value}"):

@@ -222,10 +222,11 @@ def make_pace(
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
     if not has_head(model) and num_draft_tokens != 0:
         raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
-    depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else auto_depth(model)
     n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
     n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
-    return Pace(n_drafts, n_copies, depth, counts)
+    if isinstance(num_draft_tokens, Depth):
+        return Pace(n_drafts, n_copies, num_draft_tokens, counts)
+    return Pace(n_drafts, n_copies, auto_depth(model) if None in (n_drafts, n_copies) else None, counts)
 
 
 def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:

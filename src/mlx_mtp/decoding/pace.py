@@ -55,14 +55,14 @@ class Pace:
         n_drafts (int, optional): A fixed number of the head's drafts. ``None`` has the depth choose.
         n_copies (int, optional): A fixed number of drafts wherever they can be copied from the text, 0 for never. ``None`` has
           the depth choose.
-        depth (Depth): Chooses, and learns from the time of each step.
+        depth (Depth, optional): Chooses, and learns from the time of each step. ``None`` where both numbers are given.
         counts (DraftCounts): Counts drafts as the steps go.
     """
 
-    def __init__(self, n_drafts: int | None, n_copies: int | None, depth: Depth, counts: DraftCounts):
-        self.n_drafts, self.n_copies, self.counts = n_drafts, n_copies, counts
-        self.depth = None if n_drafts is not None and n_copies is not None else depth
-        depth.begin(n_drafts)
+    def __init__(self, n_drafts: int | None, n_copies: int | None, depth: Depth | None, counts: DraftCounts):
+        self.n_drafts, self.n_copies, self.depth, self.counts = n_drafts, n_copies, depth, counts
+        if depth is not None:
+            depth.begin(n_drafts)
         self.asked = [PLAIN, PLAIN]  # in the latest steps; the head may have been unsure of some drafts
         self.n_drafted = 0  # in the step before
         self.last: float | None = None  # when the outcome of the step before was known
