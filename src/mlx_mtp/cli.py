@@ -12,6 +12,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from .decoding.loop import asks_for_copies
 from .decoding.sampling import AcceptanceName
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
@@ -103,7 +104,7 @@ def check_copy_drafts(args: argparse.Namespace) -> None:
 
 def copies(args: argparse.Namespace) -> bool:
     """Whether ``--copy-drafts`` asks for copies."""
-    return getattr(args, "copy_drafts", None) not in (None, "off")
+    return asks_for_copies(getattr(args, "copy_drafts", None))
 
 
 def drafts(args: argparse.Namespace) -> bool:

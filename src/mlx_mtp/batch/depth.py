@@ -9,9 +9,10 @@ new begins with the times of the sizes beside it.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Literal
+from typing import Literal, cast
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..decoding.loop import resolve_number
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
 from ..models.drafting import Settings
@@ -158,12 +159,11 @@ def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> i
     Raises:
         ValueError: The number is out of range.
     """
-    drafting, tuned = model.drafting, model.drafting.tuned or Settings()
-    if num_draft_tokens is None:
-        num_draft_tokens = tuned.num_draft_tokens
-    if num_draft_tokens == "auto":
-        drafting.batch_depth = drafting.batch_depth or BatchDepth(tuned.seconds)
-        return drafting.batch_depth
-    if not isinstance(num_draft_tokens, int) or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
-    return num_draft_tokens
+    number = resolve_number(model, num_draft_tokens)
+    if isinstance(number, Depth):  # times of one sequence
+        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
+    if isinstance(number, int):
+        return number
+    drafting = model.drafting
+    drafting.batch_depth = drafting.batch_depth or BatchDepth((drafting.tuned or Settings()).seconds)
+    return cast(BatchDepth, drafting.batch_depth)

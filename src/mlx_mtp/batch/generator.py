@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, check_arguments, most_copies
+from ..decoding.loop import CopyDrafts, check_arguments, check_model, most_copies
 from ..decoding.pace import DraftCounts
 from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
@@ -158,7 +158,8 @@ class BatchGenerator:
         return_prompt_caches: bool = True,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
-        self.model: Any = check_arguments(mx.zeros(1), model, prefill_step_size, None, None, None, None)
+        self.model: Any = check_model(model)
+        check_arguments(mx.zeros(1), model, prefill_step_size, None, None)
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)

@@ -64,8 +64,8 @@ class Row:
     @property
     def acceptance_rates(self) -> list[float]:
         """The probability that each draft of the better source is accepted, given that those before it were, [K]."""
-        odds = self.copy_odds()
-        return odds if self.copies_better(MAX_DRAFT_TOKENS) else self._head_rates()
+        odds, rates = self.copy_odds(), self._head_rates()
+        return odds if _is_better(odds, rates, MAX_DRAFT_TOKENS) else rates
 
     def _head_rates(self) -> list[float]:
         return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rates.estimate)]
@@ -79,8 +79,7 @@ class Row:
 
     def copies_better(self, k: int) -> bool:
         """Whether k copies are expected to yield more tokens than k drafts of the head."""
-        odds = self.copy_odds()
-        return bool(odds) and expected_tokens(odds)[k] > expected_tokens(self._head_rates())[k]
+        return _is_better(self.copy_odds(), self._head_rates(), k)
 
     def begin(self) -> None:
         """The prompt is read, but for its last token."""
@@ -122,3 +121,7 @@ class Row:
         if self.copies is not None:
             self.copies.read(taken)
         return taken
+
+
+def _is_better(odds: list[float], rates: list[float], k: int) -> bool:
+    return bool(odds) and expected_tokens(odds)[k] > expected_tokens(rates)[k]

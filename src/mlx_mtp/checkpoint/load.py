@@ -96,10 +96,10 @@ def load(
         _warn_of_few_bits(model, path_or_hf_repo, mtp)
     model = model if adapter_path is None else _with_adapter(model, adapter_path)
     tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
-    if mtp and all(x is None for x in drafting):
-        folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
-        drafting = _apply_settings(model, settings, folders)
     if mtp:
+        if all(x is None for x in drafting):
+            folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
+            drafting = _apply_settings(model, settings, folders)
         cheapen_drafts(model, tokenizer, path, *drafting)
     if not lazy:
         lm_head = model.drafting.lm_head

@@ -116,9 +116,9 @@ def mtp_generate_step(
         ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    drafts = (num_draft_tokens, copy_drafts)
-    mtp_model = check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings, *drafts)
-    pace = make_pace(mtp_model, *drafts, counts or DraftCounts())
+    mtp_model = check_model(model, num_draft_tokens, copy_drafts)
+    check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
+    pace = make_pace(mtp_model, num_draft_tokens, copy_drafts, counts or DraftCounts())
     p_min = resolve_p_min(mtp_model, draft_p_min)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
     cache = open_prompt_cache(model, prompt_cache)
@@ -169,26 +169,38 @@ def has_head(model: Any) -> bool:
     return getattr(model, "mtp", None) is not None
 
 
+def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
+    return copy_drafts not in (None, "off")
+
+
+def check_model(
+    model: nn.Module, num_draft_tokens: NumDraftTokens | None = None, copy_drafts: CopyDrafts | None = None
+) -> MTPModel:
+    """
+    Raises:
+        ValueError: The model cannot draft what is asked for.
+    """
+    if not has_head(model):
+        if not asks_for_copies(copy_drafts) and num_draft_tokens != 0:
+            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        if not isinstance(model, MTPMixin):
+            raise ValueError(
+                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
+            )
+    return cast(MTPModel, model)
+
+
 def check_arguments(
     prompt: mx.array,
     model: nn.Module,
     prefill_step_size: int,
     max_kv_size: int | None,
     input_embeddings: mx.array | None,
-    num_draft_tokens: NumDraftTokens | None,
-    copy_drafts: CopyDrafts | None,
-) -> MTPModel:
+) -> None:
     """
     Raises:
-        ValueError: The model cannot draft, or an argument is out of range.
+        ValueError: An argument is out of range.
     """
-    if not has_head(model):
-        if copy_drafts in (None, "off") and num_draft_tokens != 0:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        if not isinstance(model, MTPMixin):
-            raise ValueError(
-                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
-            )
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
@@ -203,7 +215,6 @@ def check_arguments(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
             f"length of the prompt ({len(prompt)}), or the prompt must be empty."
         )
-    return cast(MTPModel, model)
 
 
 def make_pace(
@@ -215,11 +226,9 @@ def make_pace(
         ValueError: One of the numbers is out of range, or requires a head.
     """
     copy_drafts = default_copies(num_draft_tokens, copy_drafts)
-    if num_draft_tokens is None:
-        num_draft_tokens = (model.drafting.tuned or Settings()).num_draft_tokens if has_head(model) else 0
-    is_auto = num_draft_tokens == "auto" or isinstance(num_draft_tokens, Depth)
-    if not is_auto and not _is_number(num_draft_tokens, 0, MAX_DRAFT_TOKENS):
-        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    if num_draft_tokens is None and not has_head(model):
+        num_draft_tokens = 0
+    num_draft_tokens = resolve_number(model, num_draft_tokens)
     if not has_head(model) and num_draft_tokens != 0:
         raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
     n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
@@ -227,6 +236,20 @@ def make_pace(
     if isinstance(num_draft_tokens, Depth):
         return Pace(n_drafts, n_copies, num_draft_tokens, counts)
     return Pace(n_drafts, n_copies, auto_depth(model) if None in (n_drafts, n_copies) else None, counts)
+
+
+def resolve_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:
+    """The number of the head's drafts: what was given, or else what was tuned.
+
+    Raises:
+        ValueError: It is out of range.
+    """
+    if num_draft_tokens is None:
+        num_draft_tokens = (model.drafting.tuned or Settings()).num_draft_tokens
+    is_auto = num_draft_tokens == "auto" or isinstance(num_draft_tokens, Depth)
+    if not is_auto and not _is_number(num_draft_tokens, 0, MAX_DRAFT_TOKENS):
+        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
+    return num_draft_tokens
 
 
 def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:

@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import CopyDrafts, mtp_generate_step
+from ..decoding.loop import CopyDrafts, asks_for_copies, mtp_generate_step
 from ..decoding.pace import DraftCounts, NumDraftTokens
 
 
@@ -78,11 +78,9 @@ def stream_generate(
     if not mtp:
         if exact or draft_p_min:
             raise ValueError("exact and draft_p_min require mtp=True.")
-        if copy_drafts not in (None, "off"):
-            if draft_model is not None:
-                raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
-            num_draft_tokens = 0
-    if not mtp and copy_drafts in (None, "off"):
+        if draft_model is not None and asks_for_copies(copy_drafts):
+            raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
+    if not mtp and not asks_for_copies(copy_drafts):
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
         for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
@@ -95,7 +93,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     kwargs |= {
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": num_draft_tokens if mtp else 0,
         "copy_drafts": copy_drafts,
         "draft_p_min": draft_p_min,
         "exact": exact,
@@ -201,7 +199,7 @@ def _print_figures(response: GenerationResponse, mtp: bool, copy_drafts: CopyDra
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
-    if mtp or copy_drafts not in (None, "off"):
+    if mtp or asks_for_copies(copy_drafts):
         rates = ", ".join(f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted))
         drafts = [f"{rates} accepted by position"] if rates else []
         if response.copied:

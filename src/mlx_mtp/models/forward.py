@@ -38,10 +38,10 @@ def forward(
     inputs: mx.array,
     cache: list[Any] | None,
     *,
-    return_hidden: bool,
-    n_confirmed: int,
-    exact: bool,
-    attention_rows: int | None,
+    return_hidden: bool = False,
+    n_confirmed: int = 0,
+    exact: bool = False,
+    attention_rows: int | None = None,
     **kwargs: Any,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.

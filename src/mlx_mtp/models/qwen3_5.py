@@ -52,22 +52,10 @@ class TextModel(stock.TextModel):
         inputs: mx.array,
         cache: Any | None = None,
         input_embeddings: mx.array | None = None,
-        *,
-        return_hidden: bool = False,
-        n_confirmed: int = 0,
-        exact: bool = False,
-        attention_rows: int | None = None,
+        **options: Any,
     ) -> mx.array | tuple[mx.array, mx.array]:
-        return forward(
-            self,
-            inputs,
-            cache,
-            return_hidden=return_hidden,
-            n_confirmed=n_confirmed,
-            exact=exact,
-            attention_rows=attention_rows,
-            input_embeddings=input_embeddings,
-        )
+        """mlx-lm's call, with the options of ``forward``."""
+        return forward(self, inputs, cache, input_embeddings=input_embeddings, **options)
 
     def logits(self, hidden: mx.array) -> mx.array:
         if self.args.tie_word_embeddings:
