@@ -16,13 +16,14 @@ COMMANDS = {"generate", "convert", "benchmark", "server", "draft_vocab", "fit"}
 SHARED = {"cli", "prompts"}  # by the commands
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
-    "models": set(),
-    "checkpoint": {"models"},
-    "decoding": {"models"},
-    "batch": {"decoding", "models"},
+    "distributed": set(),
+    "models": {"distributed"},
+    "checkpoint": {"distributed", "models"},
+    "decoding": {"distributed", "models"},
+    "batch": {"decoding", "distributed", "models"},
     "prompts": set(),
-    "cli": {"checkpoint", "decoding", "models"},
-    **{command: {"batch", "decoding", "checkpoint", "models"} | SHARED for command in COMMANDS},
+    "cli": {"checkpoint", "decoding", "distributed", "models"},
+    **{command: {"batch", "decoding", "distributed", "checkpoint", "models"} | SHARED for command in COMMANDS},
     "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
 }
 
