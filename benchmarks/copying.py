@@ -45,7 +45,8 @@ except ImportError:
     rapid = None
 
 ANSWERS = Path(__file__).parent / "answers"
-PLAIN, MTP_4, AUTO, COPIES, RAPID = "mlx-lm", "mtp 4", "mtp auto", "mtp auto, copies", "Rapid-MLX lookup"
+PLAIN, MTP_4, MTP_4_COPIES, RAPID = "mlx-lm", "mtp 4", "mtp 4, copies", "Rapid-MLX lookup"
+AUTO, COPIES = "mtp auto", "mtp auto, copies"
 TURN = 64  # tokens
 
 
@@ -103,6 +104,7 @@ def runs_of(model: Any, rapid_model: Any) -> dict[str, Callable[..., Iterator[tu
     runs = {
         PLAIN: lambda wrap, prompt, n: ((*t, False) for t in generate_step(prompt, wrap(model), max_tokens=n)),
         MTP_4: mtp(4, "off"),
+        MTP_4_COPIES: mtp(4, "auto"),
         AUTO: mtp(depths[AUTO], "off"),
         COPIES: mtp(depths[COPIES], "auto"),
     }

@@ -2,6 +2,7 @@
 
     python benchmarks/never_slower.py              on the bundled demo
     python benchmarks/never_slower.py --repeat 9
+    python benchmarks/never_slower.py --kinds      on the nine kinds of request, whose answers do not copy from the prompt
 
 In a round all runs generate at once in one process and take turns of 64 tokens, so that drift of the machine affects all alike.
 Ratios are taken in each round and their median is printed; the ratio of plain decoding to a second plain run tells how precise
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.benchmark.runs import AUTO, PLAIN, Run, in_turn
-from mlx_mtp.prompts import PYTHON
+from mlx_mtp.prompts import PYTHON, nine_kinds
 
 AGAIN, NO_COPIES = "plain again", "auto without copies"
 FIXED = (PLAIN, 1, 2, 3, 4)
@@ -91,6 +92,12 @@ def cases(n_tokens: int) -> Iterator[tuple[str, nn.Module, list[int], Callable |
     yield "prompt of 4000 tokens", model, source[:4000], None
 
 
+def kinds() -> Iterator[tuple[str, nn.Module, list[int], Callable | None]]:
+    model, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))
+    for name, text in nine_kinds().items():
+        yield name, model, tokenizer.encode(text), None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="The speed of auto relative to plain decoding and to the best fixed depth."
@@ -98,9 +105,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--only", help="Run only the cases whose name contains this.")
+    parser.add_argument("--kinds", action="store_true", help="Run the nine kinds of request, in the demo's own words.")
     args = parser.parse_args()
     print("case                     auto/plain  low to high   auto/best  best depth  to no copies  plain again/plain")
-    for name, model, prompt, sampler in cases(args.max_tokens):
+    for name, model, prompt, sampler in kinds() if args.kinds else cases(args.max_tokens):
         if args.only and args.only not in name:
             continue
         options = dict(max_tokens=args.max_tokens, sampler=sampler)
