@@ -48,6 +48,16 @@ def joint(rates: Sequence[Sequence[float]]) -> list[float]:
     return [n / before if before > 0 else 0.0 for before, n in zip([len(rates), *accepting], accepting)]
 
 
+class SizeDepth(Depth):
+    """A ``Depth`` of several rows.
+
+    With many rows a draft costs nearly what a token does, so drafts gain little at best, and estimates of many rows that come
+    and go err more than those of one.
+    """
+
+    MARGIN = 0.08
+
+
 class BatchDepth:
     """Chooses the depth of every step, and keeps the times of each size of batch.
 
@@ -56,7 +66,7 @@ class BatchDepth:
     """
 
     def __init__(self, seconds: Mapping[int, float] | None = None):
-        self.by_size = {1: Depth(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
+        self.by_size: dict[int, Depth] = {1: Depth(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
         self.guessed: set[int] = set()  # sizes of which no step was measured yet
 
     def begin(self) -> None:
@@ -87,7 +97,7 @@ class BatchDepth:
 
     def _of(self, n_rows: int) -> Depth:
         if n_rows not in self.by_size:
-            depth = Depth(MAX_DRAFT_TOKENS, self._guess(n_rows))
+            depth = (Depth if n_rows == 1 else SizeDepth)(MAX_DRAFT_TOKENS, self._guess(n_rows))
             if len(depth.times.seconds) > 1:
                 depth.planned = []  # the rows' acceptance is known
                 self.guessed.add(n_rows)
