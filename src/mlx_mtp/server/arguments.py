@@ -10,6 +10,7 @@ from mlx_lm.utils import _parse_size
 from .. import cli
 from ..checkpoint.load import DEMO
 from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..distributed.ranks import Ranks
 from .body import RESERVED
 from .provider import ModelProvider
 
@@ -56,7 +57,11 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
     )
-    add("--pipeline", action="store_true", help="Not supported: this server runs on one machine")
+    add(
+        "--pipeline",
+        action="store_true",
+        help="Use pipelining instead of tensor parallelism, when several processes are started with mlx.launch",
+    )
     add(
         "--serve-model",
         action="append",
@@ -156,14 +161,31 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
-    if args.pipeline:
-        raise ValueError("--pipeline is not supported: use mlx_lm.server to serve from several machines.")
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
     if reserved := RESERVED & template_args.keys():
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     _read_api_key(args)
+
+
+def check_ranks(args: argparse.Namespace, ranks: Ranks | None) -> None:
+    """Check the flags against the number of ranks that run the model, before it is loaded.
+
+    Raises:
+        ValueError: A flag cannot be served by so many.
+    """
+    if ranks is None:
+        if args.pipeline:
+            raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
+        return
+    for name in ("draft_model", "serve_model", "allow_any_model"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} is not supported on several ranks: they run one model.")
+    # mlx-lm's own loop, in which a client cannot hang up there.
+    for name, value in (("--kv-bits", args.kv_bits), ("--acceptance match", args.acceptance == "match")):
+        if value and not cli.drafts(args):
+            raise ValueError(f"{name} on several ranks requires --mtp or --copy-drafts.")
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

@@ -1,0 +1,166 @@
+"""The server on two ranks gives the answers of plain mlx-lm in one process, whatever its clients do."""
+
+import json
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from shutil import copytree
+
+import checkpoints
+import mlx.core as mx
+import pytest
+from helpers import plain
+from server_process import Server, serve
+
+import mlx_mtp
+from mlx_mtp import make_sampler
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.server.arguments import check_ranks, make_parser
+
+PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(20)]
+LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(60))
+FLAGS = ["--mtp", "--prefill-step-size", "256", "--prompt-cache-bytes", "9MB"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The demo in float32, in which two ranks add up the same numbers as one process."""
+    folder = copytree(DEMO, tmp_path_factory.mktemp("float32") / "demo")
+    checkpoints.edit(folder, lambda weights: weights.update({n: w.astype(mx.float32) for n, w in weights.items()}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """The text of mlx-lm's own single run."""
+    model, tokenizer = mlx_mtp.load(checkpoint)
+
+    def text(prompt: str, max_tokens: int = 16, temperature: float = 0.0, seed: int | None = None) -> str:
+        sampler = make_sampler(temperature, seed=seed)
+        detokenizer = tokenizer.detokenizer
+        for token in plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler):
+            if token in tokenizer.eos_token_ids:
+                break
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
+
+    return text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, checkpoint):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(log, "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
+        yield s
+        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
+            unfinished.sendall(stream_request(5000))
+            assert unfinished.recv(4).startswith(b"HTTP")
+            s.process.send_signal(signal.SIGTERM)
+            answer = b""
+            while chunk := unfinished.recv(65536):
+                answer += chunk
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert s.statuses() == [0, 0]
+
+
+def text_from(server: Server, prompt: str, max_tokens: int = 16, **body) -> str:
+    body = {"prompt": prompt, "max_tokens": max_tokens, **body}
+    status, content = server.request("/v1/completions", body)
+    assert status == 200, content
+    return content["choices"][0]["text"]
+
+
+def stream_request(max_tokens: int) -> bytes:
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": max_tokens, "stream": True}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def sampled(i: int) -> dict:
+    """Every third request is sampled."""
+    return {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
+
+
+def test_one_at_a_time(server, alone):
+    for i, prompt in enumerate(PROMPTS):
+        assert text_from(server, prompt, **sampled(i)) == alone(prompt, **sampled(i)), i
+
+
+def test_six_at_once(server, alone):
+    def answer(i: int) -> str:
+        return text_from(server, PROMPTS[i], 8 * i + 8, **sampled(i))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(answer, range(6))) == [alone(PROMPTS[i], 8 * i + 8, **sampled(i)) for i in range(6)]
+    metrics = server.metrics()
+    assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
+    assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
+
+
+def test_long_prompt_beside_an_answer(server, alone):
+    with ThreadPoolExecutor(2) as pool:
+        short = pool.submit(text_from, server, PROMPTS[1], 40)
+        long = pool.submit(text_from, server, LONG, 8)
+        assert (short.result(), long.result()) == (alone(PROMPTS[1], 40), alone(LONG, 8))
+
+
+def test_next_turn_reuses_the_cache(server, alone):
+    text = PROMPTS[3] + text_from(server, PROMPTS[3])
+    before = server.metrics()["mlx_mtp_cached_prompt_tokens_total"]
+    assert text_from(server, text) == alone(text)
+    assert server.metrics()["mlx_mtp_cached_prompt_tokens_total"] > before
+
+
+def test_hang_up_ends_the_request_alone(server, alone):
+    before = server.metrics()["mlx_mtp_generated_tokens_total"]
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(stream_request(3000))
+        assert s.recv(4).startswith(b"HTTP")
+        other = pool.submit(text_from, server, PROMPTS[2], 30)
+        s.close()
+        assert other.result() == alone(PROMPTS[2], 30)
+    server.until_idle()
+    assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 3000
+
+
+def test_failing_request_fails_alone(server, alone):
+    for _ in range(2):
+        assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.25})[0] == 500
+        assert text_from(server, PROMPTS[5]) == alone(PROMPTS[5])
+    assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.0})[0] == 200
+
+
+def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
+        body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}
+        with suppress(OSError):
+            assert s.request("/v1/completions", body)[0] != 200
+        assert 0 not in s.statuses()
+        assert "Ranks 1" in s.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_either_rank_ends_all(tmp_path, checkpoint, rank):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
+        time.sleep(1)
+        s.processes[rank].send_signal(signal.SIGTERM)
+        assert s.statuses() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-model", "x"], "--draft-model"),
+        (["--serve-model", "x"], "--serve-model"),
+        (["--allow-any-model"], "--allow-any-model"),
+        (["--kv-bits", "4"], "--mtp"),
+        (["--acceptance", "match"], "--mtp"),
+    ],
+    ids=str,
+)
+def test_refuses_what_ranks_cannot_serve(flags, message):
+    with pytest.raises(ValueError, match=message):
+        check_ranks(make_parser().parse_args(flags), object())
