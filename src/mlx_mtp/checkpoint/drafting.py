@@ -23,6 +23,6 @@ def cheapen_drafts(
             raise ValueError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
     if mtp_bits is not None:
         quantize_head(model.mtp, mtp_bits)
-    ids = choose_ids(draft_vocab, path, model.output_layer.weight.shape[0], tokenizer)
+    ids = choose_ids(draft_vocab, path, model.vocab_size, tokenizer)
     if ids is not None or draft_head_bits is not None:
         model.drafting.lm_head = DraftLMHead(model.output_layer, ids, draft_head_bits)

@@ -1,5 +1,6 @@
 """How many drafts each step makes, and what came of them: counts, and the time that each step took."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -57,9 +58,23 @@ class Pace:
           the depth choose.
         depth (Depth, optional): Chooses, and learns from the time of each step. ``None`` where both numbers are given.
         counts (DraftCounts): Counts drafts as the steps go.
+        is_told (bool): The depth learns from the seconds of another clock, by ``hear``. Default: ``False``.
+
+    Attributes:
+        untold (deque[float]): This clock's seconds of the steps that were recorded, for whoever tells them.
     """
 
-    def __init__(self, n_drafts: int | None, n_copies: int | None, depth: Depth | None, counts: DraftCounts):
+    def __init__(
+        self,
+        n_drafts: int | None,
+        n_copies: int | None,
+        depth: Depth | None,
+        counts: DraftCounts,
+        is_told: bool = False,
+    ):
+        self.is_told = is_told
+        self.untold: deque[float] = deque()
+        self.unheard: deque[tuple[Plan, int, bool]] = deque()  # plan, accepted drafts, whether its time is clear
         self.n_drafts, self.n_copies, self.depth, self.counts = n_drafts, n_copies, depth, counts
         if depth is not None:
             depth.begin(n_drafts)
@@ -102,6 +117,15 @@ class Pace:
         self.counts.add(step.n_drafted, step.n_accepted, plan.copies)
         now = perf_counter()
         if self.depth is not None and self.last is not None:
-            # Drafts that the head was too unsure of count as rejected: they were paid for.
-            self.depth.observe(plan, step.n_accepted, now - self.last if is_clear else None)
+            self.untold.append(now - self.last)
+            self.unheard.append((plan, step.n_accepted, is_clear))
+            if not self.is_told:
+                self.hear(self.untold.popleft())
         self.last, self.n_drafted = now, step.n_drafted
+
+    def hear(self, seconds: float) -> None:
+        """Take the time of the oldest step that it is not known of."""
+        assert self.depth is not None
+        plan, n_accepted, is_clear = self.unheard.popleft()
+        # Drafts that the head was too unsure of count as rejected: they were paid for.
+        self.depth.observe(plan, n_accepted, seconds if is_clear else None)
