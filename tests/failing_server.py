@@ -20,7 +20,7 @@ def fail(logprobs):
 
 
 def choose(self, args):
-    samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([mx.distributed.init().rank()])}
+    samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
     return samplers.get(args.sampling.temperature) or make_sampler(self, args)
 
 

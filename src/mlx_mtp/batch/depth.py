@@ -6,6 +6,7 @@ sequence (``decoding/depth.py``); the rows come and go with what they know of th
 new begins with the times of the sizes beside it.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -121,9 +122,16 @@ class BatchPace:
 
     Args:
         depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
+        is_told (bool): The depth learns from the seconds of another clock, by ``hear``. Default: ``False``.
+
+    Attributes:
+        untold (deque[float]): This clock's seconds of the steps that were recorded, for whoever tells them.
     """
 
-    def __init__(self, depth: int | BatchDepth):
+    def __init__(self, depth: int | BatchDepth, is_told: bool = False):
+        self.is_told = is_told
+        self.untold: deque[float] = deque()
+        self.unheard: deque[tuple[int, int, float]] = deque()  # rows, drafts, and those accepted, a row's mean
         self.fixed = depth if isinstance(depth, int) else 0
         self.depth = depth if isinstance(depth, BatchDepth) else None
         if self.depth is not None:
@@ -148,9 +156,20 @@ class BatchPace:
             # A step with drafts is timed after one with drafts, a plain one between two others, all of the same rows.
             beside = self.asked[-3:] if is_plain else self.asked[-2:]
             is_clear = all((k == 0) == is_plain and rows == step.rows for k, rows in beside)
-            seconds = now - self.last if self.last is not None and is_clear else None
-            self.depth.observe(n_rows, step.n_drafts, sum(step.n_accepted) / n_rows, seconds)
+            outcome = n_rows, step.n_drafts, sum(step.n_accepted) / n_rows
+            if self.last is None or not is_clear:
+                self.depth.observe(*outcome, None)
+            else:
+                self.untold.append(now - self.last)
+                self.unheard.append(outcome)
+                if not self.is_told:
+                    self.hear(self.untold.popleft())
         self.last = now
+
+    def hear(self, seconds: float) -> None:
+        """Take the time of the oldest step that it is not known of."""
+        assert self.depth is not None
+        self.depth.observe(*self.unheard.popleft(), seconds)
 
 
 def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:

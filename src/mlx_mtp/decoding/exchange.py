@@ -11,25 +11,35 @@ pass are read, so steps without drafts stay asynchronous. With them goes a check
 
 import zlib
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..distributed.ranks import Ranks
-from .pace import Pace
 
 CHECKED_EVERY = 64  # passes, where no seconds travel
+
+
+class Paced(Protocol):
+    """A ``Pace`` of one sequence or of several."""
+
+    @property
+    def depth(self) -> Any: ...
+
+    untold: deque[float]
+
+    def hear(self, seconds: float) -> None: ...
 
 
 class Exchange:
     """
     Args:
         ranks (Ranks): Who runs the model.
-        pace (Pace): Learns from rank 0's seconds, if it has a depth to choose.
+        pace (Paced): Learns from rank 0's seconds, if it has a depth to choose.
     """
 
-    def __init__(self, ranks: Ranks, pace: Pace):
+    def __init__(self, ranks: Ranks, pace: Paced):
         self.ranks, self.pace = ranks, pace
         self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
         self.n_passes = 0

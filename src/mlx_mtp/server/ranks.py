@@ -2,7 +2,7 @@
 
 What a step does depends on the requests and on what was generated before. So rank 0 tells the others which requests have come
 and which are given up, and each rank runs the whole engine on that: scheduler, prompt cache, samplers and stop words. Every few
-turns the ranks exchange some numbers. Nobody waits for them: they are queued behind the passes before them, and read at the next
+turns the ranks exchange some numbers. Nobody waits for them: they are queued behind the passes before them and read at the next
 exchange. Only where rank 0 has news are these sent as well.
 """
 
