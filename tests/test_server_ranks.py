@@ -19,9 +19,9 @@ from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check_ranks, make_parser
 
-PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(20)]
-LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(60))
-FLAGS = ["--mtp", "--prefill-step-size", "256", "--prompt-cache-bytes", "9MB"]
+PROMPTS = [f"class Tree{i}:\n" for i in range(20)]
+LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
+FLAGS = ["--mtp", "--prefill-step-size", "48", "--prompt-cache-bytes", "12MB"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def alone(checkpoint):
     """The text of mlx-lm's own single run."""
     model, tokenizer = mlx_mtp.load(checkpoint)
 
-    def text(prompt: str, max_tokens: int = 16, temperature: float = 0.0, seed: int | None = None) -> str:
+    def text(prompt: str, max_tokens: int = 12, temperature: float = 0.0, seed: int | None = None) -> str:
         sampler = make_sampler(temperature, seed=seed)
         detokenizer = tokenizer.detokenizer
         for token in plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler):
@@ -66,7 +66,7 @@ def server(tmp_path_factory, checkpoint):
         assert s.statuses() == [0, 0]
 
 
-def text_from(server: Server, prompt: str, max_tokens: int = 16, **body) -> str:
+def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
     body = {"prompt": prompt, "max_tokens": max_tokens, **body}
     status, content = server.request("/v1/completions", body)
     assert status == 200, content
@@ -90,10 +90,10 @@ def test_one_at_a_time(server, alone):
 
 def test_six_at_once(server, alone):
     def answer(i: int) -> str:
-        return text_from(server, PROMPTS[i], 8 * i + 8, **sampled(i))
+        return text_from(server, PROMPTS[i], 4 * i + 12, **sampled(i))
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(answer, range(6))) == [alone(PROMPTS[i], 8 * i + 8, **sampled(i)) for i in range(6)]
+        assert list(pool.map(answer, range(6))) == [alone(PROMPTS[i], 4 * i + 12, **sampled(i)) for i in range(6)]
     metrics = server.metrics()
     assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0

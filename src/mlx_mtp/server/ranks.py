@@ -25,6 +25,8 @@ from .metrics import Metrics
 from .provider import ModelProvider
 
 EVERY = 4  # turns between two exchanges while tokens are generated
+REST_AFTER = 100  # exchanges without a request, about ten seconds,
+REST = 0.08  # seconds that a rank rests between two of them; those of an idle server are 0.1 s apart
 ALONE = 10.0  # seconds that a rank waits for the others to fail as it has
 
 
@@ -44,6 +46,7 @@ class RankGenerator(ResponseGenerator):
     def __init__(self, ranks: Ranks, provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
         self.ranks = ranks
         self.n_turns = 0  # since the last exchange
+        self.n_idle = 0  # exchanges since there was a request
         self.sent: mx.array | None = None  # at the last exchange by each rank, [R, 4]
         self.untold = News()  # rank 0's
         self.checksum = 0  # of what was generated
@@ -56,10 +59,15 @@ class RankGenerator(ResponseGenerator):
         if self.jobs and self.n_turns < EVERY:
             return News()
         self.n_turns = 0
+        self.n_idle = 0 if self.jobs else self.n_idle + 1
         if self.ranks.rank == 0:
             new = self._look(wait=not self.jobs and not self.untold)
             self.untold = News(self.untold.arrived + new.arrived, new.gone)
+        elif self.n_idle > REST_AFTER:
+            time.sleep(REST)  # MLX's ring waits in a loop that takes all of a core
         news = self._receive()
+        if news is None:
+            return None
         mine = [bool(self.untold), self._stop, self._is_full(), self.checksum]
         self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
         mx.async_eval(self.sent)
@@ -82,10 +90,9 @@ class RankGenerator(ResponseGenerator):
 
     def _share(self) -> News:
         """Rank 0's news, on every rank."""
-        queues = [queue for queue, *_ in self.untold.arrived]
-        requests, gone = self.ranks.share(([entry[1:] for entry in self.untold.arrived], self.untold.gone))
-        self.untold = News()
-        return News([(queue, *r) for queue, r in zip(queues or [NoClient() for _ in requests], requests)], gone)
+        mine, self.untold = self.untold, News()
+        requests, gone = self.ranks.share(([entry[1:] for entry in mine.arrived], mine.gone))
+        return mine if self.ranks.rank == 0 else News([(NoClient(), *r) for r in requests], gone)
 
     # What depends on the rank
 
@@ -118,6 +125,10 @@ class RankGenerator(ResponseGenerator):
         what = event.token if isinstance(event, Token) else type(event).__name__
         self.checksum = zlib.crc32(f"{self.jobs[event.sequence].request.number} {what} ".encode(), self.checksum)
         super()._handle(event)
+
+    def _close_scheduler(self) -> None:
+        super()._close_scheduler()
+        mx.synchronize()  # the others wait for this rank's part of a pass
 
     def _generate(self) -> None:
         self._reseed()
