@@ -27,7 +27,7 @@ from server_process import SRC, Server, serve
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server import api as http_server
-from mlx_mtp.server.arguments import check, check_ranks, make_parser
+from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.metrics import Metrics
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
@@ -435,7 +435,6 @@ def test_rejects_invalid_flags(flags, message):
     args = make_parser().parse_args(flags)
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         check(args)
-        check_ranks(args, None)
 
 
 @pytest.mark.parametrize("size", ["-1", "x", "1XB", ""])

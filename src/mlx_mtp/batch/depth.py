@@ -13,9 +13,11 @@ from time import perf_counter
 from typing import Literal, cast
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..decoding.exchange import Exchange
 from ..decoding.loop import resolve_number
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
+from ..distributed.ranks import Ranks
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .decoder import Step
@@ -122,20 +124,16 @@ class BatchPace:
 
     Args:
         depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
-        is_told (bool): The depth learns from the seconds of another clock, by ``hear``. Default: ``False``.
-
-    Attributes:
-        untold (deque[float]): This clock's seconds of the steps that were recorded, for whoever tells them.
+        ranks (Ranks, optional): Where several run the model, the depth learns from rank 0's clock. Default: ``None``.
     """
 
-    def __init__(self, depth: int | BatchDepth, is_told: bool = False):
-        self.is_told = is_told
-        self.untold: deque[float] = deque()
+    def __init__(self, depth: int | BatchDepth, ranks: Ranks | None = None):
         self.unheard: deque[tuple[int, int, float]] = deque()  # rows, drafts, and those accepted, a row's mean
         self.fixed = depth if isinstance(depth, int) else 0
         self.depth = depth if isinstance(depth, BatchDepth) else None
         if self.depth is not None:
             self.depth.begin()
+        self.exchange = None if ranks is None else Exchange(ranks, self.depth)
         self.asked: list[tuple[int, list[Row]]] = []  # the latest windows: drafts asked for, and their rows
         self.last: float | None = None  # when the tokens of the step before were known
 
@@ -160,14 +158,17 @@ class BatchPace:
             if self.last is None or not is_clear:
                 self.depth.observe(*outcome, None)
             else:
-                self.untold.append(now - self.last)
                 self.unheard.append(outcome)
-                if not self.is_told:
-                    self.hear(self.untold.popleft())
+                if self.exchange is None:
+                    self._hear(now - self.last)
+                else:
+                    self.exchange.untold.append(now - self.last)
         self.last = now
+        while self.exchange is not None and self.exchange.heard:
+            self._hear(self.exchange.heard.popleft())
 
-    def hear(self, seconds: float) -> None:
-        """Take the time of the oldest step that it is not known of."""
+    def _hear(self, seconds: float) -> None:
+        """Have the depth learn from the oldest step whose time was not known."""
         assert self.depth is not None
         self.depth.observe(*self.unheard.popleft(), seconds)
 

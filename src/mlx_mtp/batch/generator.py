@@ -17,7 +17,6 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.exchange import Exchange
 from ..decoding.loop import CopyDrafts, check_arguments, check_model, most_copies
 from ..decoding.pace import DraftCounts
 from ..models.mtp import run_head
@@ -164,16 +163,15 @@ class BatchGenerator:
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens), is_told=self.model.ranks is not None)
+        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens), self.model.ranks)
         self.max_copies = most_copies(num_draft_tokens, copy_drafts)
         self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
-        exchange = None if self.model.ranks is None else Exchange(self.model.ranks, self.pace)
-        if exchange is not None:
+        if self.pace.exchange is not None:
             with mx.stream(self.stream):
-                exchange.begin(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
-        self.batch = Batch(self.model, return_prompt_caches, exchange)
+                self.pace.exchange.begin(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+        self.batch = Batch(self.model, return_prompt_caches, self.pace.exchange)
         self._uid_count = 0
         self._counters = BatchCounters()
         self._old_wired_limit = maybe_set_recommended_wired_limit()
@@ -182,7 +180,7 @@ class BatchGenerator:
         """Let go of all sequences, and restore the wired limit."""
         self.prompts.clear()
         self.batch.clear()
-        if self.model.ranks is not None:
+        if self.pace.exchange is not None:
             mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
         self._restore_wired_limit()
 

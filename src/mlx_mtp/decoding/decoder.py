@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -24,11 +24,9 @@ from .acceptance import Acceptance, Verdict, n_leading, rewind
 from .copies import CopyDrafter
 from .depth import MAX_COPY_TOKENS
 from .drafter import NO_DRAFTS, Drafter
+from .exchange import Exchange
 from .processors import keeps_state
 from .step_times import Plan
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
 
 CLEAR_EVERY = 256  # tokens, as mlx-lm
 
@@ -97,7 +95,7 @@ class Decoder:
         kv: KVOptions,
         exact: bool,
         stream: mx.Stream | mx.ThreadLocalStream,
-        exchange: "Exchange | None" = None,
+        exchange: Exchange | None = None,
     ):
         self.exchange = exchange
         self.told: list[mx.array] = []  # the exchange of the pass

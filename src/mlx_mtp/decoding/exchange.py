@@ -11,7 +11,9 @@ pass are read, so steps without drafts stay asynchronous. With them goes a check
 
 import zlib
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,26 +23,21 @@ from ..distributed.ranks import Ranks
 CHECKED_EVERY = 64  # passes, where no seconds travel
 
 
-class Paced(Protocol):
-    """A ``Pace`` of one sequence or of several."""
-
-    @property
-    def depth(self) -> Any: ...
-
-    untold: deque[float]
-
-    def hear(self, seconds: float) -> None: ...
-
-
 class Exchange:
     """
     Args:
         ranks (Ranks): Who runs the model.
-        pace (Paced): Learns from rank 0's seconds, if it has a depth to choose.
+        depth (Union[Depth, BatchDepth], optional): Learns from rank 0's seconds. ``None`` where numbers of drafts are given.
+
+    Attributes:
+        untold (deque[float]): This rank's seconds of steps, until they have been sent.
+        heard (deque[float]): Rank 0's, once they have arrived.
     """
 
-    def __init__(self, ranks: Ranks, pace: Paced):
-        self.ranks, self.pace = ranks, pace
+    def __init__(self, ranks: Ranks, depth: object | None):
+        self.ranks, self.depth = ranks, depth
+        self.untold: deque[float] = deque()
+        self.heard: deque[float] = deque()
         self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
         self.n_passes = 0
         self.sent: deque[mx.array | None] = deque()  # with the passes whose tokens are not known yet
@@ -58,14 +55,13 @@ class Exchange:
         """
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
-        depth, seed = self.pace.depth, getattr(sampler, "seed", None)
-        high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
-        state, seed, learned = self.ranks.share((high << 32 | low, seed, None if depth is None else vars(depth)))
-        mx.random.seed(state)  # which sets the state to just these two words
+        seed, learned = getattr(sampler, "seed", None), {} if self.depth is None else vars(self.depth)
+        state, seed, learned = self.ranks.share((_random_state(), seed, learned))
+        mx.random.seed(state)
         if seed is not None:
             sampler.seed = seed
-        if depth is not None:
-            vars(depth).update(learned)
+        if self.depth is not None:
+            vars(self.depth).update(learned)
 
     def _check(self, numbers: list[float], what: str) -> None:
         rows: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
@@ -75,8 +71,8 @@ class Exchange:
     def send(self, hidden: mx.array) -> list[mx.array]:
         """What to evaluate with a pass that has this output: the next untold seconds, and the checksum."""
         message = None
-        if self.pace.depth is not None or self.n_passes % CHECKED_EVERY == 0:
-            seconds = self.pace.untold.popleft() if self.pace.untold else 0.0
+        if self.depth is not None or self.n_passes % CHECKED_EVERY == 0:
+            seconds = self.untold.popleft() if self.untold else 0.0  # a step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1
         self.sent.append(message)
@@ -97,8 +93,28 @@ class Exchange:
                     "and the same kind of machine everywhere."
                 )
             if rows[0][0] > 0:
-                self.pace.hear(rows[0][0])
+                self.heard.append(rows[0][0])
         self.checksum = _checksum(tokens, self.checksum)
+
+
+@contextmanager
+def running_alike(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+    """Inside, plain generation of mlx-lm draws the same on all ranks; it leaves nothing pending on its stream."""
+    if ranks is None:
+        yield
+        return
+    with mx.stream(stream):
+        mx.random.seed(ranks.share(_random_state()))
+    try:
+        yield
+    finally:
+        mx.synchronize(stream)
+
+
+def _random_state() -> int:
+    """The seed that sets MLX's random state to what it is."""
+    high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
+    return high << 32 | low
 
 
 def _checksum(tokens: list[int], before: int) -> int:

@@ -122,15 +122,14 @@ def mtp_generate_step(
     pace = make_pace(mtp_model, num_draft_tokens, copy_drafts, counts or DraftCounts())
     p_min = resolve_p_min(mtp_model, draft_p_min)
     cache = open_prompt_cache(model, prompt_cache)
-    exchange = None if mtp_model.ranks is None else Exchange(mtp_model.ranks, pace)
-    if exchange is not None:
+    if pace.exchange is not None:
         with mx.stream(stream):
-            exchange.begin(prompt, cache.n_tokens, sampler)
+            pace.exchange.begin(prompt, cache.n_tokens, sampler)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
     head = HeadDrafter(mtp_model, cache, acceptance, processors, p_min) if has_head(model) else NoHead()
     copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, exchange)
+    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, pace.exchange)
     progress = prompt_progress_callback or (lambda *_: None)
 
     try:
@@ -241,7 +240,8 @@ def make_pace(
     depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else None
     if depth is None and None in (n_drafts, n_copies):
         depth = auto_depth(model)
-    return Pace(n_drafts, n_copies, depth, counts, is_told=model.ranks is not None)
+    exchange = None if model.ranks is None else Exchange(model.ranks, depth)
+    return Pace(n_drafts, n_copies, depth, counts, exchange)
 
 
 def resolve_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .decoder import Step
 from .depth import Depth
+from .exchange import Exchange
 from .step_times import PLAIN, Plan
 
 NumDraftTokens = int | Literal["auto"] | Depth
@@ -58,10 +59,7 @@ class Pace:
           the depth choose.
         depth (Depth, optional): Chooses, and learns from the time of each step. ``None`` where both numbers are given.
         counts (DraftCounts): Counts drafts as the steps go.
-        is_told (bool): The depth learns from the seconds of another clock, by ``hear``. Default: ``False``.
-
-    Attributes:
-        untold (deque[float]): This clock's seconds of the steps that were recorded, for whoever tells them.
+        exchange (Exchange, optional): Where several ranks run the model, it has the depth learn from rank 0's clock.
     """
 
     def __init__(
@@ -70,11 +68,10 @@ class Pace:
         n_copies: int | None,
         depth: Depth | None,
         counts: DraftCounts,
-        is_told: bool = False,
+        exchange: Exchange | None = None,
     ):
-        self.is_told = is_told
-        self.untold: deque[float] = deque()
-        self.unheard: deque[tuple[Plan, int, bool]] = deque()  # plan, accepted drafts, whether its time is clear
+        self.exchange = exchange
+        self.unheard: deque[tuple[Plan, int, bool]] = deque()  # steps: plan, accepted drafts, whether its time is clear
         self.n_drafts, self.n_copies, self.depth, self.counts = n_drafts, n_copies, depth, counts
         if depth is not None:
             depth.begin(n_drafts)
@@ -117,14 +114,17 @@ class Pace:
         self.counts.add(step.n_drafted, step.n_accepted, plan.copies)
         now = perf_counter()
         if self.depth is not None and self.last is not None:
-            self.untold.append(now - self.last)
             self.unheard.append((plan, step.n_accepted, is_clear))
-            if not self.is_told:
-                self.hear(self.untold.popleft())
+            if self.exchange is None:
+                self._hear(now - self.last)
+            else:
+                self.exchange.untold.append(now - self.last)
         self.last, self.n_drafted = now, step.n_drafted
+        while self.exchange is not None and self.exchange.heard:
+            self._hear(self.exchange.heard.popleft())
 
-    def hear(self, seconds: float) -> None:
-        """Take the time of the oldest step that it is not known of."""
+    def _hear(self, seconds: float) -> None:
+        """Have the depth learn from the oldest step whose time was not known."""
         assert self.depth is not None
         plan, n_accepted, is_clear = self.unheard.popleft()
         # Drafts that the head was too unsure of count as rejected: they were paid for.

@@ -46,44 +46,12 @@ class Ranks:
         data = mx.array(list(pickle.dumps(value)) if self.rank == 0 else [], mx.uint8)
         n = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
         if self.rank != 0:
-            data = mx.zeros(n, mx.uint8)  # type: ignore[arg-type]
+            data = mx.zeros(n, mx.uint8)
         received: Any = mx.distributed.all_sum(data, group=self.group)
         value = pickle.loads(bytes(received))
         return value
 
-    def from_rank_0(self, call: Callable[[], T]) -> T:
-        """What a call returns on rank 0, or the error that it raises there, on every rank. The others do not call it."""
-        value, error = None, None
-        if self.rank == 0:
-            try:
-                value = call()
-            except (ValueError, OSError) as e:
-                error = e
-        value, error = self.share((value, error))
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What each rank does by itself, without an exchange: where it fails on one, it fails on all.
-
-        Raises:
-            ValueError: It failed on other ranks alone; the message is the first one's.
-        """
-        error = None
-        try:
-            yield
-        except (ValueError, OSError) as e:
-            error = e
-        messages = self._messages("" if error is None else str(error) or type(error).__name__)
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message:
-                raise ValueError(f"Rank {rank}: {message}")
-
-    def _messages(self, message: str) -> list[str]:
+    def messages(self, message: str) -> list[str]:
         """Every rank's message, by rank. It waits for all of them."""
         text = message.encode()
         sizes: Any = mx.distributed.all_gather(mx.array([len(text)]), group=self.group).tolist()
@@ -92,3 +60,45 @@ class Ranks:
         padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
         texts = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
         return [bytes(row)[:n].decode() for row, n in zip(texts, sizes)]  # type: ignore[arg-type]
+
+
+def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
+    """What a call returns on rank 0, or the ValueError or OSError that it raises there, on every rank.
+
+    The other ranks do not make the call. Without ranks it is simply made.
+    """
+    if ranks is None:
+        return call()
+    value, error = None, None
+    if ranks.rank == 0:
+        try:
+            value = call()
+        except (ValueError, OSError) as e:
+            error = e
+    value, error = ranks.share((value, error))
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+@contextmanager
+def together(ranks: Ranks | None) -> Iterator[None]:
+    """What each rank does by itself, without an exchange: where it fails on one, it fails on all.
+
+    Raises:
+        ValueError: It failed on other ranks alone; the message is that of the first.
+    """
+    if ranks is None:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        error = e
+    messages = ranks.messages("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise ValueError(f"Rank {rank}: {message}")

@@ -78,7 +78,8 @@ class MTPMixin:
     @property
     def text_args(self) -> Any:
         """The sizes of the language model, whatever part of it this rank holds."""
-        return getattr(self, "language_model", self).args
+        text: Any = getattr(self, "language_model", self)
+        return text.args
 
     @property
     def vocab_size(self) -> int:

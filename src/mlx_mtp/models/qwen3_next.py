@@ -32,6 +32,7 @@ class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
 
 class Model(MTPMixin, stock.Model):
     sharding_group: mx.distributed.Group | None = None
+    lm_head: Any
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)

@@ -17,7 +17,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from .. import cli
 from ..distributed.ranks import Ranks
 from .api import APIHandler, Server
-from .arguments import check, check_model, check_ranks, make_parser
+from .arguments import check, check_model, make_parser
 from .engine import ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
@@ -29,7 +29,6 @@ OPEN_FILES = 4096
 
 def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     check(args)
-    check_ranks(args, ranks)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
     generator = make_generator(args, ranks)
@@ -82,10 +81,9 @@ def main() -> None:
     args = make_parser().parse_args()
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
-    level = args.log_level if group.rank() == 0 else "CRITICAL"
-    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with cli.one_line_errors("mlx_mtp.server"):
+        logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         try:
             run(args, ranks)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread

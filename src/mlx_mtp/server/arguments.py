@@ -4,13 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
+import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
 from .. import cli
 from ..checkpoint.load import DEMO
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..distributed.ranks import Ranks
 from .body import RESERVED
 from .provider import ModelProvider
 
@@ -57,11 +57,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
     )
-    add(
-        "--pipeline",
-        action="store_true",
-        help="Use pipelining instead of tensor parallelism, when several processes are started with mlx.launch",
-    )
+    cli.add_pipeline(parser)
     add(
         "--serve-model",
         action="append",
@@ -166,26 +162,20 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
     if reserved := RESERVED & template_args.keys():
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
+    _check_processes(args)
     _read_api_key(args)
 
 
-def check_ranks(args: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Check the flags against the number of ranks that run the model, before it is loaded.
-
-    Raises:
-        ValueError: A flag cannot be served by so many.
-    """
-    if ranks is None:
-        if args.pipeline:
-            raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
-        return
-    for name in ("draft_model", "serve_model", "allow_any_model"):
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} is not supported on several ranks: they run one model.")
-    # mlx-lm's own loop, in which a client cannot hang up there.
+def _check_processes(args: argparse.Namespace) -> None:
+    """Check what depends on the number of processes that ``mlx.launch`` has started."""
+    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model")
+    n = mx.distributed.init().size()
+    if args.pipeline and n == 1:
+        raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
+    # These would run in mlx-lm's own loop, where a client cannot hang up.
     for name, value in (("--kv-bits", args.kv_bits), ("--acceptance match", args.acceptance == "match")):
-        if value and not cli.drafts(args):
-            raise ValueError(f"{name} on several ranks requires --mtp or --copy-drafts.")
+        if n > 1 and value and not cli.drafts(args):
+            raise ValueError(f"{name} in several processes requires --mtp or --copy-drafts.")
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

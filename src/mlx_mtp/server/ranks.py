@@ -114,7 +114,9 @@ class RankGenerator(ResponseGenerator):
         alone.cancel()
 
     def _end_alone(self) -> None:
-        print(f"mlx_mtp.server: error: Rank {self.ranks.rank} has failed, and the others have not.", file=sys.stderr)
+        print(
+            f"mlx_mtp.server: error: Rank {self.ranks.rank} has failed, and the others have not.", file=sys.__stderr__
+        )
         os._exit(1)
 
     # Every rank
