@@ -148,15 +148,19 @@ class ResponseGenerator(stock.ResponseGenerator):
         return None if self._stop else self._look(wait=not self.jobs)
 
     def _look(self, wait: bool) -> News:
-        """What clients have done; where nothing has come, ``wait`` for a tenth of a second."""
+        arrived = self._receive(wait)
+        gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone()}
+        jobs = self.jobs.values()
+        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone()})
+
+    def _receive(self, wait: bool) -> list[Entry]:
+        """New requests; where there is none, ``wait`` a tenth of a second for it."""
         arrived: list[Entry] = []
         with suppress(Empty):
             arrived.append(self.requests.get(block=wait, timeout=0.1))
             while True:
                 arrived.append(self.requests.get_nowait())
-        gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone()}
-        jobs = self.jobs.values()
-        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone()})
+        return arrived
 
     def _drop(self, gone: set[int]) -> None:
         """End requests that nobody waits for."""
@@ -377,7 +381,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _end(self) -> None:
         """End every request: those that have begun with one last token."""
         stopping = ApiError(503, "The server is stopping.")
-        for queue, *_ in (*self.waiting, *self._look(wait=False).arrived):
+        for queue, *_ in (*self.waiting, *self._receive(wait=False)):
             queue.put(stopping)
         for sequence, job in [*self.jobs.items()]:
             if job.first_token is None:

@@ -65,7 +65,7 @@ class RankGenerator(ResponseGenerator):
             self.untold = News(self.untold.arrived + new.arrived, new.gone)
         elif self.n_idle > REST_AFTER:
             time.sleep(REST)  # MLX's ring waits in a loop that takes all of a core
-        news = self._receive()
+        news = self._hear()
         if news is None:
             return None
         mine = [bool(self.untold), self._stop, self._is_full(), self.checksum]
@@ -73,7 +73,7 @@ class RankGenerator(ResponseGenerator):
         mx.async_eval(self.sent)
         return news
 
-    def _receive(self) -> News | None:
+    def _hear(self) -> News | None:
         """Read the last exchange."""
         if self.sent is None:
             return News()
