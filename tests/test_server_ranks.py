@@ -14,12 +14,15 @@ import checkpoints
 import mlx.core as mx
 import pytest
 from helpers import plain
+from mlx_lm.models.cache import LRUPromptCache
 from server_process import Server, serve
 
 import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.engine import News
+from mlx_mtp.server.ranks import RankGenerator
 
 PROMPTS = [f"class Tree{i}:\n" for i in range(20)]
 LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
@@ -161,6 +164,64 @@ def test_either_rank_ends_all(tmp_path, checkpoint, rank):
         time.sleep(1)
         s.processes[rank].send_signal(signal.SIGTERM)
         assert s.statuses() == [0, 0]
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    """The generation thread's state on rank 1 of 2, and what each rank's numbers at the exchanges are."""
+    g = RankGenerator.__new__(RankGenerator)
+    g.ranks = SimpleNamespace(rank=1, group=None, share=lambda value: ([("request", "args")], {5}))
+    g.jobs, g.waiting, g.untold, g.sent, g.n_turns, g.n_idle = {"a sequence": "a job"}, [], News(), None, 0, 0
+    g.checksum, g._stop, g.scheduled = 7, False, None
+    g.model_provider = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_bytes=None))
+    g.prompt_cache = LRUPromptCache()
+    for i in range(3):
+        g.prompt_cache.insert_cache("model", [i], [])
+    g.numbers, g.n_exchanges = [[0, 0, 0, 7], [0, 0, 0, 7]], 0
+
+    def all_gather(mine, group):
+        assert mine.shape == (1, 4)
+        g.n_exchanges += 1
+        return mx.array(g.numbers, mx.uint32)
+
+    monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
+    return g
+
+
+def test_one_exchange_in_four_turns(rank_1):
+    for _ in range(40):
+        assert not rank_1._news()
+    assert rank_1.n_exchanges == 10
+
+
+def test_news_are_read_one_exchange_later(rank_1):
+    rank_1.numbers[0][0] = 1
+    heard = [rank_1._news() for _ in range(8)]
+    assert not any(heard[:7])
+    ((queue, *entry),) = heard[7].arrived
+    assert (entry, heard[7].gone) == (["request", "args"], {5})
+    queue.put("a response")
+    assert queue.empty()  # nobody reads it
+
+
+def test_all_drop_a_cache_where_one_is_full(rank_1):
+    rank_1.numbers[0][2] = 1
+    for _ in range(8):
+        rank_1._news()
+    assert len(rank_1.prompt_cache) == 2
+
+
+def test_any_rank_stops_all(rank_1):
+    rank_1.numbers[0][1] = 1
+    assert [rank_1._news() for _ in range(8)][7] is None
+    assert rank_1.n_exchanges == 1
+
+
+def test_names_the_rank_that_differs(rank_1):
+    rank_1.numbers[1][3] = 8
+    with pytest.raises(RuntimeError, match="Ranks 1 have"):
+        for _ in range(8):
+            rank_1._news()
 
 
 @pytest.mark.parametrize(
