@@ -66,10 +66,13 @@ def alone(checkpoint):
     return text
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, checkpoint):
+WAYS = [pytest.param([], id="tensor"), pytest.param(["--pipeline"], id="pipeline", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def server(request, tmp_path_factory, checkpoint):
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
+    with serve(log, "--model", checkpoint, *FLAGS, *request.param, module="failing_server", ranks=2) as s:
         yield s
         with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
             unfinished.sendall(stream_request(5000))
