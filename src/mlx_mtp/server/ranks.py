@@ -107,16 +107,19 @@ class RankGenerator(ResponseGenerator):
         return bool(self.prompt_cache.nbytes + self.scheduler.nbytes > most)
 
     def _reseed(self) -> None:
-        """Take a random state from rank 0's clock: at first, and after a failure, which all ranks have had alike."""
+        """After a failure, which all ranks have had alike, or this one ends."""
         alone = Timer(ALONE, self._end_alone)
+        alone.daemon = True
         alone.start()
-        mx.random.seed(self.ranks.share(time.time_ns()))
+        self._seed()
         alone.cancel()
 
+    def _seed(self) -> None:
+        mx.random.seed(self.ranks.share(time.time_ns()))
+
     def _end_alone(self) -> None:
-        print(
-            f"mlx_mtp.server: error: Rank {self.ranks.rank} has failed, and the others have not.", file=sys.__stderr__
-        )
+        error = f"Rank {self.ranks.rank} has failed, and the others have not."
+        print(f"mlx_mtp.server: error: {error}", file=sys.__stderr__, flush=True)
         os._exit(1)
 
     # Every rank
@@ -133,7 +136,7 @@ class RankGenerator(ResponseGenerator):
         mx.synchronize()  # the others wait for this rank's part of a pass
 
     def _generate(self) -> None:
-        self._reseed()
+        self._seed()
         super()._generate()
 
     def _run_generate(self) -> None:
@@ -142,5 +145,7 @@ class RankGenerator(ResponseGenerator):
         except BaseException as e:
             self.error = e
             self._generation_failed = True
+            if not self.loaded.done():
+                self.loaded.set_exception(e)
         if self.ranks.rank == 0 and self.loaded.exception() is None and not self._stop:
             _thread.interrupt_main()  # it serves HTTP
