@@ -152,3 +152,27 @@ def test_rank_0_chats():
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
     assert done.stdout.count("Starting chat session") == 1
     assert "exited with code" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--pipeline",)])
+def test_the_benchmark_and_the_check_run_on_ranks(tmp_path, flags):
+    figures = tmp_path / "figures.json"
+    benchmark = (
+        sys.executable,
+        "-m",
+        "mlx_mtp.benchmark",
+        "--max-tokens",
+        "8",
+        "--repeat",
+        "1",
+        "--json",
+        str(figures),
+    )
+    done = run(2, *benchmark, *flags, timeout=300)
+    assert done.stdout.count("A sum over all ranks") == 1, done.stderr
+    parts = json.loads(figures.read_text())["parts"]
+    assert parts["n_exchanges"] == (2 if flags else 48)
+    assert min(parts["exchange"].values()) > 0
+    done = run(2, *GENERATE, "--check", "--prompt", "def add(a, b):", *flags)
+    assert len(re.findall("Identical|within rounding", done.stdout)) == 1, done.stderr

@@ -3,6 +3,7 @@
 import sys
 
 import mlx.core as mx
+from batch_helpers import run
 from helpers import PROMPT, mtp, plain
 from launch import report
 from mlx_lm.generate import generation_stream
@@ -73,6 +74,35 @@ def caches_last(name, model, whole):
     report(f"{name}, rows of the head", cache[-2].offset == len(text) - 1)
 
 
+def rows_are_the_same(name, model, whole):
+    prompts = [PROMPT.tolist()[:n] for n in (11, 6, 9)]
+    want = [plain(prompt, whole, max_tokens=8) for prompt in prompts]
+    for k in (0, 2):
+        generator = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, max_tokens=8)
+        generator.insert(prompts)
+        texts = run(generator)
+        generator.close()
+        mx.synchronize(generation_stream)
+        report(f"{name}, several rows, {k}", [text.tokens for text in texts.values()] == want)
+
+
+def differences_are_found(name, model):
+    def stubborn(logprobs):
+        return (mx.argmax(logprobs, axis=-1) + (rank > 0)) % logprobs.shape[-1]
+
+    for k in (0, 2, "auto"):
+        error = "none"
+        try:
+            mtp(PROMPT, model, max_tokens=200, num_draft_tokens=k, sampler=stubborn)
+        except RuntimeError as e:
+            error = str(e)
+        report(f"{name}, other tokens, {k}", error.startswith("Ranks 1") and "other tokens" in error)
+    try:
+        mtp(PROMPT[min(rank, 1) :], model)
+    except ValueError as e:
+        report(f"{name}, other prompts", "other prompts" in str(e))
+
+
 def counts_collectives(name, model):
     """At most one for each pass more than mlx-lm, and those of the head."""
     n, passes = [0], [0]
@@ -108,6 +138,8 @@ for folder in folders:
         options_work(name, model, whole)
         samples_are_the_same(name, model, whole)
         caches_last(name, model, whole)
+        rows_are_the_same(name, model, whole)
+        differences_are_found(name, model)
         long = {"max_tokens": 300 if many == "many" else 100, "num_draft_tokens": "auto"}
         want = mtp(PROMPT, whole, **long)
         for i in range(10 if many == "many" else 1):
