@@ -41,7 +41,7 @@ def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection
             if ranks.rank == 0:
                 _accept(listeners, ranks.size, token, others, timeout)
             else:
-                others.append((_join(addresses, timeout), 0, host_of_0))
+                others.append((_join(ranks.rank, addresses, timeout), 0, host_of_0))
                 others[0][0].sendall(f"{token} {ranks.rank} {host}\n".encode())
         except OSError as e:
             at = ", ".join(f"{name} port {port}" for name, port in addresses)
@@ -71,7 +71,7 @@ def _accept(listeners: list[socket.socket], size: int, token: str, others: list[
         sock.close()
 
 
-def _join(addresses: list[tuple[str, int]], timeout: float) -> socket.socket:
+def _join(rank: int, addresses: list[tuple[str, int]], timeout: float) -> socket.socket:
     reasons = []
     for address in addresses:
         try:
@@ -81,7 +81,7 @@ def _join(addresses: list[tuple[str, int]], timeout: float) -> socket.socket:
         else:
             sock.settimeout(None)
             return sock
-    raise ConnectionError(f"Cannot connect to rank 0: {', '.join(reasons)}")
+    raise ConnectionError(f"Rank {rank} cannot connect to rank 0: {', '.join(reasons)}")
 
 
 def _listen() -> list[socket.socket]:

@@ -26,9 +26,9 @@ def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iter
     Watch over all ranks: where one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that
     names it.
 
-    An exception on one rank ends the others, too. At the end each rank waits for the others to come to it, so that exit status 0
-    says that all of them have. What a running process does is not looked at: one that compiles, reads weights or holds Python's
-    lock is not lost, however long it takes.
+    An exception on one rank ends the others, too. At the end each rank waits for the others to come to it, so that exit status
+    0 says that all of them have. What a running process does is not looked at: one that compiles, reads weights or holds
+    Python's lock is not lost, however long it takes.
 
     Args:
         ranks (Ranks, optional): Who runs the program. Nothing is watched in a single process, ``None``.

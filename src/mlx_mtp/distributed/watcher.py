@@ -156,13 +156,17 @@ class Watcher:
             link.send("fault", fault.rank, fault.what, fault.is_exception)
         # Where another rank has raised an exception, this one may be about to raise the same: then it ends by its own.
         ends_itself = fault.is_exception and (fault.rank == self.rank or self.own.wait_for("failed", self.beat))
-        if not ends_itself:
-            if self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
-                print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
-            self._end_rank()
-        self.close(fault.rank)
+        if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
+            print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
         if ends_itself:
+            self.close(fault.rank)
             self.own.send("over")
+        else:
+            self._shut_down()
+            if fault.is_exception:  # it is printed first: mlx.launch ends all ranks as soon as one has ended
+                self.own.wait_for(None, LAST_WORDS)
+            self._end_rank()
+            self.close(fault.rank)
 
     def _end_rank(self) -> None:
         self.own.send("end")
@@ -171,12 +175,15 @@ class Watcher:
         if os.getppid() == self.parent:
             os.kill(self.parent, signal.SIGKILL)
 
-    def close(self, lost: int | None = None) -> None:
-        """Close the connections when the others have read what was sent, and acted on it; a rank that is lost may not."""
+    def _shut_down(self) -> None:
         for link in self.others:
             with suppress(OSError):
                 link.sock.shutdown(socket.SHUT_WR)
-        end = monotonic() + self.beat + 2 * LAST_WORDS
+
+    def close(self, lost: int | None = None) -> None:
+        """Close the connections when the others have shut theirs down, but do not wait for a rank that is lost."""
+        self._shut_down()
+        end = monotonic() + self.beat + LAST_WORDS
         for link in self.others:
             if link.rank != lost:
                 link.wait_for(None, end - monotonic())
