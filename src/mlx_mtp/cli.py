@@ -2,9 +2,10 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -36,14 +37,53 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted."""
-    try:
+    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted. Of ranks, 0 prints."""
+    with rank_0_prints():
+        try:
+            yield
+        except (ValueError, OSError) as e:
+            print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def rank_0_prints() -> Iterator[None]:
+    """Inside, the other processes of ``mlx.launch`` are silent: output, warnings and bars. A traceback comes after it."""
+    if mx.distributed.init().rank() == 0:
         yield
-    except (ValueError, OSError) as e:
-        print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Add mlx-lm's flag of several machines."""
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="With mlx.launch, use pipelining instead of tensor parallelism.",
+    )
+
+
+def groups(args: argparse.Namespace) -> dict[str, mx.distributed.Group]:
+    """The arguments of ``mlx_mtp.load`` that say how the processes of ``mlx.launch`` run the model together."""
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return {}
+    return {"pipeline_group" if args.pipeline else "tensor_group": group}
+
+
+def check_alone(args: argparse.Namespace, *flags: str) -> None:
+    """
+    Raises:
+        ValueError: There are several processes, and one of the flags, which run in one alone, is given.
+    """
+    if (n := mx.distributed.init().size()) > 1:
+        for name in flags:
+            if getattr(args, name):
+                raise ValueError(f"{_flag(name)} runs in one process, not in {n}: leave it out.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
