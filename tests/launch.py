@@ -44,6 +44,6 @@ def launch(n: int, script: str, *args: str, timeout: float = 120) -> list[dict]:
     return [{line["name"]: line["value"] for line in lines if line["rank"] == r} for r in range(n)]
 
 
-def report(rank: int, name: str, value) -> None:
-    sys.stdout.write(json.dumps({"rank": rank, "name": name, "value": value}) + "\n")
+def report(name: str, value) -> None:
+    sys.stdout.write(json.dumps({"rank": int(os.environ["MLX_RANK"]), "name": name, "value": value}) + "\n")
     sys.stdout.flush()

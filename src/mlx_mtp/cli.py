@@ -67,7 +67,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def groups(args: argparse.Namespace) -> dict[str, mx.distributed.Group]:
+def groups(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` that say how the processes of ``mlx.launch`` run the model together."""
     group = mx.distributed.init()
     if group.size() == 1:
