@@ -15,6 +15,8 @@ from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.loop import asks_for_copies
 from .decoding.sampling import AcceptanceName
+from .distributed.ranks import Ranks
+from .distributed.watch import watch
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's quantization
@@ -37,10 +39,15 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted. Of ranks, 0 prints."""
+    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted.
+
+    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others end.
+    """
+    group = mx.distributed.init()
     with rank_0_prints():
         try:
-            yield
+            with watch(Ranks(group) if group.size() > 1 else None):
+                yield
         except (ValueError, OSError) as e:
             print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
             sys.exit(2)
