@@ -242,3 +242,20 @@ def test_refuses_what_ranks_cannot_serve(monkeypatch, flags, message):
     monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     with pytest.raises(ValueError, match=message):
         check(make_parser().parse_args(flags))
+
+
+@pytest.mark.slow
+def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
+        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
+            unfinished.sendall(stream_request(5000))
+            assert unfinished.recv(4).startswith(b"HTTP")
+            s.processes[1].kill()
+            answer = b""
+            with suppress(ConnectionError):
+                while chunk := unfinished.recv(65536):
+                    answer += chunk
+        assert b'"finish_reason": "length"' not in answer
+        assert b'"finish_reason": "stop"' not in answer
+        assert 0 not in s.statuses()
+        assert "Rank 1" in s.log.read_text()
