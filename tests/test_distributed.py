@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from helpers import tensors, tiny_config, tiny_model
 from launch import LAUNCH, TESTS, launch, run
 from mlx.utils import tree_flatten
 
+from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
 from mlx_mtp.models.draft_lm_head import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
@@ -32,32 +32,31 @@ def checkpoint(folder, family, **changes):
     return write(folder / family, tiny_config(family, **sizes), weights)
 
 
-def facts(n, how, many, folders, timeout=120):
-    """What the ranks report, once all have reported the same: names of what is wrong, and values."""
-    first, *others = launch(n, "generation.py", how, many, *map(str, folders), timeout=timeout)
-    assert all(other == first for other in others)
-    return first
-
-
-def check(facts):
-    collectives = [value for name, value in facts.items() if name.endswith("collectives")]
+def check(n, how_much, models, timeout=120):
+    """Launch ``n`` ranks with these models, each of them "tensor:FOLDER" or "pipeline:FOLDER"."""
+    facts, *others = launch(n, "generation.py", how_much, *models, timeout=timeout)
+    assert all(other == facts for other in others)
     assert len(facts) > 15
+    collectives = [value for name, value in facts.items() if name.endswith("collectives")]
     assert [value[:3] for value in collectives] == [[True, True, True]], collectives
-    wrong = [name for name, value in facts.items() if value is False]
-    assert wrong == []
+    assert [name for name, value in facts.items() if value is False] == []
 
 
-@pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
-def test_two_ranks_generate_the_tokens_of_one(tmp_path, how, sizes):
-    check(facts(2, how, "few", [checkpoint(tmp_path, family, **sizes) for family in FAMILIES]))
+def test_two_ranks_generate_the_tokens_of_one(tmp_path):
+    halves, stages = tmp_path / "halves", tmp_path / "stages"
+    halves.mkdir()
+    stages.mkdir()
+    models = [f"tensor:{checkpoint(halves, family, **HALVES)}" for family in FAMILIES]
+    models += [f"pipeline:{checkpoint(stages, family, **STAGES)}" for family in ("qwen3_5", "qwen3_next")]
+    check(2, "some", models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_first(tmp_path, n, how, sizes, family):
-    check(facts(n, how, "many", [checkpoint(tmp_path, family, **sizes)], timeout=400))
+def test_each_family_and_everything(tmp_path, n, how, sizes, family):
+    check(n, "all", [f"{how}:{checkpoint(tmp_path, family, **sizes)}"], timeout=500)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +133,15 @@ def test_the_layer_of_the_head_is_none_of_the_backbone():
 GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "20", "--verbose", "False")
 
 
-def test_rank_0_prints_what_one_process_does(tmp_path):
+def test_rank_0_prints_what_one_process_does(demo):
     """In a pipeline every pass is computed as in one process, so this holds in bfloat16 too."""
-    one = subprocess.run([*GENERATE, "--prompt", "def add(a, b):"], capture_output=True, text=True, check=True).stdout
+    one = generate(*demo, "def add(a, b):", max_tokens=20)
     two = run(2, *GENERATE, "--prompt", "def add(a, b):", "--pipeline", "--draft-vocab", "1000")
     assert (two.stdout.strip(), len(one) > 20) == (one.strip(), True), two.stderr
+
+
+@pytest.mark.slow
+def test_rank_0_prints_what_is_wrong():
     errors = run(2, *GENERATE, "--prompt", "-")
     lines = [line for line in errors.stderr.splitlines() if "WARN" not in line]
     assert len(lines) == 1
@@ -146,6 +149,7 @@ def test_rank_0_prints_what_one_process_does(tmp_path):
     assert errors.stderr.count("exited with code 2") == 2
 
 
+@pytest.mark.slow
 def test_rank_0_chats():
     chat = (sys.executable, str(TESTS.parent / "examples" / "chat.py"), "--max-tokens", "8")
     done = run(2, *chat, stdin="import os\nimport sys\nq\n")

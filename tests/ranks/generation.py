@@ -1,4 +1,7 @@
-"""Generation on several ranks beside one process with the whole model: python generation.py tensor|pipeline MANY FOLDER..."""
+"""Generation on several ranks beside one process with the whole model.
+
+python generation.py all|some tensor:FOLDER|pipeline:FOLDER ...
+"""
 
 import sys
 
@@ -12,10 +15,10 @@ import mlx_mtp
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.decoding.pace import DraftCounts
 
-how, many, *folders = sys.argv[1:]
+how_much, *models = sys.argv[1:]
 group = mx.distributed.init()
 rank = group.rank()
-REPEATED, N = mx.tile(PROMPT, 3), 12
+REPEATED, N = mx.tile(PROMPT, 3), 10
 
 
 def load(folder, **kwargs):
@@ -90,7 +93,7 @@ def differences_are_found(name, model):
     def stubborn(logprobs):
         return (mx.argmax(logprobs, axis=-1) + (rank > 0)) % logprobs.shape[-1]
 
-    for k in (0, 2, "auto"):
+    for k in (0, 2, "auto") if how_much == "all" else ("auto",):  # with a number, it takes 64 passes
         error = "none"
         try:
             mtp(PROMPT, model, max_tokens=200, num_draft_tokens=k, sampler=stubborn)
@@ -114,7 +117,9 @@ def counts_collectives(name, model):
     mx.synchronize(generation_stream)
     n[0], counts = 0, DraftCounts()
     mtp(PROMPT, model, max_tokens=40, counts=counts, num_draft_tokens="auto", copy_drafts="off")
-    of_the_head = 3 * sum(counts.drafted) + 2 * 2  # two sums and the logits; the prompt's rows, and the last ones
+    of_the_head = (
+        3 * sum(counts.drafted) + 2 * 3
+    )  # two sums and the logits; the prompt's rows, twice, and the last ones
     to_begin, prompt = 3, of_a_pass
     most = passes[0] * (of_a_pass + 1) + of_the_head + to_begin + prompt
     report(f"{name}, collectives", [n[0] <= most, passes[0] > 10, of_a_pass > 1, n[0], most])
@@ -130,18 +135,20 @@ def count(owner, name, n):
     setattr(owner, name, counted)
 
 
-for folder in folders:
-    name, is_first = folder.rpartition("/")[2], folder == folders[0]
+for i, (how, folder) in enumerate(argument.split(":") for argument in models):
+    name = f"{how}, {folder.rpartition('/')[2]}"
     model, whole = load(folder)
-    tokens_are_the_same(name, model, whole, (0, 1, 2, 3, 4, "auto") if is_first or many == "many" else (2, "auto"))
-    if is_first:
-        options_work(name, model, whole)
-        samples_are_the_same(name, model, whole)
+    depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" or i == 0 else (2,)
+    tokens_are_the_same(name, model, whole, depths)
+    if how_much == "all" or "qwen3_5/" in folder + "/":
         caches_last(name, model, whole)
         rows_are_the_same(name, model, whole)
+    if how_much == "all" or i == 0:
+        options_work(name, model, whole)
+        samples_are_the_same(name, model, whole)
         differences_are_found(name, model)
-        long = {"max_tokens": 300 if many == "many" else 100, "num_draft_tokens": "auto"}
+        long = {"max_tokens": 300 if how_much == "all" else 60, "num_draft_tokens": "auto"}
         want = mtp(PROMPT, whole, **long)
-        for i in range(10 if many == "many" else 1):
-            report(f"{name}, long {i}", mtp(PROMPT, model, **long) == want)
+        for j in range(10 if how_much == "all" else 1):
+            report(f"{name}, long {j}", mtp(PROMPT, model, **long) == want)
         counts_collectives(name, model)
