@@ -92,9 +92,10 @@ class Prompt:
         """Read up to ``most`` tokens, at most to the end of a segment."""
         segment = self.segments[0]
         tokens, self.segments[0] = segment[:most], segment[most:]
+        n_cached = self.cache.n_tokens
         _read(model, self.cache, mx.array(tokens, mx.uint32))
         self.row.tokens += tokens
-        self.cache.record(self.cache.n_tokens, [*self.row.before, *self.row.tokens])
+        self.cache.record(n_cached + len(tokens), [*self.row.before, *self.row.tokens])
         self.n_read += len(tokens)
         is_end = not self.segments[0]
         if is_end:

@@ -88,7 +88,8 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
     if index.exists():
         weight_map = weight_map_of(read_json(index), str(index))
         names = names_of(weight_map, layers)
-        names += [name for name in weight_map if "conv1d" in name][:1]  # tells the layout
+        if not any("conv1d" in name for name in names):
+            names += [name for name in weight_map if "conv1d" in name][:1]  # tells the layout
         files = sorted({weight_map[name] for name in names})
     return fetch(name, revision, weights=files), Stage(layers, files)
 

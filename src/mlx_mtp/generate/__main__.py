@@ -117,6 +117,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     cli.check_generation_flags(args)
     cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
+    if args.prompt == "-" and mx.distributed.init().size() > 1:
+        raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     template_options(args)
     if not args.mtp:
         for flag in ("exact", "check", "draft_p_min"):

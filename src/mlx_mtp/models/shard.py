@@ -74,8 +74,8 @@ def check_shard(model: Any, n: int) -> None:
     for what, size in sizes.items():
         if size % n > 0:
             raise ValueError(
-                f"The model cannot be split among {n} processes, which do not divide its {size} {what}: start another number "
-                "of them, or use a pipeline (--pipeline)."
+                f"The model cannot be split among {n} processes, a number that does not divide its {size} {what}: start "
+                "another number of them, or use a pipeline (--pipeline)."
             )
 
 
