@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import launch
 import pytest
 
 SCRIPT = Path(__file__).parent / "ranks/watched.py"
@@ -239,14 +240,7 @@ def test_strangers_are_turned_away():
 
 @pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])
 def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed):
-    command = [Path(sys.executable).with_name("mlx.launch"), "-n", "2", "--backend", "ring", "--starting-port", "33000"]
-    run = subprocess.run(
-        [*command, "--", sys.executable, SCRIPT.with_name("collective.py"), deed],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    run = launch.run(2, sys.executable, str(SCRIPT.with_name("collective.py")), deed, timeout=60)
     errors = [line for line in run.stderr.splitlines() if line.startswith("mlx_mtp")]
     assert len(errors) == 1
     assert errors[0].startswith(f"mlx_mtp: error: Rank 1 ({HOST}) ")
