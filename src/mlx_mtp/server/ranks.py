@@ -63,11 +63,11 @@ class RankGenerator(ResponseGenerator):
         if self.ranks.rank == 0:
             new = self._look(wait=not self.jobs and not self.untold)
             self.untold = News(self.untold.arrived + new.arrived, new.gone)
-        elif self.n_idle > REST_AFTER:
-            time.sleep(REST)  # MLX's ring waits in a loop that takes all of a core
         news = self._hear()
         if news is None:
             return None
+        if self.n_idle > REST_AFTER and self.ranks.rank != 0:
+            time.sleep(REST)  # before the exchange begins: MLX's ring waits in a loop that takes all of a core
         mine = [bool(self.untold), self._stop, self._is_full(), self.checksum]
         self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
         mx.async_eval(self.sent)
