@@ -1,6 +1,7 @@
 """Chat with a model in the terminal, drafting with its MTP head.
 
     python examples/chat.py --model PATH_OR_REPO
+    mlx.launch --hostfile HOSTS -- python examples/chat.py --model PATH_OR_REPO
 
 One prompt cache holds the whole conversation, so each turn reads only its new tokens. While an answer is written, the last line
 of the terminal shows tokens per step and per second. q exits, r resets the chat, h prints help; Ctrl-C stops an answer.
@@ -13,6 +14,8 @@ import sys
 import mlx.core as mx
 
 from mlx_mtp import DEMO, MAX_DRAFT_TOKENS, load, make_prompt_cache, make_sampler, stream_generate
+from mlx_mtp.cli import groups, rank_0_prints
+from mlx_mtp.distributed.ranks import from_rank_0
 
 HELP = "The command list:\n- 'q' to exit\n- 'r' to reset the chat\n- 'h' to display these commands"
 
@@ -64,10 +67,20 @@ def answer(model, tokenizer, prompt: list[int], **options) -> None:
                 print(response.text, end="", flush=True)
                 status.show(figures(response))
     except KeyboardInterrupt:
-        pass  # the prompt cache holds the tokens written so far
+        if model.ranks is not None:
+            raise  # the others are somewhere else
+        # The prompt cache holds the tokens written so far.
     print()
     if response is not None:
         print(f"[{figures(response)}, {len(prompt)} prompt tokens]", flush=True)
+
+
+def ask() -> str:
+    """What the user asks for; q at the end of the input."""
+    try:
+        return input(">> ")
+    except EOFError:
+        return "q"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,6 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="Tokens to draft in a step; 0 is plain decoding (default: the settings of `mlx_mtp.benchmark --tune`, or auto: "
         "chosen at every step for speed).",
     )
+    parser.add_argument(
+        "--pipeline", action="store_true", help="With mlx.launch, use pipelining instead of tensor parallelism"
+    )
     return parser
 
 
@@ -98,14 +114,12 @@ def run(args: argparse.Namespace) -> None:
         adapter_path=args.adapter_path,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         trust_remote_code=args.trust_remote_code,
+        **groups(args),
     )
     print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
     prompt_cache, first = make_prompt_cache(model), True
     while True:
-        try:
-            query = input(">> ")
-        except EOFError:
-            break
+        query = from_rank_0(model.ranks, ask)
         if query == "q":
             break
         if query == "h":
@@ -127,10 +141,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run(make_parser().parse_args())
-    except (ValueError, OSError) as e:
-        print(f"chat: error: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with rank_0_prints():
+        try:
+            run(make_parser().parse_args())
+        except (ValueError, OSError) as e:
+            print(f"chat: error: {e}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -2,9 +2,11 @@
 
     python scripts/serve_many.py                200 requests, then 1,000 more
     python scripts/serve_many.py --soak 0       without the 1,000
+    python scripts/serve_many.py --ranks 2 --model DIR      in two processes; DIR in float32, for equal rounding
 
-Up to 8 requests run at once, with random lengths, sampling and penalties, streamed or not; some clients hang up midway. The
-text of greedy and of seeded requests is compared with mlx-lm's own single run. Exit status 1 on any difference, loss or leak.
+Up to ``--at-once`` requests run at once, with random lengths, sampling and penalties, streamed or not; some clients hang up
+midway. The text of greedy and of seeded requests is compared with mlx-lm's own single run. Exit status 1 on any difference,
+loss or leak.
 """
 
 import sys
@@ -35,7 +37,6 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 
-AT_ONCE = 8
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 
 
@@ -89,7 +90,9 @@ def plain_text(body: dict, model, tokenizer) -> str:
     return detokenizer.text
 
 
-def run(server: Server, bodies: list[dict], rng: random.Random, expected: dict[int, str], desc: str) -> int:
+def run(
+    server: Server, bodies: list[dict], rng: random.Random, expected: dict[int, str], desc: str, at_once: int
+) -> int:
     """The number of requests that were lost or got another text."""
     plans = [
         (rng.randint(1, 4000) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1]))) for _ in bodies
@@ -114,7 +117,7 @@ def run(server: Server, bodies: list[dict], rng: random.Random, expected: dict[i
                 print(f"request {i}: {text}", flush=True)
 
     lock = threading.Lock()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(tqdm(pool.map(one, range(len(bodies))), total=len(bodies), desc=desc, disable=None))
     return wrong
 
@@ -131,20 +134,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--soak", type=int, default=1000, help="Further requests, to find leaks (default: 1000).")
     parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--longest", type=int, default=2000, help="Characters of the longest prompt (default: 2000).")
+    parser.add_argument("--at-once", type=int, default=8, help="Requests at once (default: 8).")
+    parser.add_argument("--ranks", type=int, default=1, help="Processes that run the model together (default: 1).")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     source = {name: inspect.getsource(import_module(name)) for name in MODULES}
     model, tokenizer = mlx_mtp.load(args.model)
-    bodies = [random_request(rng, source) for _ in range(args.requests)]
+    bodies = [random_request(rng, source, args.longest) for _ in range(args.requests)]
     known = {i: body for i, body in enumerate(bodies) if "temperature" not in body or "seed" in body}
     expected = {i: plain_text(body, model, tokenizer) for i, body in tqdm(known.items(), desc="alone", disable=None)}
     del model
     mx.clear_cache()
 
     log = Path(tempfile.mkdtemp()) / "server.log"
-    with serve(log, "--mtp", "--model", args.model) as server:
-        wrong = run(server, bodies, rng, expected, "at once")
+    with serve(log, "--mtp", "--model", args.model, ranks=args.ranks) as server:
+        wrong = run(server, bodies, rng, expected, "at once", args.at_once)
         server.until_idle()
         metrics = server.metrics()
         switches = {to: metrics.get(f'mlx_mtp_mode_switches_total{{to="{to}"}}', 0) for to in ("mtp", "batch")}
@@ -154,25 +160,26 @@ def main() -> None:
         )
         leaks = False
         if args.soak:
-            more, leaks = soak(server, args.requests, args.soak, rng, source)
+            more, leaks = soak(server, args, rng, source)
             wrong += more
         wrong += "Traceback" in log.read_text()
         if wrong:
             print(f"the server's log: {log}")
-        print(f"exit status of the server: {server.stop(signal.SIGTERM)}")
+        server.stop(signal.SIGTERM)
+        print(f"exit status of the server: {', '.join(map(str, server.statuses()))}")
     sys.exit(bool(wrong or leaks))
 
 
-def soak(server: Server, n_before: int, n: int, rng: random.Random, source: dict[str, str]) -> tuple[int, bool]:
+def soak(server: Server, args: argparse.Namespace, rng: random.Random, source: dict[str, str]) -> tuple[int, bool]:
     """(requests that were lost, whether the server's memory or threads grow)"""
     wrong, used = 0, [resources(server)]
     for part in range(10):
-        bodies = [random_request(rng, source, 200) for _ in range(n // 10)]
-        wrong += run(server, bodies, rng, {}, f"soak {part + 1} of 10")
+        bodies = [random_request(rng, source, 200) for _ in range(args.soak // 10)]
+        wrong += run(server, bodies, rng, {}, f"soak {part + 1} of 10", args.at_once)
         server.until_idle()
         memory, threads = resources(server)
         used.append((memory, threads))
-        print(f"after {n_before + (part + 1) * len(bodies)}: {memory:.0f} MB, {threads} threads", flush=True)
+        print(f"after {args.requests + (part + 1) * len(bodies)}: {memory:.0f} MB, {threads} threads", flush=True)
     # The second half may need at most a tenth more memory than the first, and no more threads.
     leaks = used[-1][0] > 1.1 * max(m for m, _ in used[3:6]) or used[-1][1] > max(t for _, t in used[3:6])
     return wrong, leaks

@@ -1,4 +1,7 @@
-"""``mlx_mtp.server``, in which a request with a temperature of 1.25 fails as mlx-lm's compiled samplers can."""
+"""``mlx_mtp.server``, in which a request with a temperature of 1.25 fails as mlx-lm's compiled samplers can.
+
+With a temperature of 1.125 each rank draws a token of its own.
+"""
 
 from functools import partial
 
@@ -16,9 +19,12 @@ def fail(logprobs):
     raise ValueError("This sampler fails.")
 
 
-ResponseGenerator._make_sampler = lambda self, args: (
-    fail if args.sampling.temperature == 1.25 else make_sampler(self, args)
-)
+def choose(self, args):
+    samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
+    return samplers.get(args.sampling.temperature) or make_sampler(self, args)
+
+
+ResponseGenerator._make_sampler = choose
 
 if __name__ == "__main__":
     __main__.main()

@@ -1,4 +1,4 @@
-"""A server process on a free port of loopback."""
+"""A server on a free port of loopback, in one process or in several ranks."""
 
 import http.client
 import json
@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src"
@@ -21,9 +21,14 @@ SRC = TESTS.parent / "src"
 
 @dataclass
 class Server:
-    process: subprocess.Popen
+    processes: list[subprocess.Popen]  # by rank
     port: int
     log: Path
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The one that answers."""
+        return self.processes[0]
 
     @property
     def url(self) -> str:
@@ -74,30 +79,53 @@ class Server:
         self.process.send_signal(how)
         return self.process.wait(60)
 
+    def statuses(self) -> list[int]:
+        """Wait until all ranks have ended -> their exit statuses."""
+        return [process.wait(60) for process in self.processes]
+
 
 @contextmanager
-def serve(log: Path, *flags: str, module: str = "mlx_mtp.server") -> Iterator[Server]:
-    port = 0
-    if module == "mlx_lm.server":  # it logs the port that it was given
-        with socket.create_server(("127.0.0.1", 0)) as s:
-            port = s.getsockname()[1]
+def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1) -> Iterator[Server]:
+    """
+    Args:
+        ranks (int): In how many processes, connected by MLX's ring as ``mlx.launch`` connects them.
+    """
+    # mlx-lm's server logs the port that it was given.
+    port = _free_ports(1)[0] if module == "mlx_lm.server" else 0
+    command = [sys.executable, "-m", module, "--port", str(port), *flags]
+    envs: list[dict[str, str]] = [{}]
+    if ranks > 1:
+        hosts = log.with_name("hosts")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{p}"] for p in _free_ports(ranks)]))
+        envs = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(ranks)]
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--port", str(port), *flags],
-            env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1"},
-            stderr=file,
-            stdout=file,
-            # A script starts its background jobs with SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        processes = [_start(command, file, env) for env in envs]
     try:
         for _ in range(1200):
             if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
                 break
-            assert process.poll() is None, log.read_text()
+            assert all(process.poll() is None for process in processes), log.read_text()
             time.sleep(0.1)
-        yield Server(process, int(match[1]), log)
+        yield Server(processes, int(match[1]), log)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1", **env},
+        stderr=log,
+        stdout=log,
+        # A script starts its background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def _free_ports(n: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [s.getsockname()[1] for s in servers]

@@ -422,7 +422,7 @@ def test_without_mtp_equals_mlx_lm(without_mtp, alone):
         (["--chat-template-args", "[1]"], "--chat-template-args"),
         (["--chat-template-args", '{"tokenize": false}'], "tokenize"),
         (["--port", "99999999"], "--port"),
-        (["--pipeline"], "--pipeline"),
+        (["--pipeline"], "mlx.launch"),
         (["--api-key", ""], "empty"),
         (["--api-key", "sésame"], "ASCII"),
         (["--api-key", "a\nb"], "ASCII"),

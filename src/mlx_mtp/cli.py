@@ -2,9 +2,10 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.loop import asks_for_copies
 from .decoding.sampling import AcceptanceName
+from .distributed.ranks import Ranks
+from .distributed.watch import watch
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's quantization
@@ -36,14 +39,58 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted."""
-    try:
+    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted.
+
+    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others end.
+    """
+    group = mx.distributed.init()
+    with rank_0_prints():
+        try:
+            with watch(Ranks(group) if group.size() > 1 else None):
+                yield
+        except (ValueError, OSError) as e:
+            print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def rank_0_prints() -> Iterator[None]:
+    """Inside, the other processes of ``mlx.launch`` are silent: output, warnings and bars. A traceback comes after it."""
+    if mx.distributed.init().rank() == 0:
         yield
-    except (ValueError, OSError) as e:
-        print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Add mlx-lm's flag of several machines."""
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="With mlx.launch, use pipelining instead of tensor parallelism.",
+    )
+
+
+def groups(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``mlx_mtp.load`` that say how the processes of ``mlx.launch`` run the model together."""
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return {}
+    return {"pipeline_group" if args.pipeline else "tensor_group": group}
+
+
+def check_alone(args: argparse.Namespace, *flags: str) -> None:
+    """
+    Raises:
+        ValueError: There are several processes, and one of the flags, which run in one alone, is given.
+    """
+    if (n := mx.distributed.init().size()) > 1:
+        for name in flags:
+            if getattr(args, name):
+                raise ValueError(f"{_flag(name)} runs in one process, not in {n}: leave it out.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

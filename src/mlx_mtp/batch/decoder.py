@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.acceptance import n_leading
+from ..decoding.exchange import Exchange
 from ..models.prompt_cache import PromptCache, make_head_cache
 from ..models.protocol import MTPModel
 from ..models.rows import RowsCache
@@ -70,10 +71,13 @@ class Batch:
     Args:
         model (MTPModel): Its backbone verifies, its head drafts.
         return_prompt_caches (bool): Whether a row that ends is given its prompt cache.
+        exchange (Exchange, optional): Goes with each pass where several ranks run the model.
     """
 
-    def __init__(self, model: MTPModel, return_prompt_caches: bool):
-        self.model, self.return_prompt_caches = model, return_prompt_caches
+    def __init__(self, model: MTPModel, return_prompt_caches: bool, exchange: Exchange | None = None):
+        self.model, self.return_prompt_caches, self.exchange = model, return_prompt_caches, exchange
+        self.window: mx.array | None = None
+        self.kept: list[int] | None = None
         self.rows: list[Row] = []
         self.clear()
 
@@ -87,16 +91,18 @@ class Batch:
 
     def clear(self) -> None:
         """Let go of all rows."""
+        if self.exchange is not None and self.window is not None and self.kept is None:
+            self.exchange.receive([])  # what went with the window in flight
         self.rows = []
         self.cache, self.drafter = RowsCache(self.model), RowsDrafter(self.model)
         self.decided = mx.zeros((0, 1), mx.uint32)  # each row's next token, [B, 1]
         self.plain_step: Step | None = None  # whose tokens the rows have not taken yet
         # The window in flight: its tokens [B, T], what came of them, and the drafts in it.
-        self.window: mx.array | None = None
+        self.window = None
         self.hidden = self.logits = self.drafts = self.decided  # [B, T, H], [B, T, V], [B, T - 1]
         self.records: list[list[Any]] = []
         self.limits: list[int] = []  # the number of drafts that each row takes
-        self.kept: list[int] | None = None  # after ``accept``: how many of the window's tokens stay
+        self.kept = None  # after ``accept``: how many of the window's tokens stay
 
     # Draft
 
@@ -139,7 +145,8 @@ class Batch:
         n_confirmed = int(window.shape[1] > 1)
         self.logits, self.hidden = self.model(window, cache=caches, return_hidden=True, n_confirmed=n_confirmed)
         self.window = window
-        mx.async_eval(self.logits, self.hidden, self.cache.states)
+        told = [] if self.exchange is None else self.exchange.send(self.hidden)
+        mx.async_eval(self.logits, self.hidden, self.cache.states, told)
 
     # Accept
 
@@ -173,6 +180,8 @@ class Batch:
 
     def _take(self, step: Step) -> None:
         step.take()
+        if self.exchange is not None:
+            self.exchange.receive([token for tokens in step.tokens for token in tokens])
         self.drafter.read(token for tokens in step.tokens for token in tokens)
 
     def _verdict(self) -> tuple[Step, mx.array]:

@@ -6,15 +6,18 @@ sequence (``decoding/depth.py``); the rows come and go with what they know of th
 new begins with the times of the sizes beside it.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Literal, cast
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..decoding.exchange import Exchange
 from ..decoding.loop import resolve_number
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
+from ..distributed.ranks import Ranks
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .decoder import Step
@@ -131,13 +134,16 @@ class BatchPace:
 
     Args:
         depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
+        ranks (Ranks, optional): Where several run the model, the depth learns from rank 0's clock. Default: ``None``.
     """
 
-    def __init__(self, depth: int | BatchDepth):
+    def __init__(self, depth: int | BatchDepth, ranks: Ranks | None = None):
+        self.unheard: deque[tuple[int, int, float]] = deque()  # rows, drafts, and those accepted, a row's mean
         self.fixed = depth if isinstance(depth, int) else 0
         self.depth = depth if isinstance(depth, BatchDepth) else None
         if self.depth is not None:
             self.depth.begin()
+        self.exchange = None if ranks is None else Exchange(ranks, self.depth)
         self.asked: list[tuple[int, list[Row]]] = []  # the latest windows: drafts asked for, and their rows
         self.last: float | None = None  # when the tokens of the step before were known
 
@@ -158,9 +164,23 @@ class BatchPace:
             # A step with drafts is timed after one with drafts, a plain one between two others, all of the same rows.
             beside = self.asked[-3:] if is_plain else self.asked[-2:]
             is_clear = all((k == 0) == is_plain and rows == step.rows for k, rows in beside)
-            seconds = now - self.last if self.last is not None and is_clear else None
-            self.depth.observe(n_rows, step.n_drafts, sum(step.n_accepted) / n_rows, seconds)
+            outcome = n_rows, step.n_drafts, sum(step.n_accepted) / n_rows
+            if self.last is None or not is_clear:
+                self.depth.observe(*outcome, None)
+            else:
+                self.unheard.append(outcome)
+                if self.exchange is None:
+                    self._hear(now - self.last)
+                else:
+                    self.exchange.untold.append(now - self.last)
         self.last = now
+        while self.exchange is not None and self.exchange.heard:
+            self._hear(self.exchange.heard.popleft())
+
+    def _hear(self, seconds: float) -> None:
+        """Have the depth learn from the oldest step whose time was not known."""
+        assert self.depth is not None
+        self.depth.observe(*self.unheard.popleft(), seconds)
 
 
 def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:

@@ -92,9 +92,10 @@ class Prompt:
         """Read up to ``most`` tokens, at most to the end of a segment."""
         segment = self.segments[0]
         tokens, self.segments[0] = segment[:most], segment[most:]
+        n_cached = self.cache.n_tokens
         _read(model, self.cache, mx.array(tokens, mx.uint32))
         self.row.tokens += tokens
-        self.cache.record(self.cache.n_tokens, [*self.row.before, *self.row.tokens])
+        self.cache.record(n_cached + len(tokens), [*self.row.before, *self.row.tokens])
         self.n_read += len(tokens)
         is_end = not self.segments[0]
         if is_end:
@@ -163,12 +164,15 @@ class BatchGenerator:
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens))
+        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens), self.model.ranks)
         self.max_copies = most_copies(num_draft_tokens, copy_drafts)
         self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
-        self.batch = Batch(self.model, return_prompt_caches)
+        if self.pace.exchange is not None:
+            with mx.stream(self.stream):
+                self.pace.exchange.begin(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+        self.batch = Batch(self.model, return_prompt_caches, self.pace.exchange)
         self._uid_count = 0
         self._counters = BatchCounters()
         self._old_wired_limit = maybe_set_recommended_wired_limit()
@@ -177,6 +181,8 @@ class BatchGenerator:
         """Let go of all sequences, and restore the wired limit."""
         self.prompts.clear()
         self.batch.clear()
+        if self.pace.exchange is not None:
+            mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
         self._restore_wired_limit()
 
     def __del__(self) -> None:

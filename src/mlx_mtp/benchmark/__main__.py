@@ -72,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
+    cli.add_pipeline(parser)
     for action in parser._actions:
         if action.dest == "copy_drafts":
             action.help = (
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> None:
         reports.append(report)
     if len(reports) > 1:
         print(show_growth(reports, len(model.layers)))
+    if mx.distributed.init().rank() > 0:
+        return
     if args.json:
         write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
@@ -136,7 +139,9 @@ def prepare(args: argparse.Namespace) -> tuple[Any, str, list[Mapping[str, mx.ar
         lengths = [n or SYNTHETIC_TOKENS for n in args.context]
         texts = [mx.array([script.token(i) for i in range(n)]) for n in lengths]
         return model, f"synthetic {args.synthetic}", [{"synthetic": tokens} for tokens in texts]
-    model, tokenizer = load(args.model or str(DEMO), **cli.options(args) | {"settings": args.settings or False})
+    model, tokenizer = load(
+        args.model or str(DEMO), **cli.options(args) | {"settings": args.settings or False}, **cli.groups(args)
+    )
     name = args.model or "demo"
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
@@ -180,6 +185,7 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range, or does not go with another.
     """
+    cli.check_alone(args, "synthetic", "tune")
     if args.tune:
         check_tune(args)
     if args.synthetic:

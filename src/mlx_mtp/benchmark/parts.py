@@ -21,6 +21,7 @@ import numpy as np
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.loop import prefill
 from ..decoding.pace import DraftCounts
+from ..distributed.ranks import from_rank_0
 from ..models import cache as caches
 from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, make_prompt_cache
@@ -43,6 +44,8 @@ class Parts:
     head: float  # D: a pass of the head over one token, with its output layer and argmax
     rollback: list[float]  # to 1, 2, ... up to 8 tokens of the longest window
     exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
+    exchange: dict[int, float] = field(default_factory=dict)  # of n rows between all ranks, over 1 token and the most
+    n_exchanges: int = 0  # one after the other in a verify pass
 
     def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
         """The time of the passes that yielded these tokens."""
@@ -71,7 +74,17 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
         median(head),
         [median(s) for s in rollback],
         {n: median(s) for n, s in exact.items()},
+        {} if model.ranks is None else {n: timer.time_exchange(n) for n in (1, timer.longest)},
+        _n_exchanges(model),
     )
+
+
+def _n_exchanges(model: Any) -> int:
+    """Two in each layer where all ranks have a part of it; in a pipeline, one from stage to stage and one with all."""
+    if model.ranks is None:
+        return 0
+    stages: int = model.model.pipeline_size
+    return stages if stages > 1 else 2 * len(model.layers)
 
 
 class Timer:
@@ -115,10 +128,11 @@ class Timer:
         Lengths take turns, so that a pause of the machine affects all alike. The first turn compiles and is not counted.
         """
         verify: dict[int, list[float]] = {n: [] for n in self.windows}
-        exact: dict[int, list[float]] = {2: [], self.longest: []}
+        has_exact = self.model.ranks is None or self.model.model.pipeline_size == 1
+        exact: dict[int, list[float]] = {2: [], self.longest: []} if has_exact else {}
         start = time.perf_counter()
         for i in range(N_CALLS + 1):
-            if i > 3 and time.perf_counter() - start > ENOUGH:
+            if i > 3 and from_rank_0(self.model.ranks, lambda: time.perf_counter() - start > ENOUGH):
                 break
             for n, seconds, is_exact in [
                 *((n, s, False) for n, s in verify.items()),
@@ -154,6 +168,15 @@ class Timer:
             seconds.append(_timed(call))
             self.head_cache.trim(1)
         return seconds[1:]
+
+    def time_exchange(self, n: int) -> float:
+        """The median seconds of one sum over all ranks of the hidden states of n tokens, [1, n, H]."""
+        assert self.hidden is not None
+        rows = mx.repeat(self.hidden, n, axis=1)
+        mx.eval(rows)
+        group = self.model.ranks.group
+        calls = [lambda: mx.eval(mx.distributed.all_sum(rows, group=group))] * (N_CALLS + 1)
+        return statistics.median([_timed(call) for call in calls][1:])
 
 
 def _timed(call: Callable[[], None]) -> float:

@@ -66,12 +66,19 @@ def _show_parts(report: Report) -> list[str]:
     verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1) if _is_timed(n, parts))
     exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
     rollback = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
-    return [
+    lines = [
         f"Verify pass over 1 token: {one * 1e3:.2f} ms; a pass of the head: {parts.head / one:.3f} of it",
         f"Verify pass over n tokens, relative to 1: {verify}",
-        f"With --exact, relative to the plain pass over 1: {exact}",
+        *([f"With --exact, relative to the plain pass over 1: {exact}"] if exact else []),
         f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
     ]
+    if parts.exchange:
+        exchange = ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in parts.exchange.items())
+        lines.append(
+            f"A sum over all ranks of the hidden states of n tokens, ms: {exchange}; "
+            f"{parts.n_exchanges} exchanges in a verify pass: {parts.n_exchanges * parts.exchange[1] / one:.3f} of it"
+        )
+    return lines
 
 
 def _is_timed(n: int, parts: Parts) -> bool:

@@ -1,6 +1,6 @@
 """The Hugging Face hub: downloading a checkpoint, and errors that say why it cannot be downloaded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,21 +15,25 @@ from huggingface_hub.errors import (
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
 
+from .tensors import WEIGHTS
+
 HEAD_FILE = "mtp.safetensors"
 
 
-def fetch(path_or_hf_repo: str, revision: str | None, *files: str) -> Path:
+def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
     """Return the folder of a checkpoint, downloading it if it is a repository.
 
     Args:
         files (str): Files to download besides those that mlx-lm downloads.
+        weights (Sequence[str], optional): Download only these of the model's weights. Default: ``None``, all.
 
     Raises:
         FileNotFoundError: It is not there or cannot be downloaded; the message says why in one line.
     """
     check_path(path_or_hf_repo)
     with hub_errors(path_or_hf_repo, revision):
-        patterns = [*DEFAULT_ALLOW_PATTERNS, HEAD_FILE, "README.md", *files]
+        others = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
+        patterns = [*others, HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]
         return Path(_download(path_or_hf_repo, revision, allow_patterns=patterns))
 
 

@@ -1,8 +1,6 @@
 """Load a checkpoint with its MTP head, or say what is wrong with it."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,11 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
+from ..distributed.ranks import from_rank_0, together
 from ..models import model_module
 from ..models.mtp import is_raw
 from ..models.protocol import MTPModel
+from ..models.shard import check_shard
 from .config import Config, read_config
 from .drafting import cheapen_drafts
 from .head_formats import (
@@ -28,7 +28,9 @@ from .head_formats import (
     quantization_beside,
 )
 from .hub import fetch
+from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
+from .skeleton import loading_errors
 from .tensors import check_weight_files, tensor_names
 from .vocabulary import DraftVocab
 
@@ -53,6 +55,8 @@ def load(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
     settings: bool | str | Path = True,
+    tensor_group: mx.distributed.Group | None = None,
+    pipeline_group: mx.distributed.Group | None = None,
 ) -> Any:
     """Load a model, its MTP head and the tokenizer from a path or a Hugging Face repository.
 
@@ -71,39 +75,57 @@ def load(
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
         settings (Union[bool, str, Path]): The file that ``mlx_mtp.benchmark --tune`` wrote, ``True`` for the one in the cache
           folder, if any, or ``False`` for none. An argument above overrides it. Default: ``True``.
+        tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
+          layer. All of them call this at the same point; what depends on a file is then rank 0's. Default: ``None``.
+        pipeline_group (mx.distributed.Group, optional): The same, each with some of the layers. Default: ``None``.
 
     Raises:
         FileNotFoundError: The model or one of its files is missing.
-        ValueError: The model type is not supported, the head is missing or incomplete, or a file is damaged.
+        ValueError: The model type is not supported, the head is missing or incomplete, a file is damaged, or the model cannot
+          be divided among the processes.
     """
-    drafting = (draft_vocab, mtp_bits, draft_head_bits)
-    path = fetch(path_or_hf_repo, revision)
+    drafting, stage, path = (draft_vocab, mtp_bits, draft_head_bits), None, Path()
+    ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     if not mtp:
         _check_no_drafting(drafting, settings)
-        check_weight_files(path)
-    if not mtp and not copy_drafts:
+    with together(ranks):
+        if ranks is None:
+            path = fetch(path_or_hf_repo, revision)
+        else:
+            path, stage = fetch_part(path_or_hf_repo, revision, ranks, pipeline_group is not None)
+        if not mtp:
+            check_weight_files(path)
+    if not mtp and not copy_drafts and ranks is None:
         with loading_errors(path_or_hf_repo):
             return mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    config, head = read_config(path, path_or_hf_repo), None
-    model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
-    if mtp:
-        path, head = _find_head(path, path_or_hf_repo, revision, config, mtp)
-    model, config = _load_model(path, path_or_hf_repo, config, head, model_config, lazy, trust_remote_code)
-    if mtp:
-        _warn_of_few_bits(model, path_or_hf_repo, mtp)
-    model = model if adapter_path is None else _with_adapter(model, adapter_path)
-    tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
+    with together(ranks):
+        config, head = read_config(path, path_or_hf_repo), None
+        model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        if mtp:
+            path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
+        is_lazy = lazy or ranks is not None
+        model, config = _load_model(
+            path, path_or_hf_repo, config, head, model_config, is_lazy, trust_remote_code, stage
+        )
+        if mtp:
+            _warn_of_few_bits(model, path_or_hf_repo, mtp)
+        model = model if adapter_path is None else _with_adapter(model, adapter_path)
+        tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
+    model.ranks = ranks
     if mtp:
         if all(x is None for x in drafting):
             folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
             drafting = _apply_settings(model, settings, folders)
         cheapen_drafts(model, tokenizer, path, *drafting)
-    if not lazy:
-        lm_head = model.drafting.lm_head
-        mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
+    with together(ranks), loading_errors(path_or_hf_repo):
+        if tensor_group is not None and ranks is not None:
+            check_shard(model, ranks.size)  # again, since quantized weights can be divided at their groups alone
+            model.shard(tensor_group)
+        if not lazy:
+            evaluate(model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -116,20 +138,21 @@ def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -
 
 
 def _find_head(
-    path: Path, name: str, revision: str | None, config: Config, mtp: bool | str
+    path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, stage: Stage | None
 ) -> tuple[Path, SeparateHead | None]:
     """Load a head that is not among the model's tensors, and check that there is one.
 
     Returns:
         Tuple[Path, Optional[SeparateHead]]: The checkpoint's folder, which then has the head's file, and the head.
     """
+    files = None if stage is None else stage.files
     if isinstance(mtp, str):
-        tensor_names(path)
+        tensor_names(path, needed=files)
         return path, load_drafter(mtp, name, config)
     file = head_file_of(name, config)
     if file is not None and not (path / file).exists():
-        path = fetch(name, revision, file)
-    check_head(name, config, tensor_names(path, file))
+        path = fetch(name, revision, file, weights=files)
+    check_head(name, config, tensor_names(path, file, needed=files))
     return path, None if file is None else load_head_file(path / file)
 
 
@@ -141,9 +164,12 @@ def _load_model(
     changes: Config,
     lazy: bool,
     trust_remote_code: bool,
+    stage: Stage | None,
 ) -> tuple[Any, Config]:
     module = model_module(config["model_type"])
-    model_class = module.Model
+    model_class, loaded = module.Model, set[str]()
+    if stage is not None:
+        model_class = _class_of_stage(model_class, stage, loaded)
     if head is not None:
         model_class = _class_with_head(model_class, head, name, config)
         changes = changes | quantization_beside(config, head.weights)
@@ -151,11 +177,27 @@ def _load_model(
         model, config = load_model(
             path,
             lazy=lazy,
+            strict=stage is None,
             model_config=changes,
             get_model_classes=lambda config: (model_class, module.ModelArgs),
             trust_remote_code=trust_remote_code,
         )
+    if stage is not None:
+        model.model.pipeline(mx.distributed.init())
+        check_complete(model, loaded, name)
     return model, config
+
+
+def _class_of_stage(base: Any, stage: Stage, loaded: set[str]) -> Any:
+    """A model class that takes the tensors of a stage alone, and notes which."""
+
+    class Model(base):
+        def sanitize(self, weights: dict[str, mx.array], *args: Any) -> dict[str, mx.array]:
+            sanitized: dict[str, mx.array] = super().sanitize(stage.own(weights), *args)
+            loaded.update(sanitized)
+            return sanitized
+
+    return Model
 
 
 def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -> Any:
@@ -205,27 +247,8 @@ def _apply_settings(
     Returns:
         Tuple[Optional[int], Optional[int], Optional[int]]: Their draft_vocab, mtp_bits and draft_head_bits.
     """
-    tuned = find(settings, folders)
+    tuned = from_rank_0(model.ranks, lambda: find(settings, folders))
     if tuned is None:
         return None, None, None
     model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits
-
-
-@contextmanager
-def loading_errors(name: str) -> Iterator[None]:
-    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError."""
-    try:
-        yield
-    except RuntimeError as e:
-        raise ValueError(f"{name} could not be loaded: {e}") from e
-    except (AttributeError, KeyError, TypeError) as e:
-        raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
-
-
-def skeleton(config: Config, name: str) -> MTPModel:
-    """A model of this config, with a head; its weights are never evaluated and take no memory."""
-    module = model_module(config["model_type"])
-    with loading_errors(name):
-        model: MTPModel = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
-    return model

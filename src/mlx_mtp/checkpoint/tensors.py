@@ -1,5 +1,6 @@
 """The tensors of a checkpoint in a folder, from the headers of its files."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -10,11 +11,13 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 
 
-def tensor_names(folder: Path, head_file: str | None = None) -> list[str]:
+def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[str] | None = None) -> list[str]:
     """List the names of a checkpoint's tensors.
 
     Args:
         head_file (str, optional): A file with the head, which the index need not name. Default: ``None``.
+        needed (Collection[str], optional): Of the files that the index names, others than these may be missing.
+          Default: ``None``, none may.
 
     Raises:
         FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
@@ -26,8 +29,7 @@ def tensor_names(folder: Path, head_file: str | None = None) -> list[str]:
         if not files[head_file].exists():
             raise FileNotFoundError(f"{folder} lacks {head_file}, which its config names: download it again.")
     names = {name for file in files.values() for name in _names_in(file)}
-    _check_index(folder, set(files), names)
-    return sorted(names)
+    return sorted(names | _check_index(folder, set(files), names, needed))
 
 
 def check_weight_files(folder: Path) -> list[Path]:
@@ -54,14 +56,17 @@ def _names_in(file: Path) -> list[str]:
         raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
 
 
-def _check_index(folder: Path, files: set[str], names: set[str]) -> None:
+def _check_index(folder: Path, files: set[str], names: set[str], needed: Collection[str] | None) -> set[str]:
+    """The names in the index, if there is one, once it is known that it fits the files."""
     if not (index := folder / INDEX_FILE).exists():
-        return
+        return set()
     weight_map = weight_map_of(read_json(index), str(index))
-    if missing := sorted(set(weight_map.values()) - files):
+    missing_files = set(weight_map.values()) - files
+    if missing := sorted(missing_files if needed is None else missing_files.intersection(needed)):
         raise FileNotFoundError(f"{folder} lacks {missing[0]}, which its index names: download it again.")
-    if missing := sorted(weight_map.keys() - names):
+    if missing := sorted(name for name in weight_map.keys() - names if weight_map[name] not in missing_files):
         raise ValueError(f"{folder} lacks the tensor {missing[0]}, which its index names: download it again.")
+    return set(weight_map)
 
 
 def weight_map_of(index: Config, name: str) -> dict[str, str]:

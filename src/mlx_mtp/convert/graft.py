@@ -8,8 +8,8 @@ from huggingface_hub.utils import TensorInfo
 from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
 from ..checkpoint.hub import fetch
-from ..checkpoint.load import skeleton
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.skeleton import skeleton
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .acceptance import check_acceptance

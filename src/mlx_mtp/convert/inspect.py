@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, text_config_of
 from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
-from ..checkpoint.load import skeleton
 from ..checkpoint.reader import CheckpointReader, n_bytes
+from ..checkpoint.skeleton import skeleton
 from ..checkpoint.tensors import INDEX_FILE
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel

@@ -24,6 +24,7 @@ from .acceptance import Acceptance, Verdict, n_leading, rewind
 from .copies import CopyDrafter
 from .depth import MAX_COPY_TOKENS
 from .drafter import NO_DRAFTS, Drafter
+from .exchange import Exchange
 from .processors import keeps_state
 from .step_times import Plan
 
@@ -80,6 +81,7 @@ class Decoder:
         kv (KVOptions): When and how to quantize keys and values.
         exact (bool): Verify with the same operations as plain decoding.
         stream (Union[mx.Stream, mx.ThreadLocalStream]): Where the moves run.
+        exchange (Exchange, optional): Goes with each pass where several ranks run the model.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class Decoder:
         kv: KVOptions,
         exact: bool,
         stream: mx.Stream | mx.ThreadLocalStream,
+        exchange: Exchange | None = None,
     ):
+        self.exchange = exchange
+        self.told: list[mx.array] = []  # the exchange of the pass
         self.model, self.cache, self.head, self.copies = model, cache, head, copies
         self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
         self.stream, self.thread = stream, threading.get_ident()
@@ -140,7 +145,7 @@ class Decoder:
         self.head.prefill(self.cache.last_hidden, prompt[done:], last)
         self._verify(prompt[done:], last)
         # Not the logits: a prompt alone needs none.
-        mx.eval(self.hidden, recurrent_states(self.cache.backbone), self.cache.head.state)
+        mx.eval(self.hidden, recurrent_states(self.cache.backbone), self.cache.head.state, self.told)
         self.n_kept, self.before = 1, None
         progress(n_prompt, n_prompt)
 
@@ -218,11 +223,13 @@ class Decoder:
         self.n_kept = 0
         self._verify(mx.concatenate([token, self.drafts.tokens]) if len(self.drafts) > 0 else token)
         # The states as well: nothing may be left to compute on this thread's stream, should another thread close the generator.
-        mx.async_eval(self.logits, self.hidden, recurrent_states(self.cache.backbone))
+        mx.async_eval(self.logits, self.hidden, recurrent_states(self.cache.backbone), self.told)
 
     def _verify(self, tokens: mx.array, embeddings: mx.array | None = None) -> None:
         self.logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
         self.window = tokens
+        if self.exchange is not None:
+            self.told = self.exchange.send(self.hidden)
 
     def _backbone(
         self, tokens: mx.array, embeddings: mx.array | None = None, n_confirmed: int = 0
@@ -314,6 +321,8 @@ class Decoder:
         assert self.step is not None
         if self.tokens is None:
             tokens: Any = self.step.tokens.tolist()
+            if self.exchange is not None:
+                self.exchange.receive(tokens)
             self.tokens = tokens
             self.head.read(tokens)
             if self.copies is not None:
@@ -376,4 +385,6 @@ class Decoder:
             self.head.finalize(self.n_cached)
             if threading.get_ident() != self.thread:
                 mx.eval([c.state for c in self.cache.entries])  # MLX's streams end with their thread
+            if self.exchange is not None:
+                mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
         self.cache.in_use = False

@@ -41,6 +41,7 @@ from .copies import CopyDrafter
 from .decoder import Decoder, KVOptions, Token
 from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from .drafter import HeadDrafter, NoHead
+from .exchange import Exchange
 from .pace import DraftCounts, NumDraftTokens, Pace
 
 CopyDrafts = int | Literal["auto", "off"]
@@ -120,12 +121,15 @@ def mtp_generate_step(
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     pace = make_pace(mtp_model, num_draft_tokens, copy_drafts, counts or DraftCounts())
     p_min = resolve_p_min(mtp_model, draft_p_min)
-    acceptance, processors = make_acceptance(sampler), logits_processors or []
     cache = open_prompt_cache(model, prompt_cache)
+    if pace.exchange is not None:
+        with mx.stream(stream):
+            pace.exchange.begin(prompt, cache.n_tokens, sampler)
+    acceptance, processors = make_acceptance(sampler), logits_processors or []
     head = HeadDrafter(mtp_model, cache, acceptance, processors, p_min) if has_head(model) else NoHead()
     copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream)
+    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, pace.exchange)
     progress = prompt_progress_callback or (lambda *_: None)
 
     try:
@@ -233,9 +237,11 @@ def make_pace(
         raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
     n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
     n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
-    if isinstance(num_draft_tokens, Depth):
-        return Pace(n_drafts, n_copies, num_draft_tokens, counts)
-    return Pace(n_drafts, n_copies, auto_depth(model) if None in (n_drafts, n_copies) else None, counts)
+    depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else None
+    if depth is None and None in (n_drafts, n_copies):
+        depth = auto_depth(model)
+    exchange = None if model.ranks is None else Exchange(model.ranks, depth)
+    return Pace(n_drafts, n_copies, depth, counts, exchange)
 
 
 def resolve_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:

@@ -8,6 +8,8 @@ of this belongs on the stream that the model runs on: call it within ``with mx.s
 """
 
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -29,12 +31,74 @@ class Ranks:
         mine = mx.array(numbers, mx.float32)
         return mx.distributed.all_sum(mine if self.rank == 0 else mx.zeros_like(mine), group=self.group)
 
+    def gather(self, numbers: list[float], after: mx.array) -> mx.array:
+        """Every rank's numbers, [R, n] float32, by rank. It does not wait: evaluate it with a pass of the model.
+
+        Args:
+            after (mx.array): An output of that pass. Stages of a pipeline run different graphs: this is what makes the
+              exchange follow those of the pass on each of them.
+        """
+        mine: Any = mx.depends(mx.array(numbers, mx.float32), after)
+        return mx.distributed.all_gather(mine[None], group=self.group)
+
     def share(self, value: T) -> T:
         """Rank 0's value, which can be pickled, on every rank. It waits for all of them."""
         data = mx.array(list(pickle.dumps(value)) if self.rank == 0 else [], mx.uint8)
-        n = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
+        n: Any = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
         if self.rank != 0:
-            data = mx.zeros(n, mx.uint8)  # type: ignore[arg-type]
+            data = mx.zeros(n, mx.uint8)
         received: Any = mx.distributed.all_sum(data, group=self.group)
         value = pickle.loads(bytes(received))
         return value
+
+    def messages(self, message: str) -> list[str]:
+        """Every rank's message, by rank. It waits for all of them."""
+        text = message.encode()
+        sizes: Any = mx.distributed.all_gather(mx.array([len(text)]), group=self.group).tolist()
+        if not any(sizes):
+            return [""] * self.size
+        padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
+        texts: Any = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
+        return [bytes(row)[:n].decode() for row, n in zip(texts, sizes)]
+
+
+def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
+    """What a call returns on rank 0, or the ValueError or OSError that it raises there, on every rank.
+
+    The other ranks do not make the call. Without ranks it is simply made.
+    """
+    if ranks is None:
+        return call()
+    value, error = None, None
+    if ranks.rank == 0:
+        try:
+            value = call()
+        except (ValueError, OSError) as e:
+            error = e
+    value, error = ranks.share((value, error))
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+@contextmanager
+def together(ranks: Ranks | None) -> Iterator[None]:
+    """What each rank does by itself, without an exchange: where it fails on one, it fails on all.
+
+    Raises:
+        ValueError: It failed on other ranks alone; the message is that of the first.
+    """
+    if ranks is None:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        error = e
+    messages = ranks.messages("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise ValueError(f"Rank {rank}: {message}")

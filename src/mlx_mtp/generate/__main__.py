@@ -17,10 +17,13 @@ from .. import cli
 from ..checkpoint.load import DEMO, load
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.sampling import AcceptanceName, make_sampler
+from ..distributed.ranks import from_rank_0
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
 
+# What runs in one process alone. A prompt cache file is of a whole model.
+ALONE = ("prompt_cache_file", "draft_model", "adapter_path", "image", "quantize_activations")
 SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 
@@ -56,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
+    cli.add_pipeline(parser)
     cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
     for action in parser._actions:
         if action.dest == "model":
@@ -82,7 +86,9 @@ def run(args: argparse.Namespace) -> None:
     check_flags(args)
     saved = load_prompt_cache(args)
     model, tokenizer, config = load_model(args, saved)
-    prompt, input_embeddings = encode_prompt(args, model, tokenizer, config, saved is not None)
+    prompt, input_embeddings = from_rank_0(
+        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
+    )
     options = {name: getattr(args, name) for name in (*SHARED_OPTIONS, *MTP_OPTIONS)}
     options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
     if args.check:
@@ -110,6 +116,9 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_generation_flags(args)
+    cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
+    if args.prompt == "-" and mx.distributed.init().size() > 1:
+        raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     template_options(args)
     if not args.mtp:
         for flag in ("exact", "check", "draft_p_min"):
@@ -140,6 +149,7 @@ def load_model(
         model_config={"quantize_activations": args.quantize_activations},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
+        **cli.groups(args),
     )
     options = cli.options(args)
     if args.check:
@@ -147,7 +157,7 @@ def load_model(
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, config = load_as(mtp=args.mtp, copy_drafts=cli.copies(args), **options)
-    if args.mtp and args.acceptance == "match" and args.seed is not None:
+    if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)
         load_as(mtp=False, lazy=True)

@@ -139,6 +139,7 @@ def check(
     )
     with closing(plain), closing(mtp):
         same, pair = _compare(plain, mtp, stop_tokens)
+    mx.synchronize(generation_stream)  # plain decoding leaves a pass in flight
     if pair is None:
         return Check(len(same))
     row = recent.rows[len(same)].astype(mx.float32)

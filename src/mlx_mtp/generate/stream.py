@@ -13,6 +13,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.exchange import running_alike
 from ..decoding.loop import CopyDrafts, asks_for_copies, mtp_generate_step
 from ..decoding.pace import DraftCounts, NumDraftTokens
 
@@ -78,13 +79,16 @@ def stream_generate(
     if not mtp:
         if exact or draft_p_min:
             raise ValueError("exact and draft_p_min require mtp=True.")
+        if draft_model is not None and getattr(model, "ranks", None) is not None:
+            raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
         if draft_model is not None and asks_for_copies(copy_drafts):
             raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
     if not mtp and not asks_for_copies(copy_drafts):
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
-        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
-            yield GenerationResponse(**vars(r))
+        with running_alike(getattr(model, "ranks", None), stream):
+            for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
+                yield GenerationResponse(**vars(r))
         return
     if draft_model is not None:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")

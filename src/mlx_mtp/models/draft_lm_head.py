@@ -74,7 +74,7 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     if lm_head is None or lm_head.ids is None:
         return model.draft_logits(hidden)[:, -1]
     logits = lm_head(hidden)[:, -1]  # [B, n]
-    others = mx.full((len(logits), model.output_layer.weight.shape[0]), -mx.inf, logits.dtype)
+    others = mx.full((len(logits), model.vocab_size), -mx.inf, logits.dtype)
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 

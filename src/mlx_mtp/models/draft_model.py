@@ -164,5 +164,5 @@ class DraftModel:
         if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
             c.last = run_head(model, c.last, inputs[0, -1:], c.rows)
         if c.last is None or c.rows.offset != c.n_seen - 1:
-            return mx.zeros((1, 1, model.output_layer.weight.shape[0]))
+            return mx.zeros((1, 1, model.vocab_size))
         return draft_logits(model, model.drafting.lm_head, c.last)[None]

@@ -58,7 +58,8 @@ def forward(
         logits, hidden = one_by_one(model, inputs, cache, **kwargs)
     else:
         with rows_at_once(attention_rows if n_confirmed > 0 else None):
-            hidden = model.model(inputs, cache, **kwargs)
+            # The layers' caches alone: in a pipeline mlx-lm's backbone writes to the last.
+            hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
         logits = model.logits(hidden)
     if draft is not None:
         draft.record(model, hidden, verifies=n_confirmed > 0)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from ..distributed.ranks import Ranks
 from .cache import ArraysCache
 from .draft_model import DraftModel
 from .drafting import Drafting
@@ -22,6 +23,7 @@ class MTPMixin:
     model: Any
     layers: Any
     logits: Any
+    ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
 
     def __init__(self, args: Any):
@@ -72,6 +74,18 @@ class MTPMixin:
         if (mtp := getattr(self, "mtp", None)) is not None:
             weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
         return weights
+
+    @property
+    def text_args(self) -> Any:
+        """The sizes of the language model, whatever part of it this rank holds."""
+        text: Any = getattr(self, "language_model", self)
+        return text.args
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids, where ``output_layer`` may hold a part of their rows."""
+        size: int = self.text_args.vocab_size
+        return size
 
     @property
     def output_layer(self) -> nn.Module:

@@ -52,6 +52,8 @@ class PromptCache:
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
+        if not any(hasattr(c, "offset") for c in self.backbone):
+            return self.n_recorded  # a stage of a pipeline without attention: its states do not tell
         return n_tokens(self.backbone)
 
     @property

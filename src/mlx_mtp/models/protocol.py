@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..distributed.ranks import Ranks
 from .drafting import Drafting
 from .mtp import MTPModule
 
@@ -15,6 +16,7 @@ class MTPModel(Protocol):
     args: Any
     model: Any  # the backbone, with ``embed_tokens``
     drafting: Drafting
+    ranks: Ranks | None  # who runs the model together
     head_prefix: str  # of the names of the head's parameters
 
     @property
@@ -22,6 +24,9 @@ class MTPModel(Protocol):
 
     @property
     def mtp(self) -> MTPModule: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def output_layer(self) -> nn.Module: ...

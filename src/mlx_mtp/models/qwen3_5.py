@@ -11,6 +11,7 @@ from .forward import add_head, forward
 from .gated_delta import recorded_recurrence
 from .mixin import MTPMixin
 from .mtp import MTPModule
+from .shard import shard_layers
 
 
 @dataclass
@@ -107,6 +108,13 @@ class Model(MTPMixin, stock.Model):
             exact=exact,
             attention_rows=self.drafting.attention_rows,
         )
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Keep this rank's part of each layer, of the head's too."""
+        group = group or mx.distributed.init()
+        super().shard(group)
+        if getattr(self.language_model, "mtp", None) is not None:
+            shard_layers(self.mtp.layers, group)
 
     @property
     def mtp(self) -> MTPModule:

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
+from mlx_lm.models.base import gather_last_axis
 
 from .forward import add_head, forward
 from .gated_delta import recorded_recurrence
 from .mixin import MTPMixin
+from .shard import shard_layers, shard_recurrent_layer
 
 
 @dataclass
@@ -28,6 +31,9 @@ class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
 
 
 class Model(MTPMixin, stock.Model):
+    sharding_group: mx.distributed.Group | None = None
+    lm_head: Any
+
     def __init__(self, args: ModelArgs):
         super().__init__(args)
         add_head(self, args, GatedDeltaNet, stock.Qwen3NextDecoderLayer)
@@ -56,4 +62,20 @@ class Model(MTPMixin, stock.Model):
         """The output layer alone: [B, T, H] -> [B, T, V]."""
         if self.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
-        return self.lm_head(hidden)
+        out = self.lm_head(hidden)
+        if self.sharding_group is not None:
+            out = gather_last_axis(out, self.sharding_group)
+        return out
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Keep this rank's part of each layer, of the head's too. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""
+        group = group or mx.distributed.init()
+        if not self.args.tie_word_embeddings:
+            self.lm_head = shard_linear(self.lm_head, "all-to-sharded", group=group)
+            self.sharding_group = group
+        for layer in self.layers:
+            if layer.is_linear:
+                shard_recurrent_layer(layer, group)
+        shard_layers([layer for layer in self.layers if not layer.is_linear], group)
+        if getattr(self, "mtp", None) is not None:
+            shard_layers(self.mtp.layers, group)

@@ -6,38 +6,52 @@ import os
 import resource
 import signal
 import socket
+from contextlib import suppress
 from functools import partial
 
+import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
+from ..distributed.ranks import Ranks
 from .api import APIHandler, Server
 from .arguments import check, check_model, make_parser
 from .engine import ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
+from .ranks import RankGenerator
 
 LAST_ANSWERS = 5.0  # seconds to send them when the server ends
 OPEN_FILES = 4096
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
-    metrics = Metrics()
-    kwargs = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
-    prompt_cache = LRUPromptCache(args.prompt_cache_size, **kwargs)
-    provider = ModelProvider(args)
-    generator = ResponseGenerator(provider, prompt_cache, metrics)
+    generator = make_generator(args, ranks)
     try:
         generator.loaded.result()
-        check_model(args, provider)
-        serve(args, generator)
+        check_model(args, generator.model_provider)
+        if ranks is None or ranks.rank == 0:
+            serve(args, generator)
+        else:
+            with suppress(KeyboardInterrupt):  # then it asks the others to end as well
+                generator.join()
     finally:
         generator.stop_and_join()
+    if generator.error is not None:
+        raise generator.error
+
+
+def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
+    metrics, provider = Metrics(), ModelProvider(args)
+    if ranks is not None:
+        return RankGenerator(ranks, provider, LRUPromptCache(args.prompt_cache_size), metrics)
+    kwargs = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
+    return ResponseGenerator(provider, LRUPromptCache(args.prompt_cache_size, **kwargs), metrics)
 
 
 def serve(args: argparse.Namespace, generator: ResponseGenerator) -> None:
@@ -65,11 +79,13 @@ def _allow_open_files() -> None:
 
 def main() -> None:
     args = make_parser().parse_args()
-    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    group = mx.distributed.init()
+    ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with cli.one_line_errors("mlx_mtp.server"):
+        logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         try:
-            run(args)
+            run(args, ranks)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread
             os._exit(cli.INTERRUPTED)
 

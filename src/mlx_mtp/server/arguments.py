@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
@@ -56,7 +57,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
     )
-    add("--pipeline", action="store_true", help="Not supported: this server runs on one machine")
+    cli.add_pipeline(parser)
     add(
         "--serve-model",
         action="append",
@@ -156,14 +157,25 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
-    if args.pipeline:
-        raise ValueError("--pipeline is not supported: use mlx_lm.server to serve from several machines.")
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
     if reserved := RESERVED & template_args.keys():
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
+    _check_processes(args)
     _read_api_key(args)
+
+
+def _check_processes(args: argparse.Namespace) -> None:
+    """Check what depends on the number of processes that ``mlx.launch`` has started."""
+    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model")
+    n = mx.distributed.init().size()
+    if args.pipeline and n == 1:
+        raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
+    # These would run in mlx-lm's own loop, where a client cannot hang up.
+    for name, value in (("--kv-bits", args.kv_bits), ("--acceptance match", args.acceptance == "match")):
+        if n > 1 and value and not cli.drafts(args):
+            raise ValueError(f"{name} in several processes requires --mtp or --copy-drafts.")
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
 
@@ -25,6 +27,22 @@ from .request import ApiError, Prompt, Request
 Entry = tuple["Queue[Any]", Request, stock.GenerationArguments]  # a request, and where its responses go
 
 
+@dataclass
+class News:
+    """What clients have done. With what was generated, all that the next steps depend on.
+
+    Args:
+        arrived (List[Entry]): New requests, in order.
+        gone (Set[int]): The numbers of requests whose clients have hung up, or do not want more.
+    """
+
+    arrived: list[Entry] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.arrived or self.gone)
+
+
 class ResponseGenerator(stock.ResponseGenerator):
     """mlx-lm's generation thread with another loop.
 
@@ -42,6 +60,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.scheduled: ModelKey | None = None  # the scheduler's model
         self.is_exclusive = False  # the one job must stay alone
         self.acceptance = model_provider.cli_args.acceptance
+        self.error: BaseException | None = None  # what has ended the thread where several ranks run the model
         self.loaded: Future[None] = Future()  # the default model, or why it could not be loaded
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
         super().__init__(model_provider, prompt_cache)
@@ -115,31 +134,42 @@ class ResponseGenerator(stock.ResponseGenerator):
         except BaseException as e:
             self.loaded.set_exception(e)
             return
-        while not self._stop:
-            self._receive()
-            self._drop_abandoned()
+        while (news := self._news()) is not None:
+            self.waiting += news.arrived
+            self._drop(news.gone)
             while self.waiting and self._fits(self.waiting[0]):
                 self._admit(self.waiting.popleft())
             if self.jobs:
                 self._step()
         self._end()
 
-    def _receive(self) -> None:
-        try:
-            self.waiting.append(self.requests.get(block=not self.jobs, timeout=0.1))
-            while True:
-                self.waiting.append(self.requests.get_nowait())
-        except Empty:
-            pass
+    def _news(self) -> News | None:
+        """What clients have done since the last step; ``None`` where the server ends."""
+        return None if self._stop else self._look(wait=not self.jobs)
 
-    def _drop_abandoned(self) -> None:
-        for entry in [entry for entry in self.waiting if entry[1].is_gone()]:
+    def _look(self, wait: bool) -> News:
+        arrived = self._receive(wait)
+        gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone()}
+        jobs = self.jobs.values()
+        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone()})
+
+    def _receive(self, wait: bool) -> list[Entry]:
+        """New requests; where there is none, ``wait`` a tenth of a second for it."""
+        arrived: list[Entry] = []
+        with suppress(Empty):
+            arrived.append(self.requests.get(block=wait, timeout=0.1))
+            while True:
+                arrived.append(self.requests.get_nowait())
+        return arrived
+
+    def _drop(self, gone: set[int]) -> None:
+        """End requests that nobody waits for."""
+        for entry in [entry for entry in self.waiting if entry[1].number in gone]:
             self.waiting.remove(entry)
             entry[0].put(ApiError(400, "The client has hung up."))
-        for sequence, job in [*self.jobs.items()]:
-            if job.ctx._should_stop or job.request.is_gone():
-                self.scheduler.remove(sequence)
-                self._finish(sequence)
+        for sequence in [sequence for sequence, job in self.jobs.items() if job.request.number in gone]:
+            self.scheduler.remove(sequence)
+            self._finish(sequence)
 
     def _is_exclusive(self, args: stock.GenerationArguments) -> bool:
         """Whether a request must be generated alone."""
@@ -193,6 +223,10 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.jobs[sequence] = job
         self.metrics.in_flight.set(len(self.jobs))
         self.scheduler.add(sequence)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Keep ``--prompt-cache-bytes``, those of the running requests included."""
         if (most := self.cli_args.prompt_cache_bytes) is not None:
             self.prompt_cache.trim_to(n_bytes=most - self.scheduler.nbytes)
 
@@ -295,8 +329,11 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception as e:
             logging.exception("Generation failed.")
             self._fail(ApiError(500, f"Generation failed: {e}"))
-            mx.random.seed(time.time_ns())  # an error in a compiled function invalidates the random state
+            self._reseed()  # an error in a compiled function invalidates the random state
             self._open_scheduler()
+
+    def _reseed(self) -> None:
+        mx.random.seed(time.time_ns())
 
     def _fail(self, error: ApiError) -> None:
         for job in self.jobs.values():
@@ -344,8 +381,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _end(self) -> None:
         """End every request: those that have begun with one last token."""
         stopping = ApiError(503, "The server is stopping.")
-        self._receive()
-        for queue, *_ in self.waiting:
+        for queue, *_ in (*self.waiting, *self._receive(wait=False)):
             queue.put(stopping)
         for sequence, job in [*self.jobs.items()]:
             if job.first_token is None:

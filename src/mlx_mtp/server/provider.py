@@ -50,8 +50,8 @@ class ModelProvider(stock.ModelProvider):
         )
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-        if cli.drafts(self.cli_args):
-            self._load_to_draft(model_path, adapter_path, draft_model_path)
+        if cli.drafts(self.cli_args) or self.is_distributed:
+            self._load_ours(model_path, adapter_path, draft_model_path)
         else:
             super()._load(model_path, adapter_path, draft_model_path)
         args = vars(self.model.args)
@@ -61,7 +61,7 @@ class ModelProvider(stock.ModelProvider):
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
-    def _load_to_draft(self, model_path: str, adapter_path: str | None, draft_model_path: str | None) -> None:
+    def _load_ours(self, model_path: str, adapter_path: str | None, draft_model_path: str | None) -> None:
         if draft_model_path is not None:
             raise ValueError("A draft model and --mtp or --copy-drafts cannot draft together: choose one of them.")
         self.reset()
@@ -76,6 +76,7 @@ class ModelProvider(stock.ModelProvider):
             mtp=self.cli_args.mtp,
             copy_drafts=cli.copies(self.cli_args),
             **options,
+            **cli.groups(self.cli_args),
         )
         if self.cli_args.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template

@@ -4,6 +4,8 @@ import select
 import socket
 import time
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 from mlx_lm import server as stock
 
@@ -51,11 +53,16 @@ class Request(stock.CompletionRequest):
 
     connection: socket.socket
     copy_drafts: CopyDrafts | None
+    number: int = field(default_factory=count().__next__)
     arrived: float = field(default_factory=time.perf_counter)
     encoded: Prompt | None = None
     n_tokens: int = 0
     n_accepted: int = 0  # tokens that were drafted
     counts: DraftCounts = field(default_factory=DraftCounts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the other ranks need: the client is rank 0's, and its text is tokenized."""
+        return vars(self) | {"connection": None, "prompt": "", "messages": []}
 
     @property
     def param(self) -> str:

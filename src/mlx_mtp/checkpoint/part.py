@@ -1,0 +1,119 @@
+"""The part of a checkpoint that one of several ranks reads, and the part of the model that it keeps.
+
+Tensors are read when they are used, so a rank reads no more than it keeps: of each layer its share, or in a pipeline the layers
+of its stage. A stage also downloads no more than the files with these.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..distributed.ranks import Ranks
+from ..models import MODEL_TYPES
+from ..models.mtp import split_head
+from ..models.shard import check_pipeline, check_shard
+from .config import read_config, read_json
+from .hub import fetch
+from .skeleton import skeleton
+from .tensors import INDEX_FILE, WEIGHTS, weight_map_of
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline.
+
+    Args:
+        layers (range): Of the backbone.
+        files (List[str]): Those with its tensors.
+    """
+
+    layers: range
+    files: list[str]
+
+    def own(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The tensors of a checkpoint that this stage keeps, and convolutions, whose layout tells that of all."""
+        names = set(names_of(weights, self.layers))
+        return {name: w for name, w in weights.items() if name in names or "conv1d" in name}
+
+
+def make_ranks(
+    tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
+) -> Ranks | None:
+    """Who runs the model together; ``None`` for one process.
+
+    Raises:
+        ValueError: It cannot be loaded so.
+    """
+    if tensor_group is not None and pipeline_group is not None:
+        raise ValueError("tensor_group and pipeline_group cannot be combined.")
+    group = tensor_group or pipeline_group
+    if group is None or group.size() == 1:
+        return None
+    if adapter_path is not None:
+        raise ValueError("Adapters are not supported on several machines: fuse it first with `mlx_lm.fuse`.")
+    if pipeline_group is not None and group.size() != mx.distributed.init().size():
+        raise ValueError("pipeline_group must have all processes: mlx-lm's pipelines use the global group.")
+    return Ranks(group)
+
+
+def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool) -> tuple[Path, Stage | None]:
+    """As ``fetch``, what this rank needs; the model's sizes are checked before any weights are downloaded.
+
+    Raises:
+        FileNotFoundError: It is not there or cannot be downloaded.
+        ValueError: The model cannot be divided among this number of ranks.
+    """
+    path = fetch(name, revision, weights=())
+    file = path / "config.json"
+    if file.exists() and (model_type := read_json(file).get("model_type")) not in MODEL_TYPES:
+        raise ValueError(
+            f"Model type {model_type} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
+            "use `mlx_lm.chat` or `mlx_lm.server`."
+        )
+    model: Any = skeleton(read_config(path, name), name)
+    if not is_pipeline:
+        check_shard(model, ranks.size)
+        return fetch(name, revision), None
+    check_pipeline(model, ranks.size)
+    model.model.pipeline(ranks.group)
+    layers, index = range(model.model.start_idx, model.model.end_idx), path / INDEX_FILE
+    files = [WEIGHTS]
+    if index.exists():
+        weight_map = weight_map_of(read_json(index), str(index))
+        names = names_of(weight_map, layers)
+        if not any("conv1d" in name for name in names):
+            names += [name for name in weight_map if "conv1d" in name][:1]  # tells the layout
+        files = sorted({weight_map[name] for name in names})
+    return fetch(name, revision, weights=files), Stage(layers, files)
+
+
+def names_of(names: Collection[str], layers: range) -> list[str]:
+    """The tensors of these layers, and those of no layer of the backbone: all of the head's, for one."""
+    backbone, _ = split_head(dict.fromkeys(names))
+    elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
+    return [name for name in names if name not in elsewhere]
+
+
+def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
+    """
+    Raises:
+        ValueError: A parameter of the model was not among the tensors.
+    """
+    parameters: Any = tree_flatten(model.parameters())
+    if missing := sorted({path for path, _ in parameters}.difference(loaded)):
+        raise ValueError(f"{name} lacks the tensor {missing[0]}: download it again.")
+
+
+def evaluate(model: Any) -> None:
+    """Read the weights that the model has kept, a layer at a time, so that no more is held of those that it has not."""
+    for layer in model.layers:
+        mx.eval(layer.parameters())
+    lm_head = model.drafting.lm_head
+    mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())

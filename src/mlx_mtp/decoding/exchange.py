@@ -1,0 +1,121 @@
+"""What the ranks that run one model tell each other while they generate, so that all of them choose alike.
+
+Each rank runs the whole loop. What a step drafts, accepts and yields is a function of the logits, which all ranks have, and of
+two things that they do not share: a random state, which rank 0 tells once as a generation begins, and a clock. It is the
+seconds of rank 0 that travel, and not its choice of a depth, because the choice depends on the text too, on what was accepted
+and on what can be copied: from the same seconds each rank makes it anew, for the text as it is now.
+
+The seconds travel with a verify pass as one more small collective, which nobody waits for: they count once the tokens of that
+pass are read, so steps without drafts stay asynchronous. With them goes a checksum of the tokens chosen, which is compared.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..distributed.ranks import Ranks
+
+CHECKED_EVERY = 64  # passes, where no seconds travel
+
+
+class Exchange:
+    """
+    Args:
+        ranks (Ranks): Who runs the model.
+        depth (Union[Depth, BatchDepth], optional): Learns from rank 0's seconds. ``None`` where numbers of drafts are given.
+
+    Attributes:
+        untold (deque[float]): This rank's seconds of steps, until they have been sent.
+        heard (deque[float]): Rank 0's, once they have arrived.
+    """
+
+    def __init__(self, ranks: Ranks, depth: object | None):
+        self.ranks, self.depth = ranks, depth
+        self.untold: deque[float] = deque()
+        self.heard: deque[float] = deque()
+        self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
+        self.n_passes = 0
+        self.sent: deque[mx.array | None] = deque()  # with the passes whose tokens are not known yet
+
+    def begin(self, prompt: mx.array, n_cached: int, sampler: Any) -> None:
+        """Make sure that all ranks continue the same text, and with rank 0's random state, seed and times.
+
+        Args:
+            prompt (mx.array): [T]
+            n_cached (int): The number of tokens in the prompt cache.
+            sampler (Sampler, optional): Its seed, if it has one, becomes rank 0's.
+
+        Raises:
+            ValueError: The prompts or the prompt caches differ.
+        """
+        tokens: Any = prompt.tolist()
+        self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
+        seed, learned = getattr(sampler, "seed", None), {} if self.depth is None else vars(self.depth)
+        state, seed, learned = self.ranks.share((_random_state(), seed, learned))
+        mx.random.seed(state)
+        if seed is not None:
+            sampler.seed = seed
+        if self.depth is not None:
+            vars(self.depth).update(learned)
+
+    def _check(self, numbers: list[float], what: str) -> None:
+        rows: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
+        if others := [str(r) for r, row in enumerate(rows) if row != rows[0]]:
+            raise ValueError(f"Ranks {', '.join(others)} {what}.")
+
+    def send(self, hidden: mx.array) -> list[mx.array]:
+        """What to evaluate with a pass that has this output: the next untold seconds, and the checksum."""
+        message = None
+        if self.depth is not None or self.n_passes % CHECKED_EVERY == 0:
+            seconds = self.untold.popleft() if self.untold else 0.0  # a step takes longer
+            message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
+        self.n_passes += 1
+        self.sent.append(message)
+        return [] if message is None else [message]
+
+    def receive(self, tokens: list[int]) -> None:
+        """Call when the tokens of the oldest pass are known.
+
+        Raises:
+            RuntimeError: The ranks have chosen different tokens before.
+        """
+        message = self.sent.popleft()
+        if message is not None:
+            rows: Any = message.tolist()
+            if others := [str(r) for r, row in enumerate(rows) if row[1] != rows[0][1]]:
+                raise RuntimeError(
+                    f"Ranks {', '.join(others)} have chosen other tokens than rank 0: run the same versions, the same files "
+                    "and the same kind of machine everywhere."
+                )
+            if rows[0][0] > 0:
+                self.heard.append(rows[0][0])
+        self.checksum = _checksum(tokens, self.checksum)
+
+
+@contextmanager
+def running_alike(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+    """Inside, plain generation of mlx-lm draws the same on all ranks; it leaves nothing pending on its stream."""
+    if ranks is None:
+        yield
+        return
+    with mx.stream(stream):
+        mx.random.seed(ranks.share(_random_state()))
+    try:
+        yield
+    finally:
+        mx.synchronize(stream)
+
+
+def _random_state() -> int:
+    """The seed that sets MLX's random state to what it is."""
+    high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
+    return high << 32 | low
+
+
+def _checksum(tokens: list[int], before: int) -> int:
+    return zlib.crc32(np.array(tokens, np.uint32).tobytes(), before) & 0xFFFFFF

@@ -1,0 +1,89 @@
+"""Ends all ranks when one of them is lost: it has died, is stopped, has failed or cannot be reached.
+
+The others wait for it in a collective, for ever, and Python cannot interrupt them there. Where Python's lock is held or the
+process is stopped, no thread of it could even notice. So a process beside each rank watches: ``watcher.py``.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+
+from .connect import connect
+from .ranks import Ranks
+
+LONGEST_ERROR = 500  # characters of an exception that the others are told
+
+
+@contextmanager
+def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iterator[None]:
+    """
+    Watch over all ranks: where one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that
+    names it.
+
+    An exception on one rank ends the others, too. At the end each rank waits for the others to come to it, so that exit status
+    0 says that all of them have. What a running process does is not looked at: one that compiles, reads weights or holds
+    Python's lock is not lost, however long it takes.
+
+    Args:
+        ranks (Ranks, optional): Who runs the program. Nothing is watched in a single process, ``None``.
+        beat (float): Seconds between two signs of life. Default: ``1.0``.
+        patience (float): Seconds of silence, or of being stopped, after which a rank is lost. Default: ``5.0``.
+
+    Raises:
+        ConnectionError: The ranks cannot connect to rank 0.
+    """
+    if ranks is None:
+        yield
+        return
+    with ExitStack() as sockets:
+        others = connect(ranks, sockets, 2 * patience)
+        ours, theirs = (sockets.enter_context(sock) for sock in socket.socketpair())
+        links = [(theirs.fileno(), ranks.rank, socket.gethostname())]
+        links += [(sock.fileno(), rank, host) for sock, rank, host in others]
+        script = Path(__file__).with_name("watcher.py")
+        # In a session of its own: Ctrl-C is for the rank.
+        watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, json.dumps([beat, patience, *links])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[fd for fd, *_ in links],
+            start_new_session=True,
+        )
+        for sock in (theirs, *(sock for sock, *_ in others)):
+            sock.close()  # the watcher's
+        is_over = Event()
+        Thread(target=_obey, args=(ours, ranks.rank, is_over), daemon=True).start()
+        last = ["bye"]
+        try:
+            yield
+        except BaseException as e:
+            if not isinstance(e, SystemExit) or e.code:
+                last = ["failed", " ".join(f"{type(e).__name__}: {e}".split())[:LONGEST_ERROR]]
+            raise
+        finally:
+            with suppress(OSError):  # without its watcher the process ends: see _obey
+                ours.sendall(json.dumps(last).encode() + b"\n")
+            is_over.wait()
+            watcher.wait()
+
+
+def _obey(sock: socket.socket, rank: int, is_over: Event) -> None:
+    """End the process when its watcher says so, or is lost itself."""
+    try:
+        with sock.makefile() as messages:
+            message = messages.readline()
+    except OSError:
+        message = ""
+    if "over" in message:
+        is_over.set()
+        return
+    if not message:
+        error = f"The watcher of rank {rank} ({socket.gethostname()}) has died."
+        print(f"mlx_mtp: error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)  # the main thread may wait in a collective

@@ -1,0 +1,215 @@
+"""The watcher of a rank: a small process beside it that ends it when another rank is lost.
+
+``watch.py`` starts it as a script. It imports the standard library only and shares no lock with the rank, which may compile,
+tokenize or read weights for as long as it likes. The watchers form a star around that of rank 0. They send each other a beat
+and tell what has become of their ranks:
+
+    the rank has died              the socket to it is closed, or it is no longer the parent
+    it is stopped                  the system says so, for longer than ``patience``
+    it has raised an exception     it says so
+    its machine is lost            its watcher is silent for longer than ``patience``, or the connection is closed
+
+A message is a list of its kind and what belongs to it, as a line of JSON.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+LAST_WORDS = 2.0  # seconds that a rank has to end by itself
+LONGEST = 10_000  # bytes of a message
+
+
+class Fault(Exception):
+    """
+    Args:
+        rank (int): Which one is lost.
+        what (str): A sentence that names it.
+        is_exception (bool): Whether the rank has raised an exception, which it prints itself. Default: ``False``.
+    """
+
+    def __init__(self, rank: int, what: str, is_exception: bool = False):
+        super().__init__(what)
+        self.rank, self.what, self.is_exception = rank, what, is_exception
+
+
+class Link:
+    """A connection to a rank, or to its watcher."""
+
+    def __init__(self, sock: socket.socket, rank: int, host: str):
+        self.sock, self.rank, self.name = sock, rank, f"Rank {rank} ({host})"
+        self.heard, self.rest = monotonic(), b""
+
+    def send(self, *message: Any) -> None:
+        with suppress(OSError):  # a closed connection is found by reading
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[Any]:
+        """The messages that have come.
+
+        Raises:
+            OSError: The connection is closed.
+        """
+        data = self.sock.recv(LONGEST)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if not data or len(self.rest) > LONGEST:
+            raise ConnectionError("closed")
+        self.heard = monotonic()
+        return [json.loads(line) for line in lines]
+
+    def wait_for(self, kind: str | None, seconds: float) -> bool:
+        """Whether a message of a kind comes in time and before the connection is closed; ``None`` waits until it is."""
+        end = monotonic() + seconds
+        with suppress(OSError):
+            while (left := end - monotonic()) > 0:
+                self.sock.settimeout(left)
+                if any(message[0] == kind for message in self.read()):
+                    return True
+        return False
+
+
+class Watcher:
+    """
+    Args:
+        own (Link): To the rank that is watched, the parent process.
+        others (List[Link]): Rank 0's to all others, or the one to rank 0.
+        beat (float): Seconds between two beats.
+        patience (float): Seconds of silence, or of being stopped, after which a rank is lost.
+    """
+
+    def __init__(self, own: Link, others: list[Link], beat: float, patience: float):
+        self.own, self.rank, self.others = own, own.rank, others
+        self.beat, self.patience, self.parent = beat, patience, os.getppid()
+        self.present = {link.rank for link in (own, *others)}  # rank 0: those that have not left
+        self.is_over = False
+        self.running_at = monotonic()  # when the parent was last seen running
+
+    def watch(self) -> None:
+        """Watch until all ranks have left.
+
+        Raises:
+            Fault: One of them is lost.
+        """
+        with selectors.DefaultSelector() as selector:
+            for link in (self.own, *self.others):
+                selector.register(link.sock, selectors.EVENT_READ, link)
+            due = monotonic()
+            while not self.is_over:
+                for key, _ in selector.select(max(0, due - monotonic())):
+                    self._hear(key.data)
+                late = monotonic() - due
+                if late > self.patience:  # the others have given this rank up, or will
+                    raise Fault(self.rank, f"{self.own.name} does not answer: it was stopped for {late:.0f} s.")
+                if late >= 0:
+                    due = monotonic() + self.beat
+                    self._check_others()
+                    self._check_parent()
+
+    def _hear(self, link: Link) -> None:
+        try:
+            messages = link.read()
+        except OSError as e:
+            raise Fault(link.rank, f"{link.name} has died.") from e
+        for kind, *rest in messages:
+            if kind == "fault":
+                raise Fault(*rest)
+            if kind == "failed":
+                raise Fault(self.rank, f"{self.own.name} has failed: {rest[0]}", is_exception=True)
+            if kind == "bye":
+                self._leave(link)
+
+    def _leave(self, link: Link) -> None:
+        """The others tell rank 0 that they leave, and rank 0 says when all have."""
+        self.present.discard(link.rank)
+        self.is_over = not self.present if self.rank == 0 else link is not self.own
+        if self.is_over if self.rank == 0 else link is self.own:
+            for other in self.others:
+                other.send("bye")
+
+    def _check_others(self) -> None:
+        for link in self.others:
+            link.send("beat")
+            silence = monotonic() - link.heard
+            if silence > self.patience:
+                raise Fault(link.rank, f"{link.name} does not answer: it has been silent for {silence:.0f} s.")
+
+    def _check_parent(self) -> None:
+        if os.getppid() != self.parent:  # a process that it has forked may keep the socket open
+            raise Fault(self.rank, f"{self.own.name} has died.")
+        if not is_stopped(self.parent):
+            self.running_at = monotonic()
+        silence = monotonic() - self.running_at
+        if silence > self.patience:
+            raise Fault(self.rank, f"{self.own.name} does not answer: it has been stopped for {silence:.0f} s.")
+
+    def end(self, fault: Fault) -> None:
+        """Tell the others of a fault, and end the rank."""
+        for link in self.others:
+            link.send("fault", fault.rank, fault.what, fault.is_exception)
+        # Where another rank has raised an exception, this one may be about to raise the same: then it ends by its own.
+        ends_itself = fault.is_exception and (fault.rank == self.rank or self.own.wait_for("failed", self.beat))
+        if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
+            print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
+        if ends_itself:
+            self.close(fault.rank)
+            self.own.send("over")
+        else:
+            self._shut_down()
+            if fault.is_exception:  # it is printed first: mlx.launch ends all ranks as soon as one has ended
+                self.own.wait_for(None, LAST_WORDS)
+            self._end_rank()
+            self.close(fault.rank)
+
+    def _end_rank(self) -> None:
+        self.own.send("end")
+        if not is_stopped(self.parent):
+            self.own.wait_for(None, LAST_WORDS)
+        if os.getppid() == self.parent:
+            os.kill(self.parent, signal.SIGKILL)
+
+    def _shut_down(self) -> None:
+        for link in self.others:
+            with suppress(OSError):
+                link.sock.shutdown(socket.SHUT_WR)
+
+    def close(self, lost: int | None = None) -> None:
+        """Close the connections when the others have shut theirs down, but do not wait for a rank that is lost."""
+        self._shut_down()
+        end = monotonic() + self.beat + LAST_WORDS
+        for link in self.others:
+            if link.rank != lost:
+                link.wait_for(None, end - monotonic())
+            link.sock.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the system has stopped a process (SIGSTOP, SIGTSTP)."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        return stat.read_text().rpartition(")")[2].split()[0] == "T"
+    ps = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return ps.stdout.startswith("T")
+
+
+def main() -> None:
+    beat, patience, own, *others = json.loads(sys.argv[1])  # a link: its file descriptor, rank and host
+    links = [Link(socket.socket(fileno=fd), rank, host) for fd, rank, host in (own, *others)]
+    watcher = Watcher(links[0], links[1:], beat, patience)
+    try:
+        watcher.watch()
+        watcher.close()
+        watcher.own.send("over")
+    except Fault as fault:
+        watcher.end(fault)
+
+
+if __name__ == "__main__":
+    main()

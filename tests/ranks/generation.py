@@ -1,0 +1,154 @@
+"""Generation on several ranks beside one process with the whole model.
+
+python generation.py all|some tensor:FOLDER|pipeline:FOLDER ...
+"""
+
+import sys
+
+import mlx.core as mx
+from batch_helpers import run
+from helpers import PROMPT, mtp, plain
+from launch import report
+from mlx_lm.generate import generation_stream
+
+import mlx_mtp
+from mlx_mtp.decoding.decoder import Decoder
+from mlx_mtp.decoding.pace import DraftCounts
+
+how_much, *models = sys.argv[1:]
+group = mx.distributed.init()
+rank = group.rank()
+REPEATED, N = mx.tile(PROMPT, 3), 10
+
+
+def load(folder, **kwargs):
+    """The model on all ranks, and the whole model."""
+    ours = mlx_mtp.load(folder, settings=False, **{f"{how}_group": group}, **kwargs)[0]
+    return ours, mlx_mtp.load(folder, settings=False, **kwargs)[0]
+
+
+def tokens_are_the_same(name, model, whole, depths):
+    want = plain(PROMPT, whole, max_tokens=N)
+    for k in depths:
+        report(f"{name}, {k}", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=k) == want)
+
+
+def options_work(name, model, whole):
+    want = plain(PROMPT, whole, max_tokens=N)
+    report(f"{name}, plain", plain(PROMPT, model, max_tokens=N) == want)
+    mx.synchronize(generation_stream)
+    report(f"{name}, unsure drafts dropped", mtp(PROMPT, model, max_tokens=N, draft_p_min=0.3) == want)
+    if how == "tensor":
+        report(f"{name}, exact", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, exact=True) == want)
+    cheaper, _ = load(folder, draft_vocab=400, draft_head_bits=4)
+    report(f"{name}, cheaper drafts", mtp(PROMPT, cheaper, max_tokens=N, num_draft_tokens=3) == want)
+    want = plain(REPEATED, whole, max_tokens=N)
+    for copies in (3, "auto"):
+        report(f"{name}, copies {copies}", mtp(REPEATED, model, max_tokens=N, copy_drafts=copies) == want)
+    quantized = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 15}
+    want = plain(PROMPT, whole, max_tokens=N, **quantized)
+    report(f"{name}, quantized cache", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, **quantized) == want)
+
+
+def samples_are_the_same(name, model, whole):
+    sampler = mlx_mtp.make_sampler(0.8, seed=5)
+    want = mtp(PROMPT, whole, max_tokens=N, sampler=sampler)
+    report(f"{name}, seed", mtp(PROMPT, model, max_tokens=N, sampler=sampler) == want)
+    sampler = mlx_mtp.make_sampler(1.0, top_p=0.95)
+    mx.random.seed(7)
+    want = mtp(PROMPT, whole, max_tokens=N, num_draft_tokens=2, sampler=sampler)
+    mx.random.seed(7 + rank)
+    report(f"{name}, random state", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, sampler=sampler) == want)
+    sampler = mlx_mtp.make_sampler(1.0, acceptance="coupled")  # takes a random seed
+    report(f"{name}: coupled", mtp(PROMPT, model, max_tokens=N, sampler=sampler))
+
+
+def caches_last(name, model, whole):
+    """Three turns in one cache, of which the second is left early, and the third drafts."""
+    cache, text = mlx_mtp.make_prompt_cache(model), []
+    for turn, (k, n) in enumerate([("auto", 7), (2, 4), (3, 8)]):
+        text += PROMPT.tolist()
+        want = plain(text, whole, max_tokens=n)
+        steps = mlx_mtp.mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=k, prompt_cache=cache)
+        got = [next(steps)[0] for _ in range(n)]
+        steps.close()
+        report(f"{name}, turn {turn}", got == want)
+        text += got
+    report(f"{name}, rows of the head", cache[-2].offset == len(text) - 1)
+
+
+def rows_are_the_same(name, model, whole):
+    prompts = [PROMPT.tolist()[:n] for n in (11, 6, 9)]
+    want = [plain(prompt, whole, max_tokens=8) for prompt in prompts]
+    for k in (0, 2):
+        generator = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, max_tokens=8)
+        generator.insert(prompts)
+        texts = run(generator)
+        generator.close()
+        mx.synchronize(generation_stream)
+        report(f"{name}, several rows, {k}", [text.tokens for text in texts.values()] == want)
+
+
+def differences_are_found(name, model):
+    def stubborn(logprobs):
+        return (mx.argmax(logprobs, axis=-1) + (rank > 0)) % logprobs.shape[-1]
+
+    for k in (0, 2, "auto") if how_much == "all" else ("auto",):  # with a number, it takes 64 passes
+        error = "none"
+        try:
+            mtp(PROMPT, model, max_tokens=200, num_draft_tokens=k, sampler=stubborn)
+        except RuntimeError as e:
+            error = str(e)
+        report(f"{name}, other tokens, {k}", error.startswith("Ranks 1") and "other tokens" in error)
+    try:
+        mtp(PROMPT[min(rank, 1) :], model)
+    except ValueError as e:
+        report(f"{name}, other prompts", "other prompts" in str(e))
+
+
+def counts_collectives(name, model):
+    """At most one for each pass more than mlx-lm, and those of the head."""
+    n, passes = [0], [0]
+    for collective in ("all_sum", "all_gather", "send", "recv_like"):
+        count(mx.distributed, collective, n)
+    count(Decoder, "_verify", passes)
+    plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
+    of_a_pass = n[0] // 3
+    mx.synchronize(generation_stream)
+    n[0], counts = 0, DraftCounts()
+    mtp(PROMPT, model, max_tokens=40, counts=counts, num_draft_tokens="auto", copy_drafts="off")
+    of_the_head = (
+        3 * sum(counts.drafted) + 2 * 3
+    )  # two sums and the logits; the prompt's rows, twice, and the last ones
+    to_begin, prompt = 3, of_a_pass
+    most = passes[0] * (of_a_pass + 1) + of_the_head + to_begin + prompt
+    report(f"{name}, collectives", [n[0] <= most, passes[0] > 10, of_a_pass > 1, n[0], most])
+
+
+def count(owner, name, n):
+    original = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        n[0] += 1
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+for i, (how, folder) in enumerate(argument.split(":") for argument in models):
+    name = f"{how}, {folder.rpartition('/')[2]}"
+    model, whole = load(folder)
+    depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" or i == 0 else (2,)
+    tokens_are_the_same(name, model, whole, depths)
+    if how_much == "all" or "qwen3_5/" in folder + "/":
+        caches_last(name, model, whole)
+        rows_are_the_same(name, model, whole)
+    if how_much == "all" or i == 0:
+        options_work(name, model, whole)
+        samples_are_the_same(name, model, whole)
+        differences_are_found(name, model)
+        long = {"max_tokens": 300 if how_much == "all" else 60, "num_draft_tokens": "auto"}
+        want = mtp(PROMPT, whole, **long)
+        for j in range(10 if how_much == "all" else 1):
+            report(f"{name}, long {j}", mtp(PROMPT, model, **long) == want)
+        counts_collectives(name, model)

@@ -1,0 +1,63 @@
+"""One of the processes of tests/test_watch.py, which the test makes ranks of a group.
+
+python watched.py FD RANK SIZE BEAT PATIENCE DEED
+"""
+
+import ctypes
+import json
+import os
+import socket
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+package = types.ModuleType("mlx_mtp")  # without what its __init__ imports, which takes seconds
+package.__path__ = [str(Path(__file__).parents[2] / "src/mlx_mtp")]
+sys.modules["mlx_mtp"] = package
+
+from mlx_mtp.distributed.watch import watch  # noqa: E402
+
+
+class Ranks:
+    """As ``mlx_mtp.distributed.ranks.Ranks``, but by way of the test."""
+
+    def __init__(self, rank: int, size: int, sock: socket.socket):
+        self.rank, self.size, self.file = rank, size, sock.makefile("rw")
+
+    def share(self, value: Any) -> Any:
+        self.file.write(json.dumps(value) + "\n")
+        self.file.flush()
+        return json.loads(self.file.readline())
+
+
+def wait() -> None:
+    """For ever, and as in a collective no signal wakes it."""
+    ctypes.CDLL(None).sigwait(ctypes.byref(ctypes.create_string_buffer(128)), ctypes.byref(ctypes.c_int()))
+
+
+def fail() -> None:
+    raise ValueError("no\nweights")
+
+
+DEEDS = {
+    "wait": wait,
+    "fail": fail,
+    "fail late": lambda: (time.sleep(0.1), fail()),
+    "leave": lambda: None,
+    "exit": lambda: sys.exit(0),
+    "exit 2": lambda: sys.exit(2),
+    "sleep": lambda: time.sleep(1),
+    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_400_000),
+    "hold the lock for ever": lambda: ctypes.PyDLL(None).sleep(600),
+    "fork and wait": lambda: (os.fork() or time.sleep(4), wait()),
+}
+
+if __name__ == "__main__":
+    fd, rank, size, beat, patience, deed = sys.argv[1:]
+    ranks = Ranks(int(rank), int(size), socket.socket(fileno=int(fd)))
+    with watch(ranks, float(beat), float(patience)):
+        ranks.share("inside")
+        DEEDS[deed]()
+    print("whole")

@@ -1,0 +1,182 @@
+"""Several processes run one model: the tokens are those of one process. See ``ranks/`` for what each of them does."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from checkpoints import write
+from helpers import tensors, tiny_config, tiny_model
+from launch import LAUNCH, TESTS, launch, run
+from mlx.utils import tree_flatten
+
+from mlx_mtp import generate
+from mlx_mtp.checkpoint.part import fetch_part, names_of
+from mlx_mtp.models.draft_lm_head import quantize_head
+from mlx_mtp.models.shard import check_pipeline, check_shard
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Two of everything that two ranks divide, and of what four do by a slow test.
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+HALVES = {"num_hidden_layers": 2, "full_attention_interval": 2, "vocab_size": 512}
+# The first two layers are recurrent: a stage of a pipeline without attention.
+STAGES = HALVES | {"num_hidden_layers": 4, "full_attention_interval": 4}
+
+
+def checkpoint(folder, family, **changes):
+    """A random checkpoint in the layout of mlx-lm's conversions."""
+    sizes = SIZES | {"mtp_num_hidden_layers": 1, **changes}
+    weights = dict(tree_flatten(tiny_model(family, **sizes).parameters()))
+    return write(folder / family, tiny_config(family, **sizes), weights)
+
+
+def check(n, how_much, models, timeout=120):
+    """Launch ``n`` ranks with these models, each of them "tensor:FOLDER" or "pipeline:FOLDER"."""
+    facts, *others = launch(n, "generation.py", how_much, *models, timeout=timeout)
+    assert all(other == facts for other in others)
+    assert len(facts) > 15
+    collectives = [value for name, value in facts.items() if name.endswith("collectives")]
+    assert [value[:3] for value in collectives] == [[True, True, True]], collectives
+    assert [name for name, value in facts.items() if value is False] == []
+
+
+def test_two_ranks_generate_the_tokens_of_one(tmp_path):
+    halves, stages = tmp_path / "halves", tmp_path / "stages"
+    halves.mkdir()
+    stages.mkdir()
+    models = [f"tensor:{checkpoint(halves, family, **HALVES)}" for family in FAMILIES]
+    models += [f"pipeline:{checkpoint(stages, family, **STAGES)}" for family in ("qwen3_5", "qwen3_next")]
+    check(2, "some", models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_and_everything(tmp_path, n, how, sizes, family):
+    check(n, "all", [f"{how}:{checkpoint(tmp_path, family, **sizes)}"], timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("changes", "n", "what"),
+    [
+        ({}, 3, "4 attention heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 key-value heads"),
+        ({"linear_num_key_heads": 1}, 2, "1 key heads"),
+        ({"vocab_size": 513}, 2, "513 token ids"),
+        ({"intermediate_size": 65}, 2, "65 columns or groups of mlp.gate_proj.weight"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(changes, n, what):
+    model = tiny_model("qwen3_5", **SIZES | HALVES | changes)
+    with pytest.raises(ValueError, match=rf"cannot be split among {n} processes.* its {what}.*--pipeline"):
+        check_shard(model, n)
+
+
+def test_quantized_layers_are_divided_between_groups():
+    model = tiny_model("qwen3_5", **SIZES | HALVES)
+    check_shard(model, 2)
+    quantize_head(model.mtp, 4)
+    with pytest.raises(ValueError, match=r"1 columns or groups of mlp\.down_proj\.scales"):
+        check_shard(model, 2)
+
+
+def test_a_pipeline_has_a_layer_for_each_stage():
+    model = tiny_model("qwen3_next", **SIZES | HALVES)
+    check_pipeline(model, 2)
+    with pytest.raises(ValueError, match="has 2 layers, too few for a pipeline of 3 processes"):
+        check_pipeline(model, 3)
+
+
+def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
+    folder = split(checkpoint(tmp_path, "qwen3_5", **STAGES))
+    hub.publish("org/split", folder)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    path, stage = fetch_part("org/split", None, SimpleNamespace(size=2, group=group), True)
+    assert stage.layers == range(2, 4)
+    assert stage.files == [f"model-{part}.safetensors" for part in ("2", "3", "mtp", "rest")]
+    assert sorted(file.name for file in path.glob("model*.safetensors")) == stage.files
+
+
+def split(folder):
+    """A file for each layer, one for the head, and one for the rest."""
+    weights = tensors(folder)
+    mx.eval(weights)
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{part_of(name)}.safetensors" for name in weights}
+    for file in set(files.values()):
+        mx.save_safetensors(str(folder / file), {name: w for name, w in weights.items() if files[name] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def part_of(name):
+    if "mtp." in name:
+        return "mtp"
+    layer = re.search(r"layers\.(\d+)\.", name)
+    return layer[1] if layer else "rest"
+
+
+def test_the_layer_of_the_head_is_none_of_the_backbone():
+    names = [
+        "model.layers.0.mlp.x",
+        "model.layers.1.mlp.x",
+        "mtp.layers.0.mlp.x",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+    assert names_of(names, range(1, 2)) == names[1:]
+
+
+GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "20", "--verbose", "False")
+
+
+def test_rank_0_prints_what_one_process_does(demo):
+    """In a pipeline every pass is computed as in one process, so this holds in bfloat16 too."""
+    one = generate(*demo, "def add(a, b):", max_tokens=20)
+    two = run(2, *GENERATE, "--prompt", "def add(a, b):", "--pipeline", "--draft-vocab", "1000")
+    assert (two.stdout.strip(), len(one) > 20) == (one.strip(), True), two.stderr
+
+
+@pytest.mark.slow
+def test_rank_0_prints_what_is_wrong():
+    errors = run(2, *GENERATE, "--prompt", "-")
+    lines = [line for line in errors.stderr.splitlines() if "WARN" not in line]
+    assert len(lines) == 1
+    assert "error: --prompt - " in lines[0]
+    assert errors.stderr.count("exited with code 2") == 2
+
+
+@pytest.mark.slow
+def test_rank_0_chats():
+    chat = (sys.executable, str(TESTS.parent / "examples" / "chat.py"), "--max-tokens", "8")
+    done = run(2, *chat, stdin="import os\nimport sys\nq\n")
+    assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
+    assert done.stdout.count("Starting chat session") == 1
+    assert "exited with code" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--pipeline",)])
+def test_the_benchmark_and_the_check_run_on_ranks(tmp_path, flags):
+    figures = tmp_path / "figures.json"
+    benchmark = (
+        sys.executable,
+        "-m",
+        "mlx_mtp.benchmark",
+        "--max-tokens",
+        "8",
+        "--repeat",
+        "1",
+        "--json",
+        str(figures),
+    )
+    done = run(2, *benchmark, *flags, timeout=300)
+    assert done.stdout.count("A sum over all ranks") == 1, done.stderr
+    parts = json.loads(figures.read_text())["parts"]
+    assert parts["n_exchanges"] == (2 if flags else 48)
+    assert min(parts["exchange"].values()) > 0
+    done = run(2, *GENERATE, "--check", "--prompt", "def add(a, b):", *flags)
+    assert len(re.findall("Identical|within rounding", done.stdout)) == 1, done.stderr

@@ -1,0 +1,261 @@
+"""The server on two ranks gives the answers of plain mlx-lm in one process, whatever its clients do."""
+
+import json
+import re
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from shutil import copytree
+from types import SimpleNamespace
+
+import checkpoints
+import mlx.core as mx
+import pytest
+from helpers import plain
+from mlx_lm.models.cache import LRUPromptCache
+from server_process import Server, serve
+
+import mlx_mtp
+from mlx_mtp import make_sampler
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.engine import News
+from mlx_mtp.server.ranks import RankGenerator
+
+PROMPTS = [f"class Tree{i}:\n" for i in range(20)]
+LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
+FLAGS = ["--mtp", "--prefill-step-size", "48", "--prompt-cache-bytes", "12MB"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The first layers of the demo, in float32, in which ranks compute the numbers of one process."""
+    folder, n_layers = copytree(DEMO, tmp_path_factory.mktemp("float32") / "demo"), 4
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    text |= {"num_hidden_layers": n_layers, "layer_types": text["layer_types"][:n_layers]}
+    checkpoints.configure(folder, text_config=text)
+    layer = re.compile(r"model\.language_model\.layers\.(\d+)\.")
+
+    def change(weights):
+        for name, w in list(weights.items()):
+            weights[name] = w.astype(mx.float32)
+            if (found := layer.match(name)) and int(found[1]) >= n_layers:
+                del weights[name]
+
+    checkpoints.edit(folder, change)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """The text of mlx-lm's own single run."""
+    model, tokenizer = mlx_mtp.load(checkpoint)
+
+    def text(prompt: str, max_tokens: int = 12, temperature: float = 0.0, seed: int | None = None) -> str:
+        sampler = make_sampler(temperature, seed=seed)
+        detokenizer = tokenizer.detokenizer
+        for token in plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler):
+            if token in tokenizer.eos_token_ids:
+                break
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
+
+    return text
+
+
+WAYS = [pytest.param([], id="tensor"), pytest.param(["--pipeline"], id="pipeline", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def server(request, tmp_path_factory, checkpoint):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(log, "--model", checkpoint, *FLAGS, *request.param, module="failing_server", ranks=2) as s:
+        yield s
+        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
+            unfinished.sendall(stream_request(5000))
+            assert unfinished.recv(4).startswith(b"HTTP")
+            s.process.send_signal(signal.SIGTERM)
+            answer = b""
+            while chunk := unfinished.recv(65536):
+                answer += chunk
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert s.statuses() == [0, 0]
+
+
+def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
+    body = {"prompt": prompt, "max_tokens": max_tokens, **body}
+    status, content = server.request("/v1/completions", body)
+    assert status == 200, content
+    return content["choices"][0]["text"]
+
+
+def stream_request(max_tokens: int) -> bytes:
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": max_tokens, "stream": True}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def sampled(i: int) -> dict:
+    """Every third request is sampled."""
+    return {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
+
+
+def test_one_at_a_time(server, alone):
+    for i, prompt in enumerate(PROMPTS):
+        assert text_from(server, prompt, **sampled(i)) == alone(prompt, **sampled(i)), i
+
+
+def test_six_at_once(server, alone):
+    def answer(i: int) -> str:
+        return text_from(server, PROMPTS[i], 4 * i + 12, **sampled(i))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(answer, range(6))) == [alone(PROMPTS[i], 4 * i + 12, **sampled(i)) for i in range(6)]
+    metrics = server.metrics()
+    assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
+    assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
+
+
+def test_long_prompt_beside_an_answer(server, alone):
+    with ThreadPoolExecutor(2) as pool:
+        short = pool.submit(text_from, server, PROMPTS[1], 40)
+        long = pool.submit(text_from, server, LONG, 8)
+        assert (short.result(), long.result()) == (alone(PROMPTS[1], 40), alone(LONG, 8))
+
+
+def test_next_turn_reuses_the_cache(server, alone):
+    text = PROMPTS[3] + text_from(server, PROMPTS[3])
+    before = server.metrics()["mlx_mtp_cached_prompt_tokens_total"]
+    assert text_from(server, text) == alone(text)
+    assert server.metrics()["mlx_mtp_cached_prompt_tokens_total"] > before
+
+
+def test_hang_up_ends_the_request_alone(server, alone):
+    before = server.metrics()["mlx_mtp_generated_tokens_total"]
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(stream_request(3000))
+        assert s.recv(4).startswith(b"HTTP")
+        other = pool.submit(text_from, server, PROMPTS[2], 30)
+        s.close()
+        assert other.result() == alone(PROMPTS[2], 30)
+    server.until_idle()
+    assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 3000
+
+
+def test_failing_request_fails_alone(server, alone):
+    for _ in range(2):
+        assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.25})[0] == 500
+        assert text_from(server, PROMPTS[5]) == alone(PROMPTS[5])
+    assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.0})[0] == 200
+
+
+def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
+        body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}
+        with suppress(OSError):
+            assert s.request("/v1/completions", body)[0] != 200
+        assert 0 not in s.statuses()
+        assert "Ranks 1" in s.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_either_rank_ends_all(tmp_path, checkpoint, rank):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
+        time.sleep(1)
+        s.processes[rank].send_signal(signal.SIGTERM)
+        assert s.statuses() == [0, 0]
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    """The generation thread's state on rank 1 of 2, and what each rank's numbers at the exchanges are."""
+    g = RankGenerator.__new__(RankGenerator)
+    g.ranks = SimpleNamespace(rank=1, group=None, share=lambda value: ([("request", "args")], {5}))
+    g.jobs, g.waiting, g.untold, g.sent, g.n_turns, g.n_idle = {"a sequence": "a job"}, [], News(), None, 0, 0
+    g.checksum, g._stop, g.scheduled = 7, False, None
+    g.model_provider = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_bytes=None))
+    g.prompt_cache = LRUPromptCache()
+    for i in range(3):
+        g.prompt_cache.insert_cache("model", [i], [])
+    g.numbers, g.n_exchanges = [[0, 0, 0, 7], [0, 0, 0, 7]], 0
+
+    def all_gather(mine, group):
+        assert mine.shape == (1, 4)
+        g.n_exchanges += 1
+        return mx.array(g.numbers, mx.uint32)
+
+    monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
+    return g
+
+
+def test_one_exchange_in_four_turns(rank_1):
+    for _ in range(40):
+        assert not rank_1._news()
+    assert rank_1.n_exchanges == 10
+
+
+def test_news_are_read_one_exchange_later(rank_1):
+    rank_1.numbers[0][0] = 1
+    heard = [rank_1._news() for _ in range(8)]
+    assert not any(heard[:7])
+    ((queue, *entry),) = heard[7].arrived
+    assert (entry, heard[7].gone) == (["request", "args"], {5})
+    queue.put("a response")
+    assert queue.empty()  # nobody reads it
+
+
+def test_all_drop_a_cache_where_one_is_full(rank_1):
+    rank_1.numbers[0][2] = 1
+    for _ in range(8):
+        rank_1._news()
+    assert len(rank_1.prompt_cache) == 2
+
+
+def test_any_rank_stops_all(rank_1):
+    rank_1.numbers[0][1] = 1
+    assert [rank_1._news() for _ in range(8)][7] is None
+    assert rank_1.n_exchanges == 1
+
+
+def test_names_the_rank_that_differs(rank_1):
+    rank_1.numbers[1][3] = 8
+    with pytest.raises(RuntimeError, match="Ranks 1 have"):
+        for _ in range(8):
+            rank_1._news()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-model", "x"], "--draft-model"),
+        (["--serve-model", "x"], "--serve-model"),
+        (["--allow-any-model"], "--allow-any-model"),
+        (["--kv-bits", "4"], "requires --mtp"),
+        (["--acceptance", "match"], "requires --mtp"),
+    ],
+    ids=str,
+)
+def test_refuses_what_ranks_cannot_serve(monkeypatch, flags, message):
+    monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    with pytest.raises(ValueError, match=message):
+        check(make_parser().parse_args(flags))
+
+
+@pytest.mark.slow
+def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
+        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
+            unfinished.sendall(stream_request(5000))
+            assert unfinished.recv(4).startswith(b"HTTP")
+            s.processes[1].kill()
+            answer = b""
+            with suppress(ConnectionError):
+                while chunk := unfinished.recv(65536):
+                    answer += chunk
+        assert b'"finish_reason": "length"' not in answer
+        assert b'"finish_reason": "stop"' not in answer
+        assert 0 not in s.statuses()
+        assert "Rank 1" in s.log.read_text()

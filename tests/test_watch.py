@@ -1,0 +1,248 @@
+"""A rank that is lost ends the others: real processes, of which the test kills, stops or cuts off some.
+
+Each holds its stderr open, and so does its watcher: when it has been read to the end, none of them is left.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import launch
+import pytest
+
+SCRIPT = Path(__file__).parent / "ranks/watched.py"
+BEAT, PATIENCE = 0.1, 0.7
+TIMEOUT = 30  # seconds until a test fails
+HOST = socket.gethostname()
+
+
+class Group:
+    """Processes inside ``watch``, each of which does a deed of ranks/watched.py."""
+
+    def __init__(self, *deeds: str, shares: int = 3):
+        self.processes, self.files = [], []
+        environment = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
+        for rank, deed in enumerate(deeds):
+            ours, theirs = socket.socketpair()
+            words = [theirs.fileno(), rank, len(deeds), BEAT, PATIENCE, deed]
+            command = [sys.executable, SCRIPT, *map(str, words)]
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                )
+            )
+            theirs.close()
+            ours.settimeout(TIMEOUT)
+            with ours:
+                self.files.append(ours.makefile("rw"))
+        for _ in range(shares):
+            self.share()
+
+    def share(self, change=lambda value: value) -> None:
+        """Give every rank what rank 0 says."""
+        values = [file.readline() for file in self.files]
+        value = change(json.loads(values[0]))
+        for file in self.files:
+            file.write(json.dumps(value) + "\n")
+            file.flush()
+
+    def kill(self, rank: int, sig: signal.Signals) -> None:
+        self.processes[rank].send_signal(sig)
+
+    def watcher(self, rank: int) -> int:
+        """Its process id."""
+        pgrep = subprocess.run(["pgrep", "-P", str(self.processes[rank].pid)], capture_output=True, text=True)
+        return int(pgrep.stdout)
+
+    def end(self, ranks: Sequence[int] | None = None) -> tuple[list[int], list[str], list[str]]:
+        """(exit statuses, lines on stderr, lines on stdout) of ranks that end by themselves"""
+        processes = self.processes if ranks is None else [self.processes[r] for r in ranks]
+        outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
+        errors = [line for _, err in outputs for line in err.splitlines()]
+        return (
+            [process.returncode for process in processes],
+            errors,
+            [line for out, _ in outputs for line in out.splitlines()],
+        )
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()  # its watcher ends with it
+            process.communicate()
+        for file in self.files:
+            file.close()
+
+
+CULPRITS = pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 0), (4, 2)])
+
+
+@CULPRITS
+def test_a_rank_that_is_killed_ends_the_others_with_one_line_that_names_it(size, culprit):
+    with Group(*["wait"] * size) as group:
+        group.kill(culprit, signal.SIGKILL)
+        statuses, errors, out = group.end()
+    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
+    assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(size)]
+    assert out == []
+
+
+@CULPRITS
+def test_a_rank_that_is_stopped_ends_the_others_and_is_killed(size, culprit):
+    with Group(*["wait"] * size) as group:
+        group.kill(culprit, signal.SIGSTOP)
+        statuses, errors, _ = group.end()
+    (error,) = errors
+    assert error.startswith(f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been stopped for ")
+    assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(size)]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_machine_that_stands_still_ends_the_others_and_its_rank_when_it_goes_on(culprit):
+    with Group("wait", "wait") as group:
+        watcher = group.watcher(culprit)
+        for pid in (watcher, group.processes[culprit].pid):
+            os.kill(pid, signal.SIGSTOP)
+        statuses, errors, _ = group.end([1 - culprit])
+        assert statuses == [1]
+        assert len(errors) == 1
+        assert errors[0].startswith(f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been silent for ")
+        for pid in (watcher, group.processes[culprit].pid):
+            os.kill(pid, signal.SIGCONT)
+        assert group.end([culprit])[0] == [1]
+
+
+@CULPRITS
+def test_an_exception_ends_the_others_which_say_whose_it_was(size, culprit):
+    deeds = ["wait"] * size
+    deeds[culprit] = "fail"
+    with Group(*deeds) as group:
+        statuses, errors, out = group.end()
+    assert statuses == [1] * size
+    assert [e for e in errors if e.startswith("mlx_mtp")] == [
+        f"mlx_mtp: error: Rank {culprit} ({HOST}) has failed: ValueError: no weights"
+    ]
+    assert errors.count("ValueError: no") == 1  # its own traceback
+    assert out == []
+
+
+def test_an_exception_that_all_ranks_raise_is_their_own():
+    with Group("fail late", "fail", "fail late") as group:
+        statuses, errors, _ = group.end()
+    assert statuses == [1, 1, 1]
+    assert errors.count("ValueError: no") == 3
+    assert not any(e.startswith("mlx_mtp") for e in errors)
+
+
+@pytest.mark.parametrize("deeds", [("leave", "sleep"), ("sleep", "exit"), ("leave", "leave", "sleep", "exit")])
+def test_ranks_wait_for_each_other_at_the_end(deeds):
+    with Group(*deeds) as group:
+        statuses, errors, out = group.end()
+    assert (statuses, errors) == ([0] * len(deeds), [])
+    assert out == ["whole"] * (len(deeds) - deeds.count("exit"))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_is_lost_while_the_others_are_at_the_end_is_missed(culprit):
+    deeds = ["leave", "leave"]
+    deeds[culprit] = "wait"
+    with Group(*deeds) as group:
+        group.kill(culprit, signal.SIGKILL)
+        statuses, errors, out = group.end()
+    assert statuses[1 - culprit] == 1
+    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
+    assert out == []
+
+
+def test_a_nonzero_exit_ends_the_others():
+    with Group("wait", "exit 2") as group:
+        statuses, errors, _ = group.end()
+    assert statuses == [1, 2]
+    assert errors == [f"mlx_mtp: error: Rank 1 ({HOST}) has failed: SystemExit: 2"]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_holds_pythons_lock_is_not_lost_however_long_it_takes(slow):
+    deeds = ["leave", "leave"]
+    deeds[slow] = "hold the lock"  # for twice the patience
+    with Group(*deeds) as group:
+        statuses, errors, _ = group.end()
+    assert (statuses, errors) == ([0, 0], [])
+
+
+def test_a_rank_that_holds_pythons_lock_is_killed_when_another_one_is_lost():
+    with Group("hold the lock for ever", "wait") as group:
+        group.kill(1, signal.SIGKILL)
+        statuses, errors, _ = group.end()
+    assert statuses == [-signal.SIGKILL, -signal.SIGKILL]
+    assert errors == [f"mlx_mtp: error: Rank 1 ({HOST}) has died."]
+
+
+def test_a_death_is_seen_although_a_process_of_its_own_lives_on():
+    with Group("wait", "fork and wait") as group:
+        group.kill(1, signal.SIGKILL)
+        statuses, errors, _ = group.end([0])
+    assert (statuses, errors) == ([1], [f"mlx_mtp: error: Rank 1 ({HOST}) has died."])
+
+
+def test_a_rank_does_not_go_on_unwatched():
+    with Group("wait", "wait") as group:
+        os.kill(group.watcher(1), signal.SIGKILL)
+        statuses, errors, _ = group.end()
+    assert statuses == [1, 1]
+    assert sorted(errors) == [
+        f"mlx_mtp: error: Rank 1 ({HOST}) has died.",
+        f"mlx_mtp: error: The watcher of rank 1 ({HOST}) has died.",
+    ]
+
+
+def test_ranks_that_cannot_connect_say_so():
+    def nobody_listens(value):
+        where, *rest = value
+        return [[[host, 9] for host, _ in where], *rest]
+
+    with Group("wait", "wait", shares=0) as group:
+        group.share(nobody_listens)
+        group.share()
+        statuses, errors, _ = group.end()
+    assert statuses == [1, 1]
+    missing, refused = [e for e in errors if e.startswith("ConnectionError: ")]
+    assert f"Rank 1 has not connected to rank 0 (rank 0 is {HOST} at 127.0.0.1 port " in missing
+    assert f"Rank 1 cannot connect to rank 0: Connection refused (rank 0 is {HOST} at 127.0.0.1 port 9)" in refused
+
+
+def test_strangers_are_turned_away():
+    def meet(value):
+        for _, port in value[0]:
+            for words in (b"", b"hello\n", b"0123 1 host\n", b"x" * 10_000, b"\xff \xff \xff\n"):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(words)
+        return value
+
+    with Group("leave", "leave", shares=0) as group:
+        group.share(meet)
+        group.share()
+        group.share()
+        assert group.end() == ([0, 0], [], ["whole"] * 2)
+
+
+@pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])
+def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed):
+    run = launch.run(2, sys.executable, str(SCRIPT.with_name("collective.py")), deed, timeout=60)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("mlx_mtp")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"mlx_mtp: error: Rank 1 ({HOST}) ")
+    assert run.stdout.splitlines() == ["sums"]
+    assert deed != "fail" or "ValueError: of rank 1" in run.stderr.splitlines()  # its own traceback
