@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from nbclient import NotebookClient
 
@@ -31,6 +32,7 @@ def pictures(notebook) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_notebook_runs_and_shows_what_is_committed():
     committed = nbformat.read(NOTEBOOK, as_version=4)
     fresh = nbformat.read(NOTEBOOK, as_version=4)

@@ -159,7 +159,12 @@ def test_rejects_options_out_of_range(options):
 @pytest.mark.parametrize(
     "case",
     [
-        distribution.Case(3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
+        pytest.param(
+            distribution.Case(
+                3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(distribution.Case(2, acceptance="match", temp=1.0, top_p=0.9), marks=pytest.mark.slow),
         distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5),
         distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
