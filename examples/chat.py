@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 import sys
+from contextlib import suppress
 
 import mlx.core as mx
 
@@ -78,10 +79,8 @@ def ask(ranks) -> str:
     """What the user asks rank 0 for; q at the end of the input."""
     query = "q"
     if ranks is None or ranks.rank == 0:
-        try:
+        with suppress(EOFError):
             query = input(">> ")
-        except EOFError:
-            pass
     return query if ranks is None else ranks.share(query)
 
 
