@@ -145,7 +145,7 @@ def script(monkeypatch, truth: list[int], offer) -> None:
     monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),

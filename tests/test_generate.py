@@ -152,6 +152,7 @@ def test_every_flag_is_mlx_lms():
         "draft_head_bits",
         "settings",
         "acceptance",
+        "pipeline",  # as in mlx-lm's chat
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
@@ -192,7 +193,7 @@ def test_summary_lines(monkeypatch, capsys):
     [
         ("--mtp --num-draft-tokens 1 --copy-drafts 5", r"[\d.]+ accepted by position, \d+ of \d+ copies accepted"),
         ("--copy-drafts 5", r"\d+ of \d+ copies accepted"),
-        ("--copy-drafts off", None),
+        pytest.param("--copy-drafts off", None, marks=pytest.mark.slow),
     ],
 )
 def test_copies_in_the_summary(monkeypatch, capsys, flags, pattern):

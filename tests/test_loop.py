@@ -45,7 +45,7 @@ def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefi
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),
@@ -392,7 +392,7 @@ def test_calls_the_progress_callback_as_mlx_lm(prompt, max_tokens):
     assert progress(mtp) == progress(plain)
 
 
-@pytest.mark.parametrize("sampler", [None, make_sampler(temp=1.0)])
+@pytest.mark.parametrize("sampler", [pytest.param(None, marks=pytest.mark.slow), make_sampler(temp=1.0)])
 def test_p_min_stops_drafting(sampler):
     model = load_reference(DATA / "dense")
     runs = {}

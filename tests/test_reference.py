@@ -73,7 +73,7 @@ def test_the_last_row_alone(case, chunk, quantized):
         assert caches[0].offset == prompt.shape[1]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_greedy_tokens(case, depth):
     model, values, prompts = case
     for j in prompts:

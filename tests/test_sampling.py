@@ -166,7 +166,9 @@ def test_rejects_options_out_of_range(options):
             marks=pytest.mark.slow,
         ),
         pytest.param(distribution.Case(2, acceptance="match", temp=1.0, top_p=0.9), marks=pytest.mark.slow),
-        distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5),
+        pytest.param(
+            distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5), marks=pytest.mark.slow
+        ),
         distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
     ],
     ids=lambda case: case.name,

@@ -277,7 +277,9 @@ def test_hang_up_stops_generation(server):
     assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 5000
 
 
-@pytest.mark.parametrize(("how", "streams"), [(signal.SIGINT, [True]), (signal.SIGTERM, [False, True])])
+@pytest.mark.parametrize(
+    ("how", "streams"), [pytest.param(signal.SIGINT, [True], marks=pytest.mark.slow), (signal.SIGTERM, [False, True])]
+)
 def test_interrupt_completes_open_answers(tmp_path, how, streams):
     with serve(tmp_path / "log", "--mtp") as s:
         with ThreadPoolExecutor(2) as pool:

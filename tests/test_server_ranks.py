@@ -151,6 +151,7 @@ def test_failing_request_fails_alone(server, alone):
     assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.0})[0] == 200
 
 
+@pytest.mark.slow
 def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
         body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}

@@ -105,6 +105,7 @@ def test_times_windows_whole_and_in_groups(monkeypatch):
     assert model.drafting.attention_rows is None
 
 
+@pytest.mark.slow
 def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
     monkeypatch.setattr(split, "fastest_rows", lambda *_: 2)
     folder = DATA / "dense"
