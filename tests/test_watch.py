@@ -119,7 +119,7 @@ def test_a_machine_that_stands_still_ends_the_others_and_its_rank_when_it_goes_o
         assert statuses == [1]
         assert len(errors) == 1
         assert errors[0].startswith(f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been silent for ")
-        for pid in (watcher, group.processes[culprit].pid):
+        for pid in (group.processes[culprit].pid, watcher):  # a rank that still stands is killed
             os.kill(pid, signal.SIGCONT)
         assert group.end([culprit])[0] == [1]
 

@@ -49,7 +49,7 @@ def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iter
         script = Path(__file__).with_name("watcher.py")
         # In a session of its own: Ctrl-C is for the rank.
         watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, json.dumps([beat, patience, *links])],
+            [sys.executable, "-I", "-S", script, json.dumps([beat, patience, os.getpid(), *links])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[fd for fd, *_ in links],

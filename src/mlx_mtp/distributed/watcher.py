@@ -83,11 +83,12 @@ class Watcher:
         others (List[Link]): Rank 0's to all others, or the one to rank 0.
         beat (float): Seconds between two beats.
         patience (float): Seconds of silence, or of being stopped, after which a rank is lost.
+        parent (int): The process id of the rank; it may have died before this process has begun.
     """
 
-    def __init__(self, own: Link, others: list[Link], beat: float, patience: float):
+    def __init__(self, own: Link, others: list[Link], beat: float, patience: float, parent: int):
         self.own, self.rank, self.others = own, own.rank, others
-        self.beat, self.patience, self.parent = beat, patience, os.getppid()
+        self.beat, self.patience, self.parent = beat, patience, parent
         self.present = {link.rank for link in (own, *others)}  # rank 0: those that have not left
         self.is_over = False
         self.running_at = monotonic()  # when the parent was last seen running
@@ -200,9 +201,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def main() -> None:
-    beat, patience, own, *others = json.loads(sys.argv[1])  # a link: its file descriptor, rank and host
+    beat, patience, parent, own, *others = json.loads(sys.argv[1])  # a link: its file descriptor, rank and host
     links = [Link(socket.socket(fileno=fd), rank, host) for fd, rank, host in (own, *others)]
-    watcher = Watcher(links[0], links[1:], beat, patience)
+    watcher = Watcher(links[0], links[1:], beat, patience, parent)
     try:
         watcher.watch()
         watcher.close()
