@@ -24,12 +24,12 @@ HOST = socket.gethostname()
 class Group:
     """Processes inside ``watch``, each of which does a deed of ranks/watched.py."""
 
-    def __init__(self, *deeds: str, shares: int = 3):
+    def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT):
         self.processes, self.files = [], []
         environment = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
         for rank, deed in enumerate(deeds):
             ours, theirs = socket.socketpair()
-            words = [theirs.fileno(), rank, len(deeds), BEAT, PATIENCE, deed]
+            words = [theirs.fileno(), rank, len(deeds), beat, PATIENCE, deed]
             command = [sys.executable, SCRIPT, *map(str, words)]
             self.processes.append(
                 subprocess.Popen(
@@ -144,6 +144,16 @@ def test_an_exception_that_all_ranks_raise_is_their_own():
     assert statuses == [1, 1, 1]
     assert errors.count("ValueError: no") == 3
     assert not any(e.startswith("mlx_mtp") for e in errors)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_death_is_named_although_the_others_fail_of_it(culprit):
+    deeds = ["fail", "fail"]  # as a collective does, whose peer is lost
+    deeds[culprit] = "die"
+    with Group(*deeds, beat=1.0) as group:
+        statuses, errors, _ = group.end()
+    assert statuses[1 - culprit] == 1
+    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
 
 
 @pytest.mark.parametrize("deeds", [("leave", "sleep"), ("sleep", "exit"), ("leave", "leave", "sleep", "exit")])
