@@ -186,7 +186,7 @@ def test_a_nonzero_exit_ends_the_others():
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_holds_pythons_lock_is_not_lost_however_long_it_takes(slow):
     deeds = ["leave", "leave"]
-    deeds[slow] = "hold the lock"  # for twice the patience
+    deeds[slow] = "hold the lock"  # for longer than the patience
     with Group(*deeds) as group:
         statuses, errors, _ = group.end()
     assert (statuses, errors) == ([0, 0], [])

@@ -50,8 +50,8 @@ DEEDS = {
     "leave": lambda: None,
     "exit": lambda: sys.exit(0),
     "exit 2": lambda: sys.exit(2),
-    "sleep": lambda: time.sleep(1),
-    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_400_000),
+    "sleep": lambda: time.sleep(0.5),
+    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_000_000),
     "hold the lock for ever": lambda: ctypes.PyDLL(None).sleep(600),
     "fork and wait": lambda: (os.fork() or time.sleep(4), wait()),
 }

@@ -165,7 +165,7 @@ class Watcher:
         else:
             self._shut_down()
             if fault.is_exception:  # it is printed first: mlx.launch ends all ranks as soon as one has ended
-                self.own.drain(LAST_WORDS)
+                self.own.drain(2 * self.beat)
             self._end_rank()
             self.close(fault.rank)
 
