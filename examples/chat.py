@@ -8,14 +8,14 @@ of the terminal shows tokens per step and per second. q exits, r resets the chat
 """
 
 import argparse
+import os
 import shutil
 import sys
+from contextlib import suppress
 
 import mlx.core as mx
 
 from mlx_mtp import DEMO, MAX_DRAFT_TOKENS, load, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.cli import groups, rank_0_prints
-from mlx_mtp.distributed.ranks import from_rank_0
 
 HELP = "The command list:\n- 'q' to exit\n- 'r' to reset the chat\n- 'h' to display these commands"
 
@@ -75,12 +75,13 @@ def answer(model, tokenizer, prompt: list[int], **options) -> None:
         print(f"[{figures(response)}, {len(prompt)} prompt tokens]", flush=True)
 
 
-def ask() -> str:
-    """What the user asks for; q at the end of the input."""
-    try:
-        return input(">> ")
-    except EOFError:
-        return "q"
+def ask(ranks) -> str:
+    """What the user asks rank 0 for; q at the end of the input."""
+    query = "q"
+    if ranks is None or ranks.rank == 0:
+        with suppress(EOFError):
+            query = input(">> ")
+    return query if ranks is None else ranks.share(query)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,19 +108,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, group: mx.distributed.Group) -> None:
     mx.random.seed(args.seed)
     model, tokenizer = load(
         args.model,
         adapter_path=args.adapter_path,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         trust_remote_code=args.trust_remote_code,
-        **groups(args),
+        tensor_group=None if args.pipeline else group,
+        pipeline_group=group if args.pipeline else None,
     )
     print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
     prompt_cache, first = make_prompt_cache(model), True
     while True:
-        query = from_rank_0(model.ranks, ask)
+        query = ask(model.ranks)
         if query == "q":
             break
         if query == "h":
@@ -141,11 +143,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with rank_0_prints():
-        try:
-            run(make_parser().parse_args())
-        except (ValueError, OSError) as e:
+    group = mx.distributed.init()
+    if group.rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end)
+    try:
+        run(make_parser().parse_args(), group)
+    except (ValueError, OSError) as e:
+        if group.rank() == 0:
             print(f"chat: error: {e}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            sys.exit(130)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -152,6 +152,7 @@ def test_every_flag_is_mlx_lms():
         "draft_head_bits",
         "settings",
         "acceptance",
+        "pipeline",
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():

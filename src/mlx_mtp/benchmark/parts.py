@@ -171,7 +171,9 @@ class Timer:
 
     def time_exchange(self, n: int) -> float:
         """The median seconds of one sum over all ranks of the hidden states of n tokens, [1, n, H]."""
+        assert self.hidden is not None
         rows = mx.repeat(self.hidden, n, axis=1)
+        mx.eval(rows)
         group = self.model.ranks.group
         calls = [lambda: mx.eval(mx.distributed.all_sum(rows, group=group))] * (N_CALLS + 1)
         return statistics.median([_timed(call) for call in calls][1:])

@@ -44,7 +44,7 @@ class Ranks:
     def share(self, value: T) -> T:
         """Rank 0's value, which can be pickled, on every rank. It waits for all of them."""
         data = mx.array(list(pickle.dumps(value)) if self.rank == 0 else [], mx.uint8)
-        n = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
+        n: Any = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
         if self.rank != 0:
             data = mx.zeros(n, mx.uint8)
         received: Any = mx.distributed.all_sum(data, group=self.group)
@@ -58,8 +58,8 @@ class Ranks:
         if not any(sizes):
             return [""] * self.size
         padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
-        texts = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
-        return [bytes(row)[:n].decode() for row, n in zip(texts, sizes)]  # type: ignore[arg-type]
+        texts: Any = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
+        return [bytes(row)[:n].decode() for row, n in zip(texts, sizes)]
 
 
 def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
