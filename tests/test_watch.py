@@ -24,12 +24,12 @@ HOST = socket.gethostname()
 class Group:
     """Processes inside ``watch``, each of which does a deed of ranks/watched.py."""
 
-    def __init__(self, *deeds: str, shares: int = 3):
+    def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT):
         self.processes, self.files = [], []
         environment = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
         for rank, deed in enumerate(deeds):
             ours, theirs = socket.socketpair()
-            words = [theirs.fileno(), rank, len(deeds), BEAT, PATIENCE, deed]
+            words = [theirs.fileno(), rank, len(deeds), beat, PATIENCE, deed]
             command = [sys.executable, SCRIPT, *map(str, words)]
             self.processes.append(
                 subprocess.Popen(
@@ -146,6 +146,16 @@ def test_an_exception_that_all_ranks_raise_is_their_own():
     assert not any(e.startswith("mlx_mtp") for e in errors)
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_death_is_named_although_the_others_fail_of_it(culprit):
+    deeds = ["fail", "fail"]  # as a collective does, whose peer is lost
+    deeds[culprit] = "die"
+    with Group(*deeds, beat=1.0) as group:
+        statuses, errors, _ = group.end()
+    assert statuses[1 - culprit] == 1
+    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
+
+
 @pytest.mark.parametrize("deeds", [("leave", "sleep"), ("sleep", "exit"), ("leave", "leave", "sleep", "exit")])
 def test_ranks_wait_for_each_other_at_the_end(deeds):
     with Group(*deeds) as group:
@@ -176,7 +186,7 @@ def test_a_nonzero_exit_ends_the_others():
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_holds_pythons_lock_is_not_lost_however_long_it_takes(slow):
     deeds = ["leave", "leave"]
-    deeds[slow] = "hold the lock"  # for twice the patience
+    deeds[slow] = "hold the lock"  # for longer than the patience
     with Group(*deeds) as group:
         statuses, errors, _ = group.end()
     assert (statuses, errors) == ([0, 0], [])

@@ -16,10 +16,10 @@ group = mx.distributed.init(strict=True, backend="ring")
 with watch(Ranks(group)):
     for i in range(1_000_000):
         mx.eval(mx.distributed.all_sum(mx.ones(8), group=group))
-        if i == 100:
-            if group.rank() == 0:
-                print("sums", flush=True)
-            elif sys.argv[1] == "fail":
+        if i == 50 and group.rank() == 0:
+            print("sums", flush=True)
+        if i == 100 and group.rank() == 1:
+            if sys.argv[1] == "fail":
                 mx.async_eval(mx.distributed.all_sum(mx.ones(8), group=group))  # pending
                 raise ValueError("of rank 1")
             else:

@@ -6,6 +6,7 @@ python watched.py FD RANK SIZE BEAT PATIENCE DEED
 import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -45,11 +46,12 @@ DEEDS = {
     "wait": wait,
     "fail": fail,
     "fail late": lambda: (time.sleep(0.1), fail()),
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "leave": lambda: None,
     "exit": lambda: sys.exit(0),
     "exit 2": lambda: sys.exit(2),
-    "sleep": lambda: time.sleep(1),
-    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_400_000),
+    "sleep": lambda: time.sleep(0.5),
+    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_000_000),
     "hold the lock for ever": lambda: ctypes.PyDLL(None).sleep(600),
     "fork and wait": lambda: (os.fork() or (time.sleep(2), os._exit(0)), wait()),
 }

@@ -14,13 +14,13 @@ A message is a list of its kind and what belongs to it, as a line of JSON.
 
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from select import select
 from time import monotonic
 from typing import Any
 
@@ -47,6 +47,10 @@ class Link:
     def __init__(self, sock: socket.socket, rank: int, host: str):
         self.sock, self.rank, self.name = sock, rank, f"Rank {rank} ({host})"
         self.heard, self.rest = monotonic(), b""
+        self.has_failed = False  # it has told of a fault
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
 
     def send(self, *message: Any) -> None:
         with suppress(OSError):  # a closed connection is found by reading
@@ -65,15 +69,13 @@ class Link:
         self.heard = monotonic()
         return [json.loads(line) for line in lines]
 
-    def wait_for(self, kind: str | None, seconds: float) -> bool:
-        """Whether a message of a kind comes in time and before the connection is closed; ``None`` waits until it is."""
+    def drain(self, seconds: float) -> None:
+        """Wait until the connection is closed, or for so many seconds."""
         end = monotonic() + seconds
         with suppress(OSError):
             while (left := end - monotonic()) > 0:
                 self.sock.settimeout(left)
-                if any(message[0] == kind for message in self.read()):
-                    return True
-        return False
+                self.read()
 
 
 class Watcher:
@@ -99,20 +101,17 @@ class Watcher:
         Raises:
             Fault: One of them is lost.
         """
-        with selectors.DefaultSelector() as selector:
-            for link in (self.own, *self.others):
-                selector.register(link.sock, selectors.EVENT_READ, link)
-            due = monotonic()
-            while not self.is_over:
-                for key, _ in selector.select(max(0, due - monotonic())):
-                    self._hear(key.data)
-                late = monotonic() - due
-                if late > self.patience:  # the others have given this rank up, or will
-                    raise Fault(self.rank, f"{self.own.name} does not answer: it was stopped for {late:.0f} s.")
-                if late >= 0:
-                    due = monotonic() + self.beat
-                    self._check_others()
-                    self._check_parent()
+        due = monotonic()
+        while not self.is_over:
+            for link in select([self.own, *self.others], [], [], max(0, due - monotonic()))[0]:
+                self._hear(link)
+            late = monotonic() - due
+            if late > self.patience:  # the others have given this rank up, or will
+                raise Fault(self.rank, f"{self.own.name} does not answer: it was stopped for {late:.0f} s.")
+            if late >= 0:
+                due = monotonic() + self.beat
+                self._check_others()
+                self._check_parent()
 
     def _hear(self, link: Link) -> None:
         try:
@@ -120,6 +119,7 @@ class Watcher:
         except OSError as e:
             raise Fault(link.rank, f"{link.name} has died.") from e
         for kind, *rest in messages:
+            link.has_failed = kind in ("fault", "failed")
             if kind == "fault":
                 raise Fault(*rest)
             if kind == "failed":
@@ -153,10 +153,11 @@ class Watcher:
 
     def end(self, fault: Fault) -> None:
         """Tell the others of a fault, and end the rank."""
-        for link in self.others:
-            link.send("fault", fault.rank, fault.what, fault.is_exception)
-        # Where another rank has raised an exception, this one may be about to raise the same: then it ends by its own.
-        ends_itself = fault.is_exception and (fault.rank == self.rank or self.own.wait_for("failed", self.beat))
+        self._tell(fault)
+        if fault.is_exception and (cause := self._cause()):
+            fault = cause
+            self._tell(fault)
+        ends_itself = fault.is_exception and self.own.has_failed
         if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
             print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
         if ends_itself:
@@ -165,14 +166,36 @@ class Watcher:
         else:
             self._shut_down()
             if fault.is_exception:  # it is printed first: mlx.launch ends all ranks as soon as one has ended
-                self.own.wait_for(None, LAST_WORDS)
+                self.own.drain(2 * self.beat)
             self._end_rank()
             self.close(fault.rank)
+
+    def _tell(self, fault: Fault) -> None:
+        for link in self.others:
+            link.send("fault", fault.rank, fault.what, fault.is_exception)
+
+    def _cause(self) -> Fault | None:
+        """The loss of a rank, where that is behind an exception: it makes the collectives of the others fail.
+
+        Waits for what all ranks have to say, for a beat. This one may be about to raise the same exception as another.
+        """
+        end = monotonic() + self.beat
+        while waiting := [link for link in (self.own, *self.others) if not link.has_failed]:
+            ready = select(waiting, [], [], max(0, end - monotonic()))[0]
+            for link in ready:
+                try:
+                    self._hear(link)
+                except Fault as fault:
+                    if not fault.is_exception:
+                        return fault
+            if not ready:
+                break
+        return None
 
     def _end_rank(self) -> None:
         self.own.send("end")
         if not is_stopped(self.parent):
-            self.own.wait_for(None, LAST_WORDS)
+            self.own.drain(LAST_WORDS)
         if os.getppid() == self.parent:
             os.kill(self.parent, signal.SIGKILL)
 
@@ -187,7 +210,7 @@ class Watcher:
         end = monotonic() + self.beat + LAST_WORDS
         for link in self.others:
             if link.rank != lost:
-                link.wait_for(None, end - monotonic())
+                link.drain(end - monotonic())
             link.sock.close()
 
 
