@@ -535,6 +535,7 @@ def test_rows_copy_by_themselves(copies, k, most):
         )
 
 
+@pytest.mark.slow
 def test_copies_in_a_batch_are_counted(demo):
     model, tokenizer = demo
     prompts = [tokenizer.encode(f"def area{i}(width, height):\n    return width * height\n\n\n" * 3) for i in range(2)]

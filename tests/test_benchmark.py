@@ -264,6 +264,7 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_several_lengths(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
     run(
@@ -304,6 +305,7 @@ def test_copying_prompts_are_chosen_by_name(monkeypatch):
     assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING)]
 
 
+@pytest.mark.slow
 def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
     (tmp_path / "p.txt").write_text("import os\n---\nclass A:\n")
     run(monkeypatch, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)

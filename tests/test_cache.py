@@ -36,7 +36,7 @@ def kept(cache):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "filled"])
+@pytest.mark.parametrize("prompt", [pytest.param([], marks=pytest.mark.slow), PROMPT], ids=["empty", "filled"])
 def test_rollback_gives_the_state_of_a_forward(family, prompt):
     model = deep_model(family)
     before = filled(model, prompt)

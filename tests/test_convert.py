@@ -66,7 +66,10 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+FEW = ("bfloat16", "4 bit", "mxfp4", "mixed")  # the others behind -m slow
+
+
+@pytest.fixture(scope="module", params=[f if f in FEW else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS])
 def converted(request, name, tmp_path_factory):
     """A conversion of each checkpoint in each format: (its name, the format's, the folder)."""
     out = tmp_path_factory.mktemp(name) / "out"

@@ -139,6 +139,7 @@ def test_the_layer_of_the_head_is_none_of_the_backbone():
 GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "20", "--verbose", "False")
 
 
+@pytest.mark.slow
 def test_rank_0_prints_what_one_process_does(demo):
     """In a pipeline every pass is computed as in one process, so this holds in bfloat16 too."""
     one = generate(*demo, "def add(a, b):", max_tokens=20)

@@ -248,6 +248,7 @@ def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
     assert sampled("--seed", 6, "--mtp") != plain
 
 
+@pytest.mark.slow
 def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
     argv = ["mlx_lm.generate", "--model", mlx_mtp.DEMO, *SAMPLED, "--seed", 5]
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])

@@ -200,6 +200,7 @@ def test_copy_restores_the_end_of_a_turn():
     assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
 
 
+@pytest.mark.slow
 def test_resumes_a_file_of_mlx_lm_cache_prompt(tmp_path):
     file = tmp_path / "cache.safetensors"
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)

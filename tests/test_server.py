@@ -199,6 +199,7 @@ def test_seed_gives_one_text(server, without_mtp, demo, text_of):
         beside.result()
 
 
+@pytest.mark.slow
 def test_match_draws_the_tokens_of_mlx_lm(tmp_path, demo, text_of):
     model, tokenizer = demo
     mx.random.seed(7)
@@ -381,6 +382,7 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
         assert text_from(s) == alone(PROMPT, 24)
 
 
+@pytest.mark.slow
 def test_quantized_caches_are_served_one_at_a_time(tmp_path, demo, text_of):
     model, tokenizer = demo
     options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)

@@ -86,7 +86,9 @@ class Group:
             file.close()
 
 
-CULPRITS = pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 0), (4, 2)])
+CULPRITS = pytest.mark.parametrize(
+    ("size", "culprit"), [(2, 1), (3, 0), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((2, 0), (4, 2)))]
+)
 
 
 @CULPRITS
