@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
-from helpers import plain
+from helpers import plain, text_of
 from mlx_lm.sample_utils import make_logits_processors
 from server_process import Server, serve
 from tqdm import tqdm
@@ -79,15 +79,9 @@ def ask(server: Server, body: dict, hang_up_after: int | None) -> str | None:
 def plain_text(body: dict, model, tokenizer) -> str:
     processors = make_logits_processors(repetition_penalty=body.get("repetition_penalty", 0.0))
     prompt = tokenizer.encode(body["prompt"])
-    detokenizer = tokenizer.detokenizer
     sampler = make_sampler(body.get("temperature", 0.0), body.get("top_p", 0.0), seed=body.get("seed"))
     tokens = plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors, sampler=sampler)
-    for token in tokens:
-        if token in tokenizer.eos_token_ids:
-            break
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    return detokenizer.text
+    return text_of(tokenizer, tokens)
 
 
 def run(

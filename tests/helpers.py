@@ -112,6 +112,17 @@ def tensors(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
+def text_of(tokenizer, tokens) -> str:
+    """The text up to the end of text."""
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        if token in tokenizer.eos_token_ids:
+            break
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text
+
+
 def plain(prompt, model, **kwargs) -> list[int]:
     """The tokens of mlx-lm's own generation."""
     return [token for token, _ in generate_step(mx.array(prompt), model, **kwargs)]

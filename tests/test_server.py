@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 
+import helpers
 import mlx.core as mx
 import openai
 import pytest
@@ -57,18 +58,7 @@ def client(server):
 @pytest.fixture(scope="module")
 def text_of(demo):
     """Tokens -> text, up to the end of text."""
-    _, tokenizer = demo
-
-    def decode(tokens: list[int]) -> str:
-        detokenizer = tokenizer.detokenizer
-        for token in tokens:
-            if token in tokenizer.eos_token_ids:
-                break
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        return detokenizer.text
-
-    return decode
+    return partial(helpers.text_of, demo[1])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import checkpoints
 import mlx.core as mx
 import pytest
-from helpers import plain
+from helpers import plain, text_of
 from mlx_lm.models.cache import LRUPromptCache
 from server_process import Server, serve
 
@@ -55,13 +55,7 @@ def alone(checkpoint):
 
     def text(prompt: str, max_tokens: int = 12, temperature: float = 0.0, seed: int | None = None) -> str:
         sampler = make_sampler(temperature, seed=seed)
-        detokenizer = tokenizer.detokenizer
-        for token in plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler):
-            if token in tokenizer.eos_token_ids:
-                break
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        return detokenizer.text
+        return text_of(tokenizer, plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler))
 
     return text
 

@@ -6,14 +6,13 @@ sequence (``decoding/depth.py``); the rows come and go with what they know of th
 new begins with the times of the sizes beside it.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Literal, cast
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
-from ..decoding.exchange import Exchange
+from ..decoding.exchange import Clock, Exchange
 from ..decoding.loop import resolve_number
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
@@ -138,12 +137,12 @@ class BatchPace:
     """
 
     def __init__(self, depth: int | BatchDepth, ranks: Ranks | None = None):
-        self.unheard: deque[tuple[int, int, float]] = deque()  # rows, drafts, and those accepted, a row's mean
         self.fixed = depth if isinstance(depth, int) else 0
         self.depth = depth if isinstance(depth, BatchDepth) else None
         if self.depth is not None:
             self.depth.begin()
         self.exchange = None if ranks is None else Exchange(ranks, self.depth)
+        self.clock: Clock[tuple[int, int, float]] = Clock(self.exchange)  # rows, drafts, those accepted, a row's mean
         self.asked: list[tuple[int, list[Row]]] = []  # the latest windows: drafts asked for, and their rows
         self.last: float | None = None  # when the tokens of the step before were known
 
@@ -168,19 +167,10 @@ class BatchPace:
             if self.last is None or not is_clear:
                 self.depth.observe(*outcome, None)
             else:
-                self.unheard.append(outcome)
-                if self.exchange is None:
-                    self._hear(now - self.last)
-                else:
-                    self.exchange.untold.append(now - self.last)
+                self.clock.record(outcome, now - self.last)
+            for outcome, seconds in self.clock.known():
+                self.depth.observe(*outcome, seconds)
         self.last = now
-        while self.exchange is not None and self.exchange.heard:
-            self._hear(self.exchange.heard.popleft())
-
-    def _hear(self, seconds: float) -> None:
-        """Have the depth learn from the oldest step whose time was not known."""
-        assert self.depth is not None
-        self.depth.observe(*self.unheard.popleft(), seconds)
 
 
 def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:

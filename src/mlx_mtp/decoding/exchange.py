@@ -13,12 +13,14 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, unlike_rank_0
+
+T = TypeVar("T")
 
 CHECKED_EVERY = 64  # passes, where no seconds travel
 
@@ -65,8 +67,8 @@ class Exchange:
 
     def _check(self, numbers: list[float], what: str) -> None:
         rows: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
-        if others := [str(r) for r, row in enumerate(rows) if row != rows[0]]:
-            raise ValueError(f"Ranks {', '.join(others)} {what}.")
+        if others := unlike_rank_0(rows):
+            raise ValueError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
         """What to evaluate with a pass that has this output: the next untold seconds, and the checksum."""
@@ -87,14 +89,37 @@ class Exchange:
         message = self.sent.popleft()
         if message is not None:
             rows: Any = message.tolist()
-            if others := [str(r) for r, row in enumerate(rows) if row[1] != rows[0][1]]:
+            if others := unlike_rank_0([checksum for _, checksum in rows]):
                 raise RuntimeError(
-                    f"Ranks {', '.join(others)} have chosen other tokens than rank 0: run the same versions, the same files "
+                    f"{others} have chosen other tokens than rank 0: run the same versions, the same files "
                     "and the same kind of machine everywhere."
                 )
             if rows[0][0] > 0:
                 self.heard.append(rows[0][0])
         self.checksum = _checksum(tokens, self.checksum)
+
+
+class Clock(Generic[T]):
+    """Tells how long each step took: by this process's own time, or where several ranks run the model by rank 0's, later.
+
+    Args:
+        exchange (Exchange, optional): With the other ranks. ``None`` for one process.
+    """
+
+    def __init__(self, exchange: Exchange | None):
+        self.steps: deque[T] = deque()  # whose time is not known
+        self.untold: deque[float] = deque() if exchange is None else exchange.untold
+        self.heard = self.untold if exchange is None else exchange.heard
+
+    def record(self, step: T, seconds: float) -> None:
+        """A step took so many seconds here."""
+        self.steps.append(step)
+        self.untold.append(seconds)
+
+    def known(self) -> Iterator[tuple[T, float]]:
+        """The oldest steps whose time is known now, and their seconds."""
+        while self.heard:
+            yield self.steps.popleft(), self.heard.popleft()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """How many drafts each step makes, and what came of them: counts, and the time that each step took."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -8,7 +7,7 @@ from typing import Literal
 
 from .decoder import Step
 from .depth import Depth
-from .exchange import Exchange
+from .exchange import Clock, Exchange
 from .step_times import PLAIN, Plan
 
 NumDraftTokens = int | Literal["auto"] | Depth
@@ -71,7 +70,7 @@ class Pace:
         exchange: Exchange | None = None,
     ):
         self.exchange = exchange
-        self.unheard: deque[tuple[Plan, int, bool]] = deque()  # steps: plan, accepted drafts, whether its time is clear
+        self.clock: Clock[tuple[Plan, int, bool]] = Clock(exchange)  # plan, accepted drafts, whether the time is clear
         self.n_drafts, self.n_copies, self.depth, self.counts = n_drafts, n_copies, depth, counts
         if depth is not None:
             depth.begin(n_drafts)
@@ -114,18 +113,8 @@ class Pace:
         self.counts.add(step.n_drafted, step.n_accepted, plan.copies)
         now = perf_counter()
         if self.depth is not None and self.last is not None:
-            self.unheard.append((plan, step.n_accepted, is_clear))
-            if self.exchange is None:
-                self._hear(now - self.last)
-            else:
-                self.exchange.untold.append(now - self.last)
+            self.clock.record((plan, step.n_accepted, is_clear), now - self.last)
+            for (plan, n_accepted, is_clear), seconds in self.clock.known():
+                # Drafts that the head was too unsure of count as rejected: they were paid for.
+                self.depth.observe(plan, n_accepted, seconds if is_clear else None)
         self.last, self.n_drafted = now, step.n_drafted
-        while self.exchange is not None and self.exchange.heard:
-            self._hear(self.exchange.heard.popleft())
-
-    def _hear(self, seconds: float) -> None:
-        """Have the depth learn from the oldest step whose time was not known."""
-        assert self.depth is not None
-        plan, n_accepted, is_clear = self.unheard.popleft()
-        # Drafts that the head was too unsure of count as rejected: they were paid for.
-        self.depth.observe(plan, n_accepted, seconds if is_clear else None)

@@ -8,7 +8,7 @@ of this belongs on the stream that the model runs on: call it within ``with mx.s
 """
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,11 +25,6 @@ class Ranks:
 
     def __init__(self, group: mx.distributed.Group):
         self.group, self.rank, self.size = group, group.rank(), group.size()
-
-    def told(self, numbers: list[float]) -> mx.array:
-        """Rank 0's numbers, [n] float32, on every rank. It does not wait: evaluate it with a pass of the model."""
-        mine = mx.array(numbers, mx.float32)
-        return mx.distributed.all_sum(mine if self.rank == 0 else mx.zeros_like(mine), group=self.group)
 
     def gather(self, numbers: list[float], after: mx.array) -> mx.array:
         """Every rank's numbers, [R, n] float32, by rank. It does not wait: evaluate it with a pass of the model.
@@ -60,6 +55,12 @@ class Ranks:
         padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
         texts: Any = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
         return [bytes(row)[:n].decode() for row, n in zip(texts, sizes)]
+
+
+def unlike_rank_0(values: Sequence[object]) -> str:
+    """The ranks whose value, by rank, is not that of rank 0: ``"Ranks 1, 3"``; empty if there is none."""
+    others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+    return f"Ranks {', '.join(others)}" if others else ""
 
 
 def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:

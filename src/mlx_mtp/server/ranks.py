@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, unlike_rank_0
 from .batch import Event, Progress, Token
 from .engine import News, ResponseGenerator
 from .metrics import Metrics
@@ -79,8 +79,8 @@ class RankGenerator(ResponseGenerator):
             return News()
         sent: Any = self.sent.tolist()
         has_news, stop, is_full, checksum = zip(*sent)
-        if others := [str(rank) for rank, c in enumerate(checksum) if c != checksum[0]]:
-            raise RuntimeError(f"Ranks {', '.join(others)} have generated other tokens than rank 0.")
+        if others := unlike_rank_0(checksum):
+            raise RuntimeError(f"{others} have generated other tokens than rank 0.")
         if any(stop):
             self.waiting += self.untold.arrived
             return None
