@@ -4,6 +4,7 @@ import copy
 import functools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.models.prompt_cache import open_prompt_cache
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 model_of = functools.cache(tiny_model)
@@ -198,6 +200,29 @@ def test_copy_restores_the_end_of_a_turn():
     earlier = copy.deepcopy(prompt_cache)
     mtp(TURNS[1], model, max_tokens=9, prompt_cache=prompt_cache)
     assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
+
+
+def test_each_rank_resumes_its_own_part_alone(tmp_path):
+    """Another rank's part has the same shapes: nothing else would tell."""
+
+    def as_rank(*part):
+        model = tiny_model("qwen3_5")
+        model.ranks = SimpleNamespace(rank=part[0], size=part[1]) if part else None
+        return model
+
+    parts, file = [(), (0, 2), (1, 2), (1, 4)], str(tmp_path / "cache.safetensors")
+    for part in parts:
+        saved = make_prompt_cache(as_rank())
+        mtp(TURNS[0], as_rank(), max_tokens=2, prompt_cache=saved)
+        saved[-1][3] = make_prompt_cache(as_rank(*part))[-1][3]
+        stock.save_prompt_cache(file, saved)
+        for other in parts:
+            loaded = stock.load_prompt_cache(file)
+            if other == part:
+                open_prompt_cache(as_rank(*other), loaded)
+            else:
+                with pytest.raises(ValueError, match=r"cache is that of (rank|one process).* and this is"):
+                    open_prompt_cache(as_rank(*other), loaded)
 
 
 @pytest.mark.slow

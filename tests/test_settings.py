@@ -67,6 +67,15 @@ def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     assert tokens == plain(prompt, untuned, max_tokens=16)
 
 
+def test_settings_of_one_process_are_not_for_several(tuned_demo, caplog):
+    file = tuned_demo(TUNED)
+    assert settings.find(True, [DEMO]) == TUNED
+    assert settings.find(True, [DEMO], n_ranks=2) is None
+    assert caplog.text == ""
+    assert settings.find(file, [DEMO], n_ranks=2) is None
+    assert "are ignored, because device is 2 times" in caplog.text
+
+
 def test_attention_follows_settings(tuned_demo):
     for rows in (3, None):
         tuned_demo(Settings(attention_rows=rows))

@@ -265,7 +265,7 @@ class Batch:
     def extract(self, row: Row) -> list[Any]:
         """While a window is in flight: the prompt cache of a row's tokens."""
         b = self.rows.index(row)
-        _, last = make_head_cache()
+        _, last = make_head_cache(self.model)
         entries = [*self.cache.extract(b), self.drafter.extract(b), last]
         cache = PromptCache(entries, len(self.model.layers))
         cache.last_hidden = mx.contiguous(self.hidden[b : b + 1, :1])

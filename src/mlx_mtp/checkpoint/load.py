@@ -247,7 +247,8 @@ def _apply_settings(
     Returns:
         Tuple[Optional[int], Optional[int], Optional[int]]: Their draft_vocab, mtp_bits and draft_head_bits.
     """
-    tuned = from_rank_0(model.ranks, lambda: find(settings, folders))
+    n_ranks = 1 if model.ranks is None else model.ranks.size
+    tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))
     if tuned is None:
         return None, None, None
     model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows

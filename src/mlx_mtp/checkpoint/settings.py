@@ -25,10 +25,10 @@ from .tensors import WEIGHTS
 log = logging.getLogger(__name__)
 
 
-def key_of(*folders: Path) -> dict[str, str]:
+def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
     """What settings depend on: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
 
-    A checkpoint is identified by its path, its config and the sizes of its weights.
+    A checkpoint is identified by its path, its config and the sizes of its weights. Several machines are another device.
     """
     digest = hashlib.sha256()
     for folder in folders:
@@ -38,9 +38,10 @@ def key_of(*folders: Path) -> dict[str, str]:
         files = {f.name: f.stat().st_size for pattern in (WEIGHTS, HEAD_FILE, "adapter*") for f in folder.glob(pattern)}
         digest.update(json.dumps(sorted(files.items())).encode())
     device = mx.device_info()
+    each = f"{device.get('device_name')}, {device.get('architecture')}, {mx.default_device()}"
     return {
         "checkpoint": digest.hexdigest()[:16],
-        "device": f"{device.get('device_name')}, {device.get('architecture')}, {mx.default_device()}",
+        "device": each if n_ranks == 1 else f"{n_ranks} times {each}",
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
         "mlx-mtp": __version__,
@@ -53,12 +54,13 @@ def default_file(key: Mapping[str, str]) -> Path:
     return user_cache_path("mlx_mtp", appauthor=False) / f"{name}.json"
 
 
-def find(file: bool | str | Path, folders: Sequence[Path]) -> Settings | None:
+def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
     """Find the settings of a checkpoint.
 
     Args:
         file (Union[bool, str, Path]): As ``settings`` in ``mlx_mtp.load``.
         folders (Sequence[Path]): The checkpoint's, see ``key_of``.
+        n_ranks (int): The number of processes that run the model. Default: ``1``.
 
     Returns:
         Optional[Settings]: ``None`` if there are none or, with a warning, if they are for something else.
@@ -69,7 +71,7 @@ def find(file: bool | str | Path, folders: Sequence[Path]) -> Settings | None:
     """
     if file is False:
         return None
-    key = key_of(*folders)
+    key = key_of(*folders, n_ranks=n_ranks)
     path = default_file(key) if file is True else Path(file)
     if file is True and not path.exists():
         return None

@@ -22,7 +22,7 @@ from ..distributed.ranks import Ranks, unlike_rank_0
 
 T = TypeVar("T")
 
-CHECKED_EVERY = 64  # passes, where no seconds travel
+CHECKED_EVERY = 8  # passes, where no seconds travel
 
 
 class Exchange:

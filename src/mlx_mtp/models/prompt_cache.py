@@ -2,8 +2,9 @@
 
 A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
 an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, the number
-of tokens that the backbone's caches held then, and these tokens, which may be copied. By name and state all of them are
-mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache`` reads it.
+of tokens that the backbone's caches held then, these tokens, which may be copied, and whose part of the model's caches this is,
+where several ranks run it. By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list,
+its ``load_prompt_cache`` reads it.
 """
 
 from collections.abc import Sequence
@@ -74,6 +75,12 @@ class PromptCache:
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
 
     @property
+    def part(self) -> list[int]:
+        """The rank whose part this is, and the number of ranks; empty for one process."""
+        part = self._last[3]
+        return [] if part is None else part.tolist()
+
+    @property
     def first_row(self) -> int:
         """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
@@ -99,12 +106,15 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
     Returns:
         List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
     """
-    return model.make_cache() + make_head_cache()
+    return model.make_cache() + make_head_cache(model)
 
 
-def make_head_cache() -> list[Any]:
+def make_head_cache(model: Any) -> list[Any]:
     """The last two entries of an empty prompt cache."""
-    return [stock.KVCache(), stock.ArraysCache(size=3)]
+    last = stock.ArraysCache(size=4)
+    if part := _part_of(model):
+        last[3] = mx.array(part)
+    return [stock.KVCache(), last]
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
@@ -117,7 +127,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries (List[Any], optional): Of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
 
     Raises:
-        ValueError: The cache does not fit this model, or a generation is open on it.
+        ValueError: The cache does not fit this model, is another rank's, or a generation is open on it.
     """
     if entries is None:
         return PromptCache(make_prompt_cache(model), len(model.layers))
@@ -130,17 +140,22 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     for i, own in enumerate(model.make_cache()):
         entries[i] = _adopt(entries[i], own, i)
     if len(entries) == n_layers:
-        entries += make_head_cache()
-    if len(entries[-1].cache) == 2:
-        entries[-1].cache.append(None)  # of a version that had no copy drafts
+        entries += make_head_cache(model)
+    missing = 4 - len(entries[-1].cache)  # in a cache of an earlier version
+    entries[-1].cache += [None] * missing
     cache = PromptCache(entries, n_layers)
+    if cache.part != _part_of(model):
+        raise ValueError(
+            f"The prompt cache is that of {_name(cache.part)} and this is {_name(_part_of(model))}: "
+            "give each rank its own, on as many ranks as made it."
+        )
     if cache.in_use:
         raise ValueError(
             "A generation is open on this prompt cache, or ended in another thread: close its generator first, in the thread "
             "that runs it, or give each generation its own copy.deepcopy of the cache."
         )
     if cache.n_recorded != cache.n_tokens:
-        entries[n_layers:] = make_head_cache()
+        entries[n_layers:] = make_head_cache(model)
         cache = PromptCache(entries, n_layers)
     return cache
 
@@ -158,6 +173,14 @@ def _adopt(entry: Any, own: Any, i: int) -> Any:
     if isinstance(entry, ArraysCache):
         entry.draft = None  # it may come from mlx-lm's own speculative loop
     return entry
+
+
+def _part_of(model: Any) -> list[int]:
+    return [] if model.ranks is None else [model.ranks.rank, model.ranks.size]
+
+
+def _name(part: list[int]) -> str:
+    return f"rank {part[0]} of {part[1]}" if part else "one process"
 
 
 def n_tokens(caches: list[Any]) -> int:
