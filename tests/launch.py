@@ -24,7 +24,8 @@ def run(n: int, *program: str, timeout: float = 120, stdin: str = "") -> subproc
 
     ``mlx.launch`` passes ``stdin`` to each, and never ends it. Its own exit status is always 0.
     """
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    folders = [TESTS, TESTS.parent / "src", TESTS.parent / "scripts"]
+    paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     read_end, open_end = os.pipe()  # it stays open: mlx.launch spins once its input has ended
     os.write(open_end, stdin.encode())

@@ -5,6 +5,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import distribution
 import mlx.core as mx
 import pytest
 from checkpoints import write
@@ -63,6 +64,16 @@ def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, tensor, pipeline)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_do_everything_with_each_family(tmp_path, how, sizes, family):
     check(2, "all", [f"{how}:{checkpoint(tmp_path, family, **sizes)}"], timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
+def test_ranks_sample_the_exact_distribution(tmp_path, how, sizes):
+    folder = checkpoint(tmp_path, "qwen3_5", **sizes | {"vocab_size": distribution.VOCAB})
+    p_values, other = launch(2, "sampling.py", how, str(folder), "500", timeout=500)
+    assert p_values == other
+    assert len(p_values) == 5
+    assert min(p_values.values()) > distribution.LEVEL, p_values
 
 
 @pytest.mark.parametrize(
