@@ -100,8 +100,12 @@ def test_known_times_hold_until_contradicted():
     for seconds in (5.0, 0.7):  # the first one compiles
         depth.observe(Plan(1), 1, seconds)
     assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
+    before = dict(depth.times.seconds)
     for seconds in (5.0, 1.4):
         depth.observe(Plan(2), 2, seconds)
+    assert depth.times.seconds == before  # it may have been a pause
+    assert depth.next() == Plan(2)
+    depth.observe(Plan(2), 2, 1.4)
     assert PLAIN not in depth.times.seconds
     assert [depth.next().k for _ in Depth.FIRST] == list(Depth.FIRST)
 

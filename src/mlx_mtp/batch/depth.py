@@ -1,9 +1,12 @@
-"""How many tokens to draft next for all rows: the number with the most expected tokens per second of the batch.
+"""How many tokens to draft next for all rows: the number with the fewest seconds per token, in the mean of the rows.
 
 A step with k drafts takes t(B, k) seconds with B rows, and row b yields E_b(k) tokens, by its own acceptance. One k for all
-maximizes the sum of E_b(k) over t(B, k). A ``Depth`` for each size of batch learns the times and chooses as it does for one
-sequence (``decoding/depth.py``); the rows come and go with what they know of their texts, and the times stay. A size that is
-new begins with the times of the sizes beside it.
+minimizes the mean of t(B, k) / E_b(k). What yields most tokens per second of the whole batch is another k: it favours rows
+that are fast already, and a row whose drafts are rejected pays for them and ends long after the others.
+
+A ``Depth`` for each size of batch learns the times and chooses as it does for one sequence (``decoding/depth.py``); the rows
+come and go with what they know of their texts, and the times stay. A size that is new begins with the times of the sizes
+beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +29,7 @@ NumDraftTokens = int | Literal["auto"]
 
 
 class JointRates(Rates):
-    """The acceptance rates of several rows as those of one, whose steps yield what the rows' yield on average.
+    """The acceptance rates of several rows as those of one, which takes as long for a token as they do in the mean.
 
     The rows count by themselves, so it counts nothing.
     """
@@ -40,24 +43,25 @@ class JointRates(Rates):
 
 def joint(rates: Sequence[Sequence[float]]) -> list[float]:
     """
-    The probability that each draft is accepted given that those before it were, over all rows, [K].
+    The acceptance rates of a row whose steps yield the harmonic mean of what those of the rows yield, [K].
 
     Args:
         rates (Sequence[Sequence[float]]): The same for each row, B times [K].
     """
-    totals = [sum(tokens) for tokens in zip(*map(expected_tokens, rates))]  # [K + 1]
-    accepting = [b - a for a, b in pairwise(totals)]  # the expected number of rows that accept draft i
-    return [n / before if before > 0 else 0.0 for before, n in zip([len(rates), *accepting], accepting)]
+    tokens = [len(rates) / sum(1 / n for n in of_rows) for of_rows in zip(*map(expected_tokens, rates))]  # [K + 1]
+    accepted = [1.0, *(b - a for a, b in pairwise(tokens))]  # the probability that the drafts up to each are accepted
+    return [b / a if a > 0 else 0.0 for a, b in pairwise(accepted)]
 
 
 class SizeDepth(Depth):
     """A ``Depth`` of several rows.
 
-    With many rows a draft costs nearly what a token does, so drafts gain little at best, and estimates of many rows that come
-    and go err more than those of one.
+    With many rows a draft costs nearly what a token does, so drafts gain little at best. Estimates of many rows that come and
+    go err more than those of one, and rows that gain differently end at different times, the last ones in a small batch.
     """
 
-    MARGIN = 0.08
+    MARGIN = 0.15
+    FIRST_LOSS = 0.5  # a step shows a draft of each row
 
 
 class BatchDepth:

@@ -45,7 +45,7 @@ class Depth:
     """Chooses the depth of every step, of one generation after another.
 
     It begins plain, unless times are known from before, drafts one token twice, and then takes the best depth by its estimates.
-    It forgets the known times if the first steps at a depth contradict them.
+    It forgets the known times if the first two steps at a depth contradict them; one alone may have been a pause.
 
     Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
     the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
@@ -64,6 +64,7 @@ class Depth:
 
     FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
     PROBING = 0.02  # of the time, at most, lost to probing
+    FIRST_LOSS = 1.0  # plain steps that may be lost before
     MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
     DOUBT = 0.1  # of a probe's accepted drafts not counted as gain: probes follow plain steps that seem slower than they are
 
@@ -83,7 +84,7 @@ class Depth:
         self.rates = Rates(self.most)
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
         self.planned = [] if only is not None else [Plan(k) for k in self.FIRST if k > 0]
-        self.unconfirmed = set(self.times.seconds)
+        self.unconfirmed, self.doubted = set(self.times.seconds), set[Plan]()
         if len(self.unconfirmed) < 2:  # nothing says what a draft costs
             self._forget_times()
 
@@ -114,7 +115,7 @@ class Depth:
         if best > 0:
             is_safe = self._is_safe(tokens / seconds[best] * plain)
             return [Plan(best)] if is_safe else [PLAIN, *self._trial(best, seconds)]
-        if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + plain:
+        if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
             return self._trial(best, seconds) or [Plan(1)]
         return [PLAIN]
 
@@ -147,8 +148,8 @@ class Depth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
         """
-        if seconds is not None:
-            self._confirm(plan, seconds)
+        if seconds is not None and not self._is_confirmed(plan, seconds):
+            seconds = None
         self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
         if not plan.copies and plan.k > 0:
@@ -156,13 +157,20 @@ class Depth:
         elif plan.copies and n_accepted == plan.k == self.most_copies < MAX_COPY_TOKENS:
             self.most_copies *= 2
 
-    def _confirm(self, plan: Plan, seconds: float) -> None:
-        """Forgets the known times if the first step that counts at a depth contradicts them."""
+    def _is_confirmed(self, plan: Plan, seconds: float) -> bool:
+        """Whether the time of a step counts: not the first one that contradicts the known times. The second forgets them."""
         if plan in self.unconfirmed and plan in self.times.warm:
-            self.unconfirmed.remove(plan)
             ratio = seconds / self.times.seconds[plan]
-            if not 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
+            if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
+                self.unconfirmed.remove(plan)
+            elif plan not in self.doubted:
+                self.doubted.add(plan)
+                if self.only is None and not plan.copies:  # there may be nothing to copy
+                    self.planned.insert(0, plan)
+                return False
+            else:
                 self._forget_times()  # another context, another state of the machine
+        return True
 
     def _account(self, plan: Plan, n_accepted: int, seconds: float | None) -> None:
         """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""
