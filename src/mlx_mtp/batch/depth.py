@@ -61,7 +61,7 @@ class SizeDepth(Depth):
     """
 
     MARGIN = 0.15
-    FIRST_LOSS = 0.5  # a step shows a draft of each row
+    PROBING, FIRST_LOSS = 0.01, 0.5  # a step shows a draft of each row
 
 
 class BatchDepth:
