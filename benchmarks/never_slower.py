@@ -2,7 +2,7 @@
 
     python benchmarks/never_slower.py              on the bundled demo
     python benchmarks/never_slower.py --repeat 9
-    python benchmarks/never_slower.py --kinds      on the nine kinds of request, whose answers do not copy: no fixed depths
+    python benchmarks/never_slower.py --kinds      on the nine kinds of request, without the fixed depths
 
 In a round all runs generate at once in one process and take turns of 64 tokens, so that drift of the machine affects all alike.
 Ratios are taken in each round and their median is printed; the ratio of plain decoding to a second plain run tells how precise

@@ -110,6 +110,17 @@ def test_known_times_hold_until_contradicted():
     assert [depth.next().k for _ in Depth.FIRST] == list(Depth.FIRST)
 
 
+def test_a_doubtful_copy_is_not_repeated():
+    """There may be nothing to copy at the next step."""
+    depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, copies=True)
+    for seconds in (5.0, 1.0):  # the first one compiles
+        depth.observe(copy, 4, seconds)
+    depth.begin()
+    depth.observe(copy, 4, 3.0)
+    assert copy in depth.doubted
+    assert depth.next() == Plan(1)
+
+
 @pytest.mark.parametrize("case", list(next_text()), ids=id_of)
 def test_the_next_text_gains_from_known_times(case):
     seeds = range(18)

@@ -64,7 +64,7 @@ class Depth:
 
     FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
     PROBING = 0.02  # of the time, at most, lost to probing
-    FIRST_LOSS = 1.0  # plain steps that may be lost before
+    FIRST_LOSS = 1.0  # plain steps that probing may lose besides, so that it can begin
     MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
     DOUBT = 0.1  # of a probe's accepted drafts not counted as gain: probes follow plain steps that seem slower than they are
 
@@ -148,8 +148,8 @@ class Depth:
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
         """
-        if seconds is not None and not self._is_confirmed(plan, seconds):
-            seconds = None
+        if seconds is not None:
+            seconds = self._confirm(plan, seconds)
         self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
         if not plan.copies and plan.k > 0:
@@ -157,20 +157,21 @@ class Depth:
         elif plan.copies and n_accepted == plan.k == self.most_copies < MAX_COPY_TOKENS:
             self.most_copies *= 2
 
-    def _is_confirmed(self, plan: Plan, seconds: float) -> bool:
-        """Whether the time of a step counts: not the first one that contradicts the known times. The second forgets them."""
-        if plan in self.unconfirmed and plan in self.times.warm:
-            ratio = seconds / self.times.seconds[plan]
-            if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
-                self.unconfirmed.remove(plan)
-            elif plan not in self.doubted:
-                self.doubted.add(plan)
-                if self.only is None and not plan.copies:  # there may be nothing to copy
-                    self.planned.insert(0, plan)
-                return False
-            else:
-                self._forget_times()  # another context, another state of the machine
-        return True
+    def _confirm(self, plan: Plan, seconds: float) -> float | None:
+        """The time of a step, if it counts: the first that contradicts the known times does not, the second forgets them."""
+        if plan not in self.unconfirmed or plan not in self.times.warm:
+            return seconds
+        ratio = seconds / self.times.seconds[plan]
+        if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
+            self.unconfirmed.remove(plan)
+            return seconds
+        if plan in self.doubted:
+            self._forget_times()  # another context, another state of the machine
+            return seconds
+        self.doubted.add(plan)
+        if self.only is None and not plan.copies:  # there may be nothing to copy
+            self.planned.insert(0, plan)  # once more
+        return None
 
     def _account(self, plan: Plan, n_accepted: int, seconds: float | None) -> None:
         """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""

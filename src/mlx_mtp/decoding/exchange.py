@@ -109,7 +109,7 @@ class Clock(Generic[T]):
     def __init__(self, exchange: Exchange | None):
         self.steps: deque[T] = deque()  # whose time is not known
         self.untold: deque[float] = deque() if exchange is None else exchange.untold
-        self.heard = self.untold if exchange is None else exchange.heard
+        self.heard = self.untold if exchange is None else exchange.heard  # one process knows its own at once
 
     def record(self, step: T, seconds: float) -> None:
         """A step took so many seconds here."""

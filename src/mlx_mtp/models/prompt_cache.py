@@ -16,6 +16,8 @@ from mlx_lm.models import cache as stock
 
 from .cache import ArraysCache
 
+N_LAST = 4  # arrays of the last entry
+
 
 class PromptCache:
     """A prompt cache by name. The list stays the one that the caller holds: this is a view of it.
@@ -111,7 +113,7 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 def make_head_cache(model: Any) -> list[Any]:
     """The last two entries of an empty prompt cache."""
-    last = stock.ArraysCache(size=4)
+    last = stock.ArraysCache(N_LAST)
     if part := _part_of(model):
         last[3] = mx.array(part)
     return [stock.KVCache(), last]
@@ -141,8 +143,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries[i] = _adopt(entries[i], own, i)
     if len(entries) == n_layers:
         entries += make_head_cache(model)
-    missing = 4 - len(entries[-1].cache)  # in a cache of an earlier version
-    entries[-1].cache += [None] * missing
+    entries[-1].cache += [None] * (N_LAST - len(entries[-1].cache))  # an earlier version had fewer
     cache = PromptCache(entries, n_layers)
     if cache.part != _part_of(model):
         raise ValueError(
