@@ -473,6 +473,7 @@ def test_auto_shares_one_depth_between_generations(monkeypatch):
 
         def _confirm(self, plan, seconds):
             """Never forget a time, however unsteady the machine."""
+            return seconds
 
         def begin(self, only=None):
             self.n_texts += 1
