@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -33,6 +33,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNorm,
     Qwen3_5TextModel,
 )
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 END = "<|endoftext|>"
 DEPTH = 3  # drafts that the head is trained for
@@ -95,12 +96,10 @@ def standard_library() -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], path: Path) -> Tokenizer:
-    """A byte-level BPE of 4096 tokens; id 0 ends a text."""
+    """A byte-level BPE of 4096 tokens that splits text as transformers does for every Qwen3.5; id 0 ends a text."""
     if path.exists():
         return Tokenizer.from_file(str(path))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = Qwen3_5Tokenizer().backend_tokenizer
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
@@ -166,10 +165,9 @@ class Demo(nn.Module):
         Accuracy counts the drafts that are the text's own token, agreement those that are the backbone's choice.
         """
         T = window.shape[1] - 1 - DEPTH
-        hidden = self.backbone(window[:, : T + DEPTH]).last_hidden_state  # [B, T + DEPTH, H]
-        logits = self.logits(hidden)  # [B, T + DEPTH, V]
-        next_token = F.cross_entropy(logits.flatten(0, 1), window[:, 1 : T + DEPTH + 1].flatten())
-        return next_token, self.draft_losses(window, hidden[:, :T], logits.detach().softmax(-1))
+        hidden = self.backbone(window[:, : T + DEPTH], use_cache=False).last_hidden_state  # [B, T + DEPTH, H]
+        next_token, target = backbone_loss(self.logits(hidden), window[:, 1 : T + DEPTH + 1])
+        return next_token, self.draft_losses(window, hidden[:, :T], target)
 
     def draft_losses(self, window, h, target):
         """window [B, T + 1 + DEPTH], verified h [B, T, H], target [B, T + DEPTH, V] -> what ``losses`` says of each draft.
@@ -187,14 +185,23 @@ class Demo(nn.Module):
             e = self.backbone.embed_tokens(window[:, d + 1 : d + 1 + T])  # [B, T, H]
             positions = (rows + d).view(1, 1, -1).expand(3, B, -1)
             h = self.mtp(e, h, self.backbone.rotary_emb(h, positions), mask, cache)
-            draft = self.logits(h)
-            wanted = target[:, d + 1 : d + 1 + T]
-            loss = -(wanted * draft.log_softmax(-1)).sum(-1).mean()
-            choice = draft.argmax(-1)
-            accuracy = (choice == window[:, d + 2 : d + 2 + T]).float().mean()
-            agreement = (choice == wanted.argmax(-1)).float().mean()
-            drafts.append((loss, accuracy, agreement))
+            drafts.append(draft_loss(self.logits(h), target[:, d + 1 : d + 1 + T], window[:, d + 2 : d + 2 + T]))
         return drafts
+
+
+@torch.compile
+def backbone_loss(logits, text):
+    """logits [B, T, V], text [B, T] -> the next-token loss, and the backbone's distribution [B, T, V]."""
+    logits = logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), text.flatten()), logits.detach().softmax(-1)
+
+
+@torch.compile
+def draft_loss(logits, target, text):
+    """logits and target [B, T, V], text [B, T] -> (loss, top-1 accuracy, agreement)."""
+    loss = -(target * logits.float().log_softmax(-1)).sum(-1).mean()
+    choice = logits.argmax(-1)
+    return loss, (choice == text).float().mean(), (choice == target.argmax(-1)).float().mean()
 
 
 class Training:
@@ -304,6 +311,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="Tokens in a window (default: 512).")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--compile", action="store_true", help="Compile with torch.compile: faster, needs a C++ compiler."
+    )
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -318,6 +328,11 @@ def main() -> None:
     config = Qwen3_5TextConfig(**TEXT_CONFIG)
     config._attn_implementation = "sdpa"
     model = Demo(config).to(args.device).float()
+    if args.compile:
+        for layer in model.backbone.layers:
+            layer.compile()
+    else:
+        torch.compiler.set_stance("force_eager")
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     training = Training(model, args.output / "training.pt", args.steps)
     training.resume()

@@ -18,6 +18,7 @@ from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner import callbacks, datasets, trainer
 from mlx_lm.tuner import utils as tuner_utils
+from tokenizers import Tokenizer
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
@@ -155,6 +156,13 @@ def test_tokenizers(demo):
         text += detokenizer.last_segment
     detokenizer.finalize()
     assert text + detokenizer.last_segment == "def f(x):", "mlx-lm's detokenizer gives its text in another way"
+
+
+def test_the_demo_is_split_as_it_was_trained(demo):
+    """transformers gives this model type Qwen's splitting, whatever tokenizer.json says."""
+    trained = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    for text in (inspect.getsource(re), "x = 1234\n\n\n    # caf\u00e9, cafe\u0301's\r\n\t\treturn\n"):
+        assert demo[1].encode(text) == trained.encode(text).ids
 
 
 def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
