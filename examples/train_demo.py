@@ -332,7 +332,7 @@ def main() -> None:
         for layer in model.backbone.layers:
             layer.compile()
     else:
-        torch.compiler.set_stance("force_eager")
+        torch.compiler.set_stance("force_eager")  # for the losses, which are decorated
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     training = Training(model, args.output / "training.pt", args.steps)
     training.resume()
