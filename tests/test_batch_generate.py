@@ -9,6 +9,7 @@ import random
 import distribution
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from batch_helpers import Text, run, scripted
 from helpers import STOPS, assert_cache_of, deep_model, mtp, plain, tiny_model
@@ -18,6 +19,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
+from scipy.stats import chisquare
 from test_processors import Alternating, Copied, RolledBack
 
 import mlx_mtp
@@ -334,6 +336,44 @@ def test_distribution_of_each_row(runs):
     for uid, text in run(generator).items():
         kind[uid].counts[tuple(text.tokens[:2])] += 1
     assert all(case.p_value(runs) > distribution.LEVEL for case in cases)
+
+
+def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
+    """Without drafts, in one call as in mlx-lm, and yet with a coin of XTC each. Chi-square at 1e-4, fixed seed."""
+    sizes = []
+    call = mlx_mtp.decoding.sampling.Sampler.__call__
+
+    def noted(self, logprobs):
+        sizes.append((self.temp, len(logprobs)))
+        return call(self, logprobs)
+
+    monkeypatch.setattr(mlx_mtp.decoding.sampling.Sampler, "__call__", noted)
+    case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
+    mx.random.seed(0)
+    generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
+    samplers = [make_sampler(0.5), *(make_sampler(**case.options) for _ in range(600))]
+    generator.insert([distribution.PROMPT] * 601, max_tokens=[40, *[3] * 600], samplers=samplers)
+    texts = run(generator)
+    assert max(n for temp, n in sizes if temp == 1.2) == 4
+    assert {n for temp, n in sizes if temp == 0.5} == {1}
+    case.counts = distribution.Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 601))
+    assert case.p_value(600) > distribution.LEVEL
+
+
+def test_rows_drawn_together_are_independent():
+    """XTC's coins, too: the pair's distribution is the product. Chi-square at 1e-4, fixed seed."""
+    case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
+    model, n = case.model(), 4000
+    p = case.next_token(model, distribution.PROMPT)
+    logits = model(mx.array([distribution.PROMPT]))[:, -1]
+    logprobs = mx.repeat(logits - mx.logsumexp(logits, keepdims=True), 2 * n, axis=0)  # [2 n, V]
+    mx.random.seed(0)
+    first, second = np.array(make_sampler(**case.options)(logprobs)).reshape(2, n)
+    observed = np.zeros((distribution.VOCAB, distribution.VOCAB))
+    np.add.at(observed, (first, second), 1)
+    expected = n * np.outer(p, p)
+    assert observed[expected == 0].sum() == 0
+    assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > distribution.LEVEL
 
 
 def test_opaque_sampler_of_all_rows():

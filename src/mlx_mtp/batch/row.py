@@ -13,6 +13,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
 from ..decoding.pace import DraftCounts
 from ..decoding.processors import keeps_state
 from ..decoding.rates import Rates
+from ..decoding.sampling import Sampler as OwnSampler
 
 
 @dataclass(eq=False)
@@ -55,6 +56,10 @@ class Row:
         self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.sampler is greedy_sampler
         self.is_plain = is_greedy and not self.logits_processors  # chosen together with other such rows
+        # Rows of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a
+        # call share XTC's coin.
+        is_own = type(self.sampler) is OwnSampler and not self.logits_processors
+        self.drawn_with = repr(vars(self.sampler)) if is_own else None
 
     @property
     def n_unread(self) -> int:
