@@ -89,9 +89,13 @@ def test_a_new_size_begins_with_what_is_known(slower):
 
 def test_times_are_kept_from_one_batch_to_the_next():
     model = tiny_model("qwen3_5")
+    kept = []
     for _ in range(2):
         generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
         run(generator)
         assert generator.pace.depth is model.drafting.batch_depth
-    assert set(model.drafting.batch_depth.by_size) == {1, 2}
-    assert len(model.drafting.batch_depth.by_size[2].times.by_depth()) > 2
+        kept.append(dict(model.drafting.batch_depth.by_size))
+    assert kept[0].keys() == {1, 2}
+    assert kept[0] == kept[1]  # the same objects
+    measured = kept[0][2].times.by_depth().keys()
+    assert {0, 1} <= measured  # by the first steps; whether more drafts are tried, the clock decides
