@@ -351,13 +351,13 @@ def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
     case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
     mx.random.seed(0)
     generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
-    samplers = [make_sampler(0.5), *(make_sampler(**case.options) for _ in range(600))]
-    generator.insert([distribution.PROMPT] * 601, max_tokens=[40, *[3] * 600], samplers=samplers)
+    samplers = [make_sampler(0.5), *(make_sampler(**case.options) for _ in range(200))]
+    generator.insert([distribution.PROMPT] * 201, max_tokens=[40, *[3] * 200], samplers=samplers)
     texts = run(generator)
     assert max(n for temp, n in sizes if temp == 1.2) == 4
     assert {n for temp, n in sizes if temp == 0.5} == {1}
-    case.counts = distribution.Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 601))
-    assert case.p_value(600) > distribution.LEVEL
+    case.counts = distribution.Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 201))
+    assert case.p_value(200) > distribution.LEVEL
 
 
 def test_rows_drawn_together_are_independent():
