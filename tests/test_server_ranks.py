@@ -24,7 +24,7 @@ from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import News
 from mlx_mtp.server.ranks import RankGenerator
 
-PROMPTS = [f"class Tree{i}:\n" for i in range(20)]
+PROMPTS = [f"class Tree{i}:\n" for i in range(9)]
 LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
 FLAGS = ["--mtp", "--prefill-step-size", "48", "--prompt-cache-bytes", "12MB"]
 
