@@ -29,7 +29,7 @@ class Step:
     Args:
         rows (List[Row]): Those of the window.
         choices (mx.array): The tokens that each row has decided on, [B, T]; the host may not know them yet.
-        logprobs (mx.array): Of rows without a sampler or processor of their own, [B, T, V].
+        logprobs (mx.array): Of rows that are chosen together, [B, T, V].
         own_logprobs (Dict[int, List[mx.array]]): Of the other rows, by index, each [1, V].
         n_drafted (List[int]): Drafts that each row took.
         n_accepted (List[int]): Those of them that it accepted.
@@ -211,8 +211,8 @@ class Batch:
             if (key := self.rows[b].drawn_with) is not None:
                 groups.setdefault(key, []).append(b)
         for members in groups.values():
-            tokens = self.rows[members[0]].sampler(logprobs[mx.array(members), 0])  # [n]
-            choices[mx.array(members)] = tokens[:, None]
+            index = mx.array(members)
+            choices[index] = self.rows[members[0]].sampler(logprobs[index, 0])[:, None]
         return [b for b in rows if self.rows[b].drawn_with is None]
 
     def _verdict_of(self, b: int, row: Row) -> tuple[list[mx.array], mx.array, mx.array]:

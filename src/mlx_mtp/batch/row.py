@@ -5,7 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
+from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..decoding.acceptance import TokenMatch, make_acceptance
 from ..decoding.copies import CopyDrafter
@@ -13,7 +14,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
 from ..decoding.pace import DraftCounts
 from ..decoding.processors import keeps_state
 from ..decoding.rates import Rates
-from ..decoding.sampling import Sampler as OwnSampler
+from ..decoding.sampling import Sampler
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class Row:
     uid: int
     tokens: list[int]
     max_tokens: int
-    sampler: Sampler
+    sampler: AnySampler
     logits_processors: list[LogitsProcessor]
     stop: StopSequences.Matcher
     max_drafts: int = MAX_DRAFT_TOKENS
@@ -58,7 +59,7 @@ class Row:
         self.is_plain = is_greedy and not self.logits_processors  # chosen together with other such rows
         # Rows of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a
         # call share XTC's coin.
-        is_own = type(self.sampler) is OwnSampler and not self.logits_processors
+        is_own = type(self.sampler) is Sampler and not self.logits_processors
         self.drawn_with = repr(vars(self.sampler)) if is_own else None
 
     @property
