@@ -194,13 +194,13 @@ class Batch:
         if choices.shape[1] == 1:
             own = self._draw_together(own, logprobs, choices)
         for b in own:
-            row = self.rows[b]
-            try:
-                own_logprobs[b], tokens, stand = self._verdict_of(b, row)
+            with self.rows[b].own_errors():
+                own_logprobs[b], tokens, stand = self._verdict_of(b, self.rows[b])
                 choices[b, : len(tokens)] = tokens
                 accepted[b, : len(stand)] = stand
-            except Exception as e:
-                row.error, row.finish_reason = e, "error"
+        for row in self.rows:
+            if row.error is not None and row.finish_reason is None:
+                row.finish_reason = "error"
                 row.prompt_cache = self.extract(row) if self.return_prompt_caches else None
         return Step(self.rows[:], choices, logprobs, own_logprobs, self.limits, [0] * len(self)), accepted
 
@@ -211,8 +211,11 @@ class Batch:
             if (key := self.rows[b].drawn_with) is not None:
                 groups.setdefault(key, []).append(b)
         for members in groups.values():
-            index = mx.array(members)
-            choices[index] = self.rows[members[0]].sampler(logprobs[index, 0])[:, None]
+            index, first = mx.array(members), self.rows[members[0]]
+            with first.own_errors():
+                choices[index] = first.sampler(logprobs[index, 0])[:, None]
+            for b in members:
+                self.rows[b].error = first.error
         return [b for b in rows if self.rows[b].drawn_with is None]
 
     def _verdict_of(self, b: int, row: Row) -> tuple[list[mx.array], mx.array, mx.array]:

@@ -1,5 +1,7 @@
 """A sequence in a batch: what it asks for, and how far it is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +10,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..decoding.acceptance import TokenMatch, make_acceptance
+from ..decoding.acceptance import TokenMatch, make_acceptance, rewind
 from ..decoding.copies import CopyDrafter
 from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
 from ..decoding.pace import DraftCounts
@@ -61,6 +63,16 @@ class Row:
         # call share XTC's coin.
         is_own = type(self.sampler) is Sampler and not self.logits_processors
         self.drawn_with = repr(vars(self.sampler)) if is_own else None
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """What the row's sampler or processors raise inside is its ``error``, and no other row's."""
+        random_state = mx.random.state[0]  # type: ignore[index]
+        try:
+            yield
+        except Exception as e:
+            self.error = e
+            rewind([random_state], 0)  # an error in a compiled sampler leaves one that nothing can be drawn from
 
     @property
     def n_unread(self) -> int:
