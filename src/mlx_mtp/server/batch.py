@@ -20,8 +20,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..batch.generator import BatchGenerator, Response
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, has_head, most_copies, mtp_generate_step, prefill
+from ..decoding.loop import CopyDrafts, has_head, mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
 from ..models.prompt_cache import PromptCache, make_prompt_cache
 
@@ -296,11 +295,10 @@ class Scheduler:
         return Progress(s, s.n_prompt - total + done, prompt_cache, key)
 
     def _insert(self, s: Sequence) -> None:
-        n = s.num_draft_tokens
         drafts: dict[str, Any] = {
             "caches": [s.prompt_cache],
-            "num_draft_tokens": [n if isinstance(n, int) else MAX_DRAFT_TOKENS],
-            "copy_drafts": [most_copies(n, s.copy_drafts)],
+            "num_draft_tokens": [s.num_draft_tokens],
+            "copy_drafts": [s.copy_drafts],
             "counts": [s.counts],
         }
         plain = {"caches": [s.prompt_cache[: len(self.model.layers)]]}
