@@ -226,7 +226,7 @@ class Batch:
 
     def _draw_together(self, rows: list[int], logprobs: mx.array, choices: mx.array) -> list[int]:
         """Choose the tokens [B, 1] of rows with equal samplers in one call of each, as mlx-lm does -> the other rows."""
-        groups: dict[str, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for b in rows:
             if (key := self.rows[b].drawn_with) is not None:
                 groups.setdefault(key, []).append(b)

@@ -64,7 +64,7 @@ class Row:
         # Rows of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a
         # call share XTC's coin.
         is_own = type(self.sampler) is Sampler and not self.logits_processors
-        self.drawn_with = repr(vars(self.sampler)) if is_own else None
+        self.drawn_with = self.sampler if is_own else None
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
