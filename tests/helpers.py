@@ -13,6 +13,7 @@ from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
 from mlx_mtp import mtp_generate_step
+from mlx_mtp.decoding.sampling import for_one_text
 from mlx_mtp.models.cache import ArraysCache
 
 DATA = Path(__file__).parent / "data"
@@ -124,8 +125,9 @@ def text_of(tokenizer, tokens) -> str:
 
 
 def plain(prompt, model, **kwargs) -> list[int]:
-    """The tokens of mlx-lm's own generation."""
-    return [token for token, _ in generate_step(mx.array(prompt), model, **kwargs)]
+    """The tokens of mlx-lm's own generation; a sampler with a seed draws from its first position on."""
+    sampler = for_one_text(kwargs.pop("sampler", None))
+    return [token for token, _ in generate_step(mx.array(prompt), model, sampler=sampler, **kwargs)]
 
 
 def arrays_equal(a, b) -> bool:

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from scipy.stats import chisquare
 
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.server.batch import Failure, Scheduler, Sequence, Token
+from mlx_mtp.server.batch import Alone, Failure, Scheduler, Sequence, Token
 
 STREAM = mx.default_stream(mx.default_device())
 model_of = cache(tiny_model)
@@ -104,8 +104,6 @@ def expected(model, request):
         stop = text[stop_at - 2 : stop_at]
         first = min(i for i in range(2, stop_at + 1) if text[i - 2 : i] == stop)
         text, end = text[:first], "stop"
-    if request["seed"] is not None:
-        sampler = make_sampler(1.0, seed=request["seed"])  # its position is again 0
     how = dict(processors=processors, stop=[stop], n_segments=request["n_segments"], sampler=sampler)
     return how, text, end
 
@@ -171,6 +169,41 @@ def test_a_processor_that_raises_ends_its_sequence_alone():
                 tokens.append(event.token)
     assert failures == [(second, "no")]
     assert tokens == plain([1, 5, 2], model, max_tokens=30)
+
+
+@pytest.mark.parametrize("n_switches", [1, 2])
+def test_a_processor_that_raises_at_a_switch_ends_its_sequence_alone(monkeypatch, n_switches):
+    """To the batch, or back to the loop."""
+    model, switches = model_of("qwen3_5"), []
+    scheduler = scheduler_of(model)
+    choose = Alone.choose
+
+    def at_a_switch(self):
+        switches.append(self.sequence)
+        return choose(self)
+
+    def failing(tokens, logits):
+        if len(switches) == n_switches:
+            raise RuntimeError("no")
+        return logits
+
+    monkeypatch.setattr(Alone, "choose", at_a_switch)
+    failing_one, other = sequence_of(scheduler, [1, 5, 2], 30, processors=[failing]), sequence_of(scheduler, [2, 5], 9)
+    scheduler.add(failing_one)
+    scheduler.next()
+    scheduler.next()
+    scheduler.add(other)
+    tokens, failures = [], []
+    while len(scheduler) or scheduler.ready:
+        for event in scheduler.next():
+            if isinstance(event, Failure):
+                failures.append((event.sequence, str(event.error)))
+            elif isinstance(event, Token) and event.sequence is other:
+                tokens.append(event.token)
+    assert failures == [(failing_one, "no")]
+    assert tokens == plain([2, 5], model, max_tokens=9)
+    third = sequence_of(scheduler, [7, 1], 5)
+    assert run(scheduler, {0: [third]}, {})[0][third] == plain([7, 1], model, max_tokens=5)
 
 
 def test_seed_gives_one_text_across_switches():

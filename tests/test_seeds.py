@@ -1,18 +1,23 @@
 """Seeds: the text is a function of the seed and the prompt alone, with exactly the distribution of plain decoding."""
 
+import dataclasses
 import itertools
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from helpers import PROMPT, mtp, plain, tiny_model
 from mlx_lm import sample_utils
+from mlx_lm.generate import BatchGenerator as StockBatchGenerator
+from mlx_lm.generate import StopSequences, generate_step
 from scipy.stats import chi2_contingency, chisquare
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.decoding.noise import MAX_SEED, coin, gumbel
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.server.batch import Scheduler, Sequence, Token
 
 LEVEL = 1e-4  # of each chi-square test
 P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
@@ -24,9 +29,9 @@ OPTIONS = [
 ]
 
 
-def drawn(seed: int, position: int, row: int = 0) -> int:
+def drawn(seed: int, position: int) -> int:
     """The token that the noise of a position draws from P."""
-    return int(np.argmax(np.log(P) + np.array(gumbel(seed, position, len(P), row))))
+    return int(np.argmax(np.log(P) + np.array(gumbel(seed, position, len(P)))))
 
 
 # Noise
@@ -37,11 +42,11 @@ def test_noise_draws_from_p():
     assert chisquare(counts, P * counts.sum()).pvalue > LEVEL
 
 
-@pytest.mark.parametrize("neighbour", ["position", "seed", "row"])
+@pytest.mark.parametrize("neighbour", ["position", "seed"])
 def test_noise_of_neighbours_is_independent(neighbour):
     pairs = np.zeros((len(P), len(P)))
     for i in range(4000):
-        other = {"position": (7, i + 1), "seed": (8, i), "row": (7, i, 1)}[neighbour]
+        other = {"position": (7, i + 1), "seed": (8, i)}[neighbour]
         pairs[drawn(7, i), drawn(*other)] += 1
     assert chi2_contingency(pairs[:4, :4]).pvalue > LEVEL  # cells of the last are too rare
 
@@ -106,6 +111,11 @@ def model():
     return tiny_model("qwen3_5")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return demo[1]
+
+
 def variants(model, sampler, n):
     """The text with every kind of drafts, and without any."""
     for depth in (0, 1, 4, "auto"):
@@ -115,7 +125,7 @@ def variants(model, sampler, n):
         model.drafting.lm_head = lm_head
         yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=2, sampler=sampler)
     model.drafting.lm_head = None
-    yield plain(PROMPT, model, max_tokens=n, sampler=sampler.at(0))
+    yield plain(PROMPT, model, max_tokens=n, sampler=sampler)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -162,6 +172,124 @@ def test_most_drafts_of_the_target_itself_are_accepted(model):
     scripted = Scripted(model, truth, lambda i: True)
     assert mtp(PROMPT, scripted, max_tokens=30, num_draft_tokens=3, sampler=sampler, counts=counts) == truth[11:41]
     assert sum(counts.accepted) > 0.8 * sum(counts.drafted)
+
+
+# One sampler, any number of texts
+
+
+def test_samplers_are_values():
+    """They keep no state, and those of equal arguments are equal."""
+    sampler = make_sampler(temp=1.0, seed=5, xtc_special_tokens=[1, 2])
+    assert sampler == make_sampler(temp=1.0, seed=5, xtc_special_tokens=[1, 2])
+    assert len({sampler, make_sampler(temp=1.0, seed=6), make_sampler(temp=1.0), make_sampler(temp=1.0)}) == 3
+    for name in ("seed", "temp"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(sampler, name, 3)
+
+
+def uses(model, tokenizer):
+    """Every way to generate a text with a sampler: its name, and the tokens of 8."""
+    prompt, options = PROMPT.tolist(), dict(max_tokens=8)
+
+    def stream(sampler, **more):
+        return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompt, sampler=sampler, **options, **more)]
+
+    def batch(sampler, prompts=(prompt, [5, 2]), **more):
+        chosen = {"samplers": [sampler, make_sampler(0.5)]} if len(prompts) == 2 else {"sampler": sampler}
+        more |= dict(return_token_ids=True, **options, **chosen)
+        return mlx_mtp.batch_generate(model, tokenizer, [*prompts], **more).token_ids[0]
+
+    def server(sampler, mtp):
+        stream = mx.default_stream(mx.default_device())
+        scheduler = Scheduler(
+            model, mtp=mtp, on_switch=lambda to: None, kv_options={}, stream=stream, prefill_step_size=64
+        )
+        stop, cache = StopSequences().matcher(), scheduler.make_cache()
+        scheduler.add(Sequence([prompt], 8, sampler, [], stop, cache, [], num_draft_tokens=2))
+        tokens = []
+        while len(scheduler):
+            tokens += [event.token for event in scheduler.next() if isinstance(event, Token)]
+        return tokens
+
+    return {
+        "plain": lambda sampler: stream(sampler, mtp=False),
+        "MTP": stream,
+        "copies": lambda sampler: stream(sampler, mtp=False, copy_drafts=4),
+        "loop": lambda sampler: mtp(prompt, model, sampler=sampler, num_draft_tokens=2, **options),
+        "batch": batch,
+        "batch of one": lambda sampler: batch(sampler, [prompt]),
+        "server": lambda sampler: server(sampler, mtp=True),
+        "server without MTP": lambda sampler: server(sampler, mtp=False),
+    }
+
+
+def test_one_sampler_gives_one_text_at_every_use(model, tokenizer):
+    """One after the other in any order, and twice in a row."""
+    sampler, ways = make_sampler(1.0, seed=5), uses(model, tokenizer)
+    names = ["plain", *ways, "batch", "plain", "MTP"]
+    texts = [(name, ways[name](sampler)) for name in names]
+    assert [name for name, text in texts if text != texts[0][1]] == []
+    assert len(texts[0][1]) == 8
+    assert ways["MTP"](make_sampler(1.0, seed=6)) != texts[0][1]
+
+
+def mlx_lms(model, tokenizer):
+    """mlx-lm's own functions: the tokens of 8."""
+    prompt = PROMPT.tolist()
+
+    def batch_generate(sampler):
+        return mlx_lm.batch_generate(
+            model, tokenizer, [prompt], sampler=sampler, max_tokens=8, return_token_ids=True
+        ).token_ids[0]
+
+    def stream_generate(sampler):
+        return [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, 8, sampler=sampler)]
+
+    def step(sampler):
+        return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=8, sampler=sampler)]
+
+    return [batch_generate, stream_generate, step]
+
+
+def test_mlx_lms_functions_take_a_sampler_for_each_text(model, tokenizer):
+    sampler = make_sampler(1.0, seed=5)
+    want = uses(model, tokenizer)["MTP"](sampler)
+    for generate in mlx_lms(model, tokenizer):
+        with pytest.raises(ValueError, match=r"give them sampler\.at\(0\), a new one for each text"):
+            generate(sampler)
+        assert generate(sampler.at(0)) == want
+
+
+def test_rows_of_mlx_lms_batch_have_each_their_own(model, tokenizer):
+    sampler, prompts = make_sampler(1.0, seed=5), [[5, 2], [7, 1, 3]]
+    with pytest.raises(ValueError, match=r"sampler\.at\(0\) is for one text, not for 2: give each its own"):
+        mlx_lm.batch_generate(model, tokenizer, prompts, sampler=sampler.at(0), max_tokens=4)
+    generator = StockBatchGenerator(model)
+    uids = generator.insert(prompts, max_tokens=[9, 9], samplers=[sampler.at(0), sampler.at(0)])
+    tokens = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for r in responses:
+            tokens[r.uid].append(r.token)
+    assert [tokens[uid] for uid in uids] == [mtp(p, model, max_tokens=9, sampler=sampler) for p in prompts]
+
+
+def test_a_sampler_of_a_text_that_has_begun_is_refused(model, tokenizer):
+    at = make_sampler(1.0, seed=5).at(3)
+    at(mx.zeros((1, 8)))
+    for name, generate in uses(model, tokenizer).items():
+        if not name.startswith("server"):
+            with pytest.raises(ValueError, match=r"sampler\.at\(3\) is for one text, and has drawn 1 of its tokens"):
+                generate(at)
+
+
+def test_positions_are_not_negative():
+    with pytest.raises(ValueError, match=r"The position of a token must be 0 or more, not -1\."):
+        make_sampler(1.0, seed=5).at(-1)
+
+
+def test_a_draft_model_has_no_seed(model, tokenizer):
+    with pytest.raises(ValueError, match="A draft model samples by match"):
+        mlx_mtp.generate(model, tokenizer, "a", mtp=False, draft_model=model, sampler=make_sampler(1.0, seed=5))
 
 
 # Nothing that drafts draws from the random state

@@ -108,32 +108,52 @@ class Batch:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts that the next window can have."""
-        return max(self._max_drafts(b, row) for b, row in enumerate(self.rows))
+        """The most drafts that the next window can use, but for copies of which a row has a number of its own."""
+        return max(min(row.most_drafts, self._room(b, row)) for b, row in enumerate(self.rows))
 
-    def _max_drafts(self, b: int, row: Row) -> int:
+    def _room(self, b: int, row: Row) -> int:
         """The most drafts that row b can take: a window yields one more token than it accepts."""
         is_waiting = self.plain_step is not None and row in self.plain_step.rows
         if row.finish_reason is not None or row.error is not None or not self.drafter.can_draft(b):
             return 0
-        return max(min(row.max_drafts, row.max_tokens - is_waiting - 1), 0)
+        return max(row.max_tokens - is_waiting - 1, 0)
 
-    def draft(self, k: int) -> None:
-        """Draft k tokens, of which each row takes as many as it can: the head's, or copies where they are likelier."""
-        limits = [min(k, self._max_drafts(b, row)) for b, row in enumerate(self.rows)]
-        for row, n in zip(self.rows, limits):
-            row.is_copying = n > 0 and row.copies_better(n)
-        self.limits = [0 if row.is_copying else n for row, n in zip(self.rows, limits)]
-        self.drafts, self.records = mx.zeros((len(self), k), mx.uint32), [[] for _ in self.rows]
-        if any(self.limits):
-            self.drafts, self.records = self.drafter.propose(k, self.rows, self.limits)
+    def draft(self, k: int) -> int:
+        """
+        Draft for each row: up to k tokens with the head, or copies where these are likelier.
+
+        Args:
+            k (int): What the rows share. A row with a number of copies of its own takes as many.
+
+        Returns:
+            int: The most drafts of any row, which is what the window has.
+        """
+        copies: dict[int, int] = {}
+        self.limits = []
         for b, row in enumerate(self.rows):
-            if row.is_copying and row.copies is not None:
-                n = self.limits[b] = min(limits[b], row.max_copies)
-                copied, self.records[b] = row.copies.propose(n, row.n_unread)
-                self.drafts[b, :n] = copied
-        if k > 0:
+            room = self._room(b, row)
+            n_drafts = min(k, row.max_drafts, room)
+            n_copies = min(row.copy_drafts if isinstance(row.copy_drafts, int) else k, room)
+            row.is_copying = n_copies > 0 and row.copies_better(n_copies, n_drafts)
+            if row.is_copying:
+                copies[b] = n_copies
+            self.limits.append(0 if row.is_copying else n_drafts)
+        self.drafts, self.records = mx.zeros((len(self), 0), mx.uint32), [[] for _ in self.rows]
+        if (n_head := max(self.limits)) > 0:
+            self.drafts, self.records = self.drafter.propose(n_head, self.rows, self.limits)
+        n = max(n_head, *copies.values(), 0)
+        self.drafts = mx.pad(self.drafts, [(0, 0), (0, n - n_head)])  # [B, n]
+        for b, n_copies in copies.items():
+            self._copy(b, n_copies)
+        if n > 0:
             mx.async_eval(self.drafts)
+        return n
+
+    def _copy(self, b: int, n: int) -> None:
+        row = self.rows[b]
+        assert row.copies is not None
+        self.limits[b] = n
+        self.drafts[b, :n], self.records[b] = row.copies.propose(n, row.n_unread)
 
     # Verify
 
@@ -194,25 +214,28 @@ class Batch:
         if choices.shape[1] == 1:
             own = self._draw_together(own, logprobs, choices)
         for b in own:
-            row = self.rows[b]
-            try:
-                own_logprobs[b], tokens, stand = self._verdict_of(b, row)
+            with self.rows[b].own_errors():
+                own_logprobs[b], tokens, stand = self._verdict_of(b, self.rows[b])
                 choices[b, : len(tokens)] = tokens
                 accepted[b, : len(stand)] = stand
-            except Exception as e:
-                row.error, row.finish_reason = e, "error"
+        for row in self.rows:
+            if row.error is not None and row.finish_reason is None:
+                row.finish_reason = "error"
                 row.prompt_cache = self.extract(row) if self.return_prompt_caches else None
         return Step(self.rows[:], choices, logprobs, own_logprobs, self.limits, [0] * len(self)), accepted
 
     def _draw_together(self, rows: list[int], logprobs: mx.array, choices: mx.array) -> list[int]:
         """Choose the tokens [B, 1] of rows with equal samplers in one call of each, as mlx-lm does -> the other rows."""
-        groups: dict[str, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for b in rows:
             if (key := self.rows[b].drawn_with) is not None:
                 groups.setdefault(key, []).append(b)
         for members in groups.values():
-            index = mx.array(members)
-            choices[index] = self.rows[members[0]].sampler(logprobs[index, 0])[:, None]
+            index, first = mx.array(members), self.rows[members[0]]
+            with first.own_errors():
+                choices[index] = first.sampler(logprobs[index, 0])[:, None]
+            for b in members:
+                self.rows[b].error = first.error
         return [b for b in rows if self.rows[b].drawn_with is None]
 
     def _verdict_of(self, b: int, row: Row) -> tuple[list[mx.array], mx.array, mx.array]:

@@ -12,7 +12,7 @@ beside it.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from ..decoding.exchange import Clock, Exchange
@@ -132,6 +132,14 @@ def _scale(depth: Depth, ratio: float) -> None:
     depth.times.warm, depth.unconfirmed = warm, set()
 
 
+class Window(NamedTuple):
+    """What a pass verifies."""
+
+    rows: list[Row]
+    n_drafts: int
+    is_wider: bool  # than was asked for
+
+
 class BatchPace:
     """Asks for the number of drafts, and takes the time of each step.
 
@@ -147,14 +155,18 @@ class BatchPace:
             self.depth.begin()
         self.exchange = None if ranks is None else Exchange(ranks, self.depth)
         self.clock: Clock[tuple[int, int, float]] = Clock(self.exchange)  # rows, drafts, those accepted, a row's mean
-        self.asked: list[tuple[int, list[Row]]] = []  # the latest windows: drafts asked for, and their rows
+        self.planned = 0  # drafts of the next window
+        self.windows: list[Window] = []  # the latest ones
         self.last: float | None = None  # when the tokens of the step before were known
 
     def next(self, rows: list[Row], limit: int) -> int:
         """The number of drafts to ask for, at most ``limit``."""
-        k = min(self.fixed if self.depth is None or limit == 0 else self.depth.next(rows), limit)
-        self.asked = [*self.asked[-2:], (k, rows)]
-        return k
+        self.planned = min(self.fixed if self.depth is None or limit == 0 else self.depth.next(rows), limit)
+        return self.planned
+
+    def begin(self, rows: list[Row], n_drafts: int) -> None:
+        """Call when a window begins. Copies of which a row has a number of its own may make it wider than was asked for."""
+        self.windows = [*self.windows[-2:], Window(rows, n_drafts, n_drafts > self.planned)]
 
     def interrupt(self) -> None:
         """Something else than steps took time."""
@@ -165,10 +177,12 @@ class BatchPace:
         now, is_plain, n_rows = perf_counter(), step.is_plain, len(step.rows)
         if self.depth is not None:
             # A step with drafts is timed after one with drafts, a plain one between two others, all of the same rows.
-            beside = self.asked[-3:] if is_plain else self.asked[-2:]
-            is_clear = all((k == 0) == is_plain and rows == step.rows for k, rows in beside)
+            beside = self.windows[-3:] if is_plain else self.windows[-2:]
+            is_clear = all((w.n_drafts == 0) == is_plain and not w.is_wider and w.rows == step.rows for w in beside)
             outcome = n_rows, step.n_drafts, sum(step.n_accepted) / n_rows
-            if self.last is None or not is_clear:
+            if not is_plain and beside[-1].is_wider:
+                pass  # the depth has no such windows
+            elif self.last is None or not is_clear:
                 self.depth.observe(*outcome, None)
             else:
                 self.clock.record(outcome, now - self.last)
@@ -177,8 +191,8 @@ class BatchPace:
         self.last = now
 
 
-def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:
-    """A fixed number of drafts, or the ``BatchDepth`` that a model keeps from one batch to the next.
+def resolve_batch_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:
+    """The number of the head's drafts: what was given, or else what was tuned.
 
     Raises:
         ValueError: The number is out of range.
@@ -186,6 +200,18 @@ def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> i
     number = resolve_number(model, num_draft_tokens)
     if isinstance(number, Depth):  # times of one sequence
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
+    return number
+
+
+def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:
+    """A fixed number of drafts, or the ``BatchDepth`` that a model keeps from one batch to the next.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
+    number = resolve_batch_number(model, num_draft_tokens)
+    if number == 0:
+        return BatchDepth()  # of copies alone, which cost no pass of the head: what steps take here is no one else's
     if isinstance(number, int):
         return number
     drafting = model.drafting

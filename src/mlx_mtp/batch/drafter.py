@@ -64,13 +64,16 @@ class RowsDrafter:
         Args:
             k (int): The number of drafts, from 1 on.
             rows (List[Row]): What each is drafted for.
-            limits (List[int]): How many of the drafts each takes. Set to 0 where a logits processor fails: that is then the
-              row's ``error``.
+            limits (List[int]): How many of the drafts each takes. Set to 0 where a row's logits processor fails.
 
         Returns:
             Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and what each row's ``Acceptance.draft`` returned with its own.
         """
-        choosers = [_Chooser(row) for row in rows]
+        choosers: dict[int, _Chooser] = {}
+        for b, row in enumerate(rows):
+            if limits[b] > 0 and not row.is_plain:
+                with row.own_errors():
+                    choosers[b] = _Chooser(row)
         out = self.model.mtp.decode(self._last_pair(), self.cache)  # [B, 1, H]
         self.rows.add([min(c, 1) for c in self.counts])
         self.pending, self.counts = [], []
@@ -82,18 +85,17 @@ class RowsDrafter:
                 self.rows.add([1] * len(rows))
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
             tokens = mx.argmax(logits, axis=-1, keepdims=True)  # [B, 1]
-            own = {b: choosers[b] for b, row in enumerate(rows) if i < limits[b] and not row.is_plain}
-            for b, chooser in own.items():
-                token = chooser.choose(logits[b : b + 1], drafts[b])
-                if token is None:
-                    limits[b] = 0
-                else:
-                    tokens[b] = token
+            for b, chooser in choosers.items():
+                if i < limits[b] and rows[b].error is None:
+                    with rows[b].own_errors():
+                        tokens[b] = chooser.choose(logits[b : b + 1], drafts[b])
             drafts = mx.concatenate([drafts, tokens.astype(mx.uint32)], axis=1)
-        for chooser in choosers:
-            chooser.roll_back()
+        for b, chooser in choosers.items():
+            with rows[b].own_errors():
+                chooser.roll_back()
         self.rows.set(lengths)  # further drafts were made from the head's own output
-        return drafts, [chooser.records for chooser in choosers]
+        limits[:] = [0 if row.error is not None else n for row, n in zip(rows, limits)]
+        return drafts, [choosers[b].records if b in choosers else [] for b in range(len(rows))]
 
     def read(self, tokens: Iterable[int]) -> None:
         """Drafts can be any token of the texts, whatever the draft vocabulary."""
@@ -173,19 +175,16 @@ class _Chooser:
         self.row, self.records = row, []  # type: tuple[Row, list[Any]]
         self.processors, self.rolled_back = for_drafts(row.logits_processors)  # type: tuple[list[Any], list[Any]]
 
-    def choose(self, logits: mx.array, drafts: mx.array) -> mx.array | None:
-        """Logits [1, V] after the drafts before it [i] -> a draft, [1]; ``None`` if a processor fails."""
-        try:
-            logprobs = self.row.logprobs(logits, drafts, self.processors)
-            token, record = self.row.acceptance.draft(logprobs, self.row.n_decided + len(self.records))
-        except Exception as e:
-            self.row.error = e
-            return None
+    def choose(self, logits: mx.array, drafts: mx.array) -> mx.array:
+        """Logits [1, V] after the drafts before it [i] -> a draft, [1]"""
+        logprobs = self.row.logprobs(logits, drafts, self.processors)
+        token, record = self.row.acceptance.draft(logprobs, self.row.n_decided + len(self.records))
         self.records.append(record)
         return token
 
     def roll_back(self) -> None:
-        for processor in self.rolled_back if self.records else []:
+        """Take the calls for the drafts back; those of a row that has failed no longer matter."""
+        for processor in self.rolled_back if self.row.error is None else []:
             processor.rollback(len(self.records))
 
 

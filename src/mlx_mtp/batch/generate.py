@@ -89,7 +89,7 @@ def batch_generate(
     with closing(BatchGenerator(model, stop_tokens=stop_tokens, **kwargs)) as generator:
         uids = generator.insert(
             prompts,
-            max_tokens=[max_tokens] * n if isinstance(max_tokens, int) else max_tokens,
+            max_tokens=max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * n,
             caches=prompt_caches,
             samplers=samplers,
             logits_processors=_of_each(logits_processors, n),

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -17,13 +18,13 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, check_arguments, check_model, most_copies
+from ..decoding.loop import CopyDrafts, check_model, default_copies
 from ..decoding.pace import DraftCounts
 from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
-from .depth import BatchPace, NumDraftTokens, resolve_depth
+from .depth import BatchPace, NumDraftTokens, resolve_batch_number, resolve_depth
 from .row import Row
 
 CLEAR_EVERY = 512  # steps, as mlx-lm
@@ -114,6 +115,12 @@ def _read(model: MTPModel, cache: PromptCache, tokens: mx.array) -> None:
     mx.clear_cache()
 
 
+def _check_count(name: str, value: Any) -> int:
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be an integer of 1 or more, not {value}.")
+    return int(value)
+
+
 class BatchGenerator:
     """
     A batch generator implements continuous batching, as mlx-lm's ``BatchGenerator``, with drafts by the model's MTP head.
@@ -131,8 +138,9 @@ class BatchGenerator:
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
           every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
         copy_drafts (Union[int, str], optional): Copy the drafts of a sequence that repeats itself, where copies are likelier
-          accepted than the head's drafts: up to this many in a step, ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"``
-          unless ``num_draft_tokens`` is given as a number.
+          accepted than the head's drafts: up to this many in a step, 1 to 16, ``"auto"``, as many as the window of the other
+          drafts has room for, or where there are none, chosen for speed, or ``"off"``. Default: ``None``, ``"auto"`` unless
+          ``num_draft_tokens`` is given as a number.
         completion_batch_size (int): The most sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The most prompt tokens to read between two steps. Default: ``2048``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
@@ -160,13 +168,14 @@ class BatchGenerator:
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         self.model: Any = check_model(model)
-        check_arguments(mx.zeros(1), model, prefill_step_size, None, None)
-        self.max_tokens = max_tokens
+        self.max_tokens = _check_count("max_tokens", max_tokens)
+        self.completion_batch_size = _check_count("completion_batch_size", completion_batch_size)
+        self.prefill_step_size = _check_count("prefill_step_size", prefill_step_size)
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
         self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens), self.model.ranks)
-        self.max_copies = most_copies(num_draft_tokens, copy_drafts)
-        self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
+        self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
+        default_copies(num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
         if self.pace.exchange is not None:
@@ -229,8 +238,8 @@ class BatchGenerator:
         samplers: Sequence[Sampler | None] | None = None,
         logits_processors: list[list[LogitsProcessor]] | None = None,
         stop_sequences: list[StopSequences] | None = None,
-        num_draft_tokens: list[int] | None = None,
-        copy_drafts: list[int] | None = None,
+        num_draft_tokens: Sequence[NumDraftTokens | None] | None = None,
+        copy_drafts: Sequence[CopyDrafts | None] | None = None,
         counts: list[DraftCounts] | None = None,
     ) -> list[int]:
         """
@@ -244,32 +253,37 @@ class BatchGenerator:
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
             stop_sequences (List[StopSequences], optional): What ends each.
-            num_draft_tokens (List[int], optional): The most drafts of each in a step. ``0`` is plain decoding for that one.
-            copy_drafts (List[int], optional): The most copies of each in a step, ``0`` for none.
+            num_draft_tokens (List[Union[int, str]], optional): The most drafts of each in a step, as for the generator, whose
+              own is the most of all; ``None`` for the generator's.
+            copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
+              the generator's, or ``"off"`` where a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
 
         Returns:
             List[int]: Their uids.
 
         Raises:
-            ValueError: A prompt is empty, a cache does not fit, or an option has another number of entries.
+            ValueError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
+              No sequence is then added.
         """
         n = len(segments)
-        no_caches: list[Any] = [None] * n
+        no_entries: list[Any] = [None] * n
         options: dict[str, Any] = {
             "max_tokens": max_tokens or [self.max_tokens] * n,
-            "caches": caches or no_caches,
+            "caches": caches or no_entries,
             "all_tokens": all_tokens or [[] for _ in segments],
-            "samplers": samplers or [None] * n,
+            "samplers": samplers or no_entries,
             "logits_processors": logits_processors or [self.logits_processors] * n,
             "stop_sequences": stop_sequences or [self.stop_sequences] * n,
-            "num_draft_tokens": num_draft_tokens or [MAX_DRAFT_TOKENS] * n,
-            "copy_drafts": copy_drafts or [self.max_copies] * n,
+            "num_draft_tokens": no_entries if num_draft_tokens is None else num_draft_tokens,
+            "copy_drafts": no_entries if copy_drafts is None else copy_drafts,
             "counts": counts or [DraftCounts() for _ in segments],
         }
         for name, values in options.items():
-            if len(values) != n:
-                raise ValueError(f"{name} must have an entry for each prompt: {n}, not {len(values)}.")
+            is_list = isinstance(values, Sequence) and not isinstance(values, str)
+            if not is_list or len(values) != n:
+                got = len(values) if is_list else values
+                raise ValueError(f"{name} must have an entry for each prompt: {n}, not {got}.")
         new = [self._prompt_of(i, *given) for i, given in enumerate(zip(segments, *options.values()))]
         self._uid_count += n
         self.prompts.extend(new)
@@ -285,15 +299,15 @@ class BatchGenerator:
         sampler: Sampler | None,
         processors: list[LogitsProcessor],
         stop_sequences: StopSequences,
-        max_drafts: int,
-        max_copies: int,
+        num_draft_tokens: NumDraftTokens | None,
+        copy_drafts: CopyDrafts | None,
         counts: DraftCounts,
     ) -> Prompt:
         segments = [list(segment) for segment in segments if segment]
         if not segments:
             raise ValueError(f"Prompt {i} is empty.")
-        if max_tokens <= 0:
-            raise ValueError(f"max_tokens of prompt {i} must be 1 or more, not {max_tokens}.")
+        _check_count(f"max_tokens of prompt {i}", max_tokens)
+        max_drafts, copy_drafts = self._drafts_of(num_draft_tokens, copy_drafts)
         if any(isinstance(c, QuantizedKVCache) for c in cache or []):
             raise ValueError(f"The prompt cache of prompt {i} is quantized: generate with it alone, not in a batch.")
         *before, end = segments
@@ -309,11 +323,20 @@ class BatchGenerator:
             list(processors),
             stop,
             max_drafts,
-            max_copies,
+            copy_drafts,
             known,
             counts,
         )
         return Prompt(row, opened, segments)
+
+    def _drafts_of(
+        self, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None
+    ) -> tuple[int, CopyDrafts]:
+        """The most drafts of a sequence, and its copies: what it asks for, and the generator's own where it does not say."""
+        given = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        most = [resolve_batch_number(self.model, n) for n in (given, self.num_draft_tokens)]
+        copies = default_copies(given, self.copy_drafts if copy_drafts is None else copy_drafts)
+        return min(n if isinstance(n, int) else MAX_DRAFT_TOKENS for n in most), copies
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
@@ -383,7 +406,8 @@ class BatchGenerator:
             pace.record(step)
         self._come_and_go(ready)
         if len(batch) > 0:
-            batch.draft(pace.next(batch.rows, batch.max_drafts))  # draft
+            n_drafts = batch.draft(pace.next(batch.rows, batch.max_drafts))  # draft
+            pace.begin(batch.rows, n_drafts)
             batch.verify()  # verify, once what was rejected is rolled back
         responses = []
         if step is not None:

@@ -1,5 +1,7 @@
 """A sequence in a batch: what it asks for, and how far it is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +10,10 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..decoding.acceptance import TokenMatch, make_acceptance
+from ..decoding.acceptance import TokenMatch, make_acceptance, rewind
 from ..decoding.copies import CopyDrafter
 from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
+from ..decoding.loop import CopyDrafts
 from ..decoding.pace import DraftCounts
 from ..decoding.processors import keeps_state
 from ..decoding.rates import Rates
@@ -27,8 +30,9 @@ class Row:
         sampler (Sampler): As in mlx-lm, or one of ``mlx_mtp.make_sampler``.
         logits_processors (Sequence[LogitsProcessor]): As in mlx-lm; they see all tokens.
         stop (StopSequences.Matcher): Recognizes the last token.
-        max_drafts (int): The most drafts to accept in a step; ``0`` for a row that is not drafted for.
-        max_copies (int): The most drafts to copy from the text in a step; ``0`` for none.
+        max_drafts (int): The most drafts of the head in a step.
+        copy_drafts (Union[int, str]): The most drafts to copy from the text in a step, ``"auto"``, as many as the window has
+          room for, or ``"off"``.
     """
 
     uid: int
@@ -38,7 +42,7 @@ class Row:
     logits_processors: list[LogitsProcessor]
     stop: StopSequences.Matcher
     max_drafts: int = MAX_DRAFT_TOKENS
-    max_copies: int = 0
+    copy_drafts: CopyDrafts = "off"
     before: list[int] = field(default_factory=list)  # tokens of its prompt cache that are not among these
     counts: DraftCounts = field(default_factory=DraftCounts)
     n_decided: int = 0  # generated tokens, handed over or not
@@ -60,7 +64,17 @@ class Row:
         # Rows of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a
         # call share XTC's coin.
         is_own = type(self.sampler) is Sampler and not self.logits_processors
-        self.drawn_with = repr(vars(self.sampler)) if is_own else None
+        self.drawn_with = self.sampler if is_own else None
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """What the row's sampler or processors raise inside is its ``error``, and no other row's."""
+        random_state = mx.random.state[0]  # type: ignore[index]
+        try:
+            yield
+        except Exception as e:
+            self.error = e
+            rewind([random_state], 0)  # an error in a compiled sampler leaves one that nothing can be drawn from
 
     @property
     def n_unread(self) -> int:
@@ -70,26 +84,29 @@ class Row:
     @property
     def acceptance_rates(self) -> list[float]:
         """The probability that each draft of the better source is accepted, given that those before it were, [K]."""
-        odds, rates = self.copy_odds(), self._head_rates()
-        return odds if _is_better(odds, rates, MAX_DRAFT_TOKENS) else rates
+        n_copies = self.copy_drafts if isinstance(self.copy_drafts, int) else MAX_DRAFT_TOKENS
+        n_drafts, n_copies = self.max_drafts, min(n_copies, MAX_DRAFT_TOKENS)
+        is_better = self.copies_better(n_copies, n_drafts)
+        rates, n = (self._copy_odds(), n_copies) if is_better else (self.rates.estimate, n_drafts)
+        return [a if i < n else 0.0 for i, a in enumerate(rates[:MAX_DRAFT_TOKENS])]
 
-    def _head_rates(self) -> list[float]:
-        return [a if i < self.max_drafts else 0.0 for i, a in enumerate(self.rates.estimate)]
+    def _copy_odds(self) -> list[float]:
+        """The same for copies, [MAX_COPY_TOKENS]; empty where nothing can be copied."""
+        return [] if self.copies is None else self.copies.odds(self.n_unread)
 
-    def copy_odds(self) -> list[float]:
-        """The same for copies alone, [K]; empty where nothing can be copied."""
-        if self.copies is None:
-            return []
-        odds = self.copies.odds(self.n_unread)[:MAX_DRAFT_TOKENS]
-        return [a if i < self.max_copies else 0.0 for i, a in enumerate(odds)]
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts that it can use in a window, but for a number of copies of its own."""
+        return MAX_DRAFT_TOKENS if self.copy_drafts == "auto" and self._copy_odds() else self.max_drafts
 
-    def copies_better(self, k: int) -> bool:
-        """Whether k copies are expected to yield more tokens than k drafts of the head."""
-        return _is_better(self.copy_odds(), self._head_rates(), k)
+    def copies_better(self, n_copies: int, n_drafts: int) -> bool:
+        """Whether so many copies are expected to yield more tokens than so many drafts of the head."""
+        odds = self._copy_odds()
+        return bool(odds) and expected_tokens(odds)[n_copies] > expected_tokens(self.rates.estimate)[n_drafts]
 
     def begin(self) -> None:
         """The prompt is read, but for its last token."""
-        if self.max_copies > 0:
+        if self.copy_drafts != "off":
             self.copies = CopyDrafter(text=[*self.before, *self.tokens])
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
@@ -127,7 +144,3 @@ class Row:
         if self.copies is not None:
             self.copies.read(taken)
         return taken
-
-
-def _is_better(odds: list[float], rates: list[float], k: int) -> bool:
-    return bool(odds) and expected_tokens(odds)[k] > expected_tokens(rates)[k]

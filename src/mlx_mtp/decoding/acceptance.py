@@ -30,7 +30,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from .noise import coin, gumbel
 from .processors import keeps_state
-from .sampling import Sampler, SeededSampler
+from .sampling import Sampler, TextSampler, for_one_text
 
 
 class Verdict(NamedTuple):
@@ -126,8 +126,8 @@ class RejectionSampling:
 class Coupled:
     keeps_state = False
 
-    def __init__(self, sampler: SeededSampler):
-        self.sampler = sampler
+    def __init__(self, sampler: TextSampler):
+        self.sampler, self.first = sampler.sampler, sampler.first
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
         noise = self._noise(position, logprobs.shape[-1])
@@ -145,11 +145,10 @@ class Coupled:
         return Verdict(tokens, tokens[:k] == drafts, [])
 
     def _noise(self, position: int, size: int) -> mx.array:
-        return gumbel(self.sampler.seed, self.sampler.position + position, size)
+        return gumbel(self.sampler.seed, self.first + position, size)
 
     def _coins(self, position: int, n: int) -> mx.array:
-        first = self.sampler.position + position
-        return mx.array([[coin(self.sampler.seed, first + t)] for t in range(n)])  # [n, 1]
+        return mx.array([[coin(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
@@ -188,6 +187,12 @@ def rewind(random_states: Sequence[mx.array], n: int) -> None:
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    if isinstance(sampler, SeededSampler):
-        return Coupled(sampler.at(sampler.position))
+    """How the drafts of one text are accepted.
+
+    Raises:
+        ValueError: The sampler is for a text that has begun.
+    """
+    sampler = for_one_text(sampler)
+    if isinstance(sampler, TextSampler):
+        return Coupled(sampler)
     return RejectionSampling(sampler) if isinstance(sampler, Sampler) else TokenMatch(sampler or greedy_sampler)

@@ -17,8 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, unlike_rank_0
+from .sampling import SeededSampler, TextSampler
 
 T = TypeVar("T")
 
@@ -44,26 +46,30 @@ class Exchange:
         self.n_passes = 0
         self.sent: deque[mx.array | None] = deque()  # with the passes whose tokens are not known yet
 
-    def begin(self, prompt: mx.array, n_cached: int, sampler: Any) -> None:
+    def begin(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Make sure that all ranks continue the same text, and with rank 0's random state, seed and times.
 
         Args:
             prompt (mx.array): [T]
             n_cached (int): The number of tokens in the prompt cache.
-            sampler (Sampler, optional): Its seed, if it has one, becomes rank 0's.
+            sampler (Sampler, optional): This rank's.
+
+        Returns:
+            Sampler: The one to use: rank 0's where it has a seed, this rank's own elsewhere.
 
         Raises:
             ValueError: The prompts or the prompt caches differ.
         """
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
-        seed, learned = getattr(sampler, "seed", None), {} if self.depth is None else vars(self.depth)
-        state, seed, learned = self.ranks.share((_random_state(), seed, learned))
+        seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
+        state, seeded, learned = self.ranks.share(
+            (_random_state(), seeded, {} if self.depth is None else vars(self.depth))
+        )
         mx.random.seed(state)
-        if seed is not None:
-            sampler.seed = seed
         if self.depth is not None:
             vars(self.depth).update(learned)
+        return sampler if seeded is None else seeded
 
     def _check(self, numbers: list[float], what: str) -> None:
         rows: Any = self.ranks.gather(numbers, mx.array(0)).tolist()

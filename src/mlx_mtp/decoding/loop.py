@@ -124,7 +124,7 @@ def mtp_generate_step(
     cache = open_prompt_cache(model, prompt_cache)
     if pace.exchange is not None:
         with mx.stream(stream):
-            pace.exchange.begin(prompt, cache.n_tokens, sampler)
+            sampler = pace.exchange.begin(prompt, cache.n_tokens, sampler)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
     head = HeadDrafter(mtp_model, cache, acceptance, processors, p_min) if has_head(model) else NoHead()
     copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None

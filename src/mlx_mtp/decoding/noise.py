@@ -1,7 +1,7 @@
 """Randomness that belongs to a position of a text: a function of the seed and the position, and of nothing else.
 
 MLX's own generator is one state for the process, so what it draws depends on how much was drawn before: by other requests, by
-drafts, by the depth. Here each position has a key of its own, hashed from (seed, position, row).
+drafts, by the depth. Here each position has a key of its own, hashed from (seed, position).
 """
 
 import struct
@@ -21,9 +21,9 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
 
 
-def gumbel(seed: int, position: int, size: int, row: int = 0) -> mx.array:
+def gumbel(seed: int, position: int, size: int) -> mx.array:
     """Standard Gumbel noise of a position, float32, [size]. ``argmax(log p + noise)`` is a draw from p."""
-    high, low, _ = _words(seed, position, row)
+    high, low, _ = _words(seed, position)
     u = mx.random.uniform(shape=(size,), key=mx.array([high, low], mx.uint32))  # [size], in steps of 2**-32 near 0
     # 1 - u in place of u: float32 is finest near 0, where the exponential is small and the noise large. So even tokens with a
     # probability of 1e-9 are drawn as often as they should be. Half a step more, since log(0) would win against any token.
@@ -31,12 +31,13 @@ def gumbel(seed: int, position: int, size: int, row: int = 0) -> mx.array:
     return -mx.log(exponential)
 
 
-def coin(seed: int, position: int, row: int = 0) -> float:
+def coin(seed: int, position: int) -> float:
     """A number of a position, uniform in [0, 1), independent of its Gumbel noise."""
-    return _words(seed, position, row)[2] / 2.0**32
+    return _words(seed, position)[2] / 2.0**32
 
 
-def _words(seed: int, position: int, row: int) -> tuple[int, int, int]:
-    digest = blake2b(struct.pack("<QQQ", seed, position, row), digest_size=12).digest()
+def _words(seed: int, position: int) -> tuple[int, int, int]:
+    # The third number is always 0: a seed's text stays what it was in earlier versions.
+    digest = blake2b(struct.pack("<QQQ", seed, position, 0), digest_size=12).digest()
     high, low, more = struct.unpack("<III", digest)
     return high, low, more

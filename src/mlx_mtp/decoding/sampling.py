@@ -1,8 +1,9 @@
 """Samplers that can say what distribution they draw from, which rejection sampling and coupled drafts need."""
 
-import copy
 import secrets
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -14,25 +15,21 @@ from .noise import check_seed, coin, gumbel
 AcceptanceName = Literal["rejection", "coupled", "match"]
 
 
+@dataclass(frozen=True)
 class Sampler:
-    """mlx-lm's sampler of the same arguments, with ``distribution``. Made by ``make_sampler``."""
+    """mlx-lm's sampler of the same arguments, with ``distribution``. Made by ``make_sampler``.
 
-    def __init__(
-        self,
-        temp: float,
-        top_p: float,
-        min_p: float,
-        min_tokens_to_keep: int,
-        top_k: int,
-        xtc_probability: float,
-        xtc_threshold: float,
-        xtc_special_tokens: list[int],
-    ):
-        self.temp = temp
-        self.top_p, self.top_k = top_p, top_k
-        self.min_p, self.min_tokens_to_keep = min_p, min_tokens_to_keep
-        self.xtc_probability, self.xtc_threshold = xtc_probability, xtc_threshold
-        self.xtc_special_tokens = xtc_special_tokens
+    It keeps no state: it serves any number of texts, and two of equal arguments are equal.
+    """
+
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: tuple[int, ...]
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
@@ -67,6 +64,7 @@ class Sampler:
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
+@dataclass(frozen=True)
 class SeededSampler(Sampler):
     """A sampler whose token at a position depends on the seed, the position and the distribution there, and on nothing else.
 
@@ -77,41 +75,94 @@ class SeededSampler(Sampler):
         args: Those of ``Sampler``.
     """
 
-    def __init__(self, seed: int, *args: Any):
-        super().__init__(*args)
-        self.seed = seed
-        self.position = 0
-
-    def at(self, position: int) -> "SeededSampler":
-        """A copy whose first call draws the token at this position, counted from the first generated token."""
-        sampler = copy.copy(self)
-        sampler.position = position
-        return sampler
+    seed: int
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log probabilities [B, V] -> tokens [B]. Each call moves on by a position, as plain decoding does."""
-        rows = [self.draw(logprobs[b : b + 1], self.position, b) for b in range(logprobs.shape[0])]
-        self.position += 1
-        return mx.concatenate(rows)
+        """
+        Raises:
+            ValueError: Always: a call does not say which position it is for.
+        """
+        raise ValueError(
+            "A sampler with a seed draws by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new one "
+            "for each text."
+        )
 
-    def draw(self, logprobs: mx.array, position: int, row: int = 0) -> mx.array:
+    def at(self, position: int) -> "TextSampler":
+        """A sampler for one text, for mlx-lm's functions and for a text that goes on.
+
+        Args:
+            position (int): Of the first token to draw, counted from the first generated token.
+        """
+        return TextSampler(self, position)
+
+    def draw(self, logprobs: mx.array, position: int) -> mx.array:
         """Log probabilities [1, V] -> the token at a position, [1]."""
-        x = self.distribution(logprobs, mx.array([[coin(self.seed, position, row)]]))
-        return mx.argmax(x + gumbel(self.seed, position, x.shape[-1], row), axis=-1)
+        x = self.distribution(logprobs, mx.array([[coin(self.seed, position)]]))
+        return mx.argmax(x + gumbel(self.seed, position, x.shape[-1]), axis=-1)
 
 
-def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: list[int]) -> mx.array:
+class TextSampler:
+    """A ``SeededSampler`` for one text: each call draws its next token.
+
+    Args:
+        sampler (SeededSampler): Draws.
+        first (int): The position of the first token.
+
+    Raises:
+        ValueError: The position is negative.
+    """
+
+    def __init__(self, sampler: SeededSampler, first: int):
+        if first < 0:
+            raise ValueError(f"The position of a token must be 0 or more, not {first}.")
+        self.sampler, self.first, self.n_drawn = sampler, first, 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Log probabilities [1, V] -> the next token, [1].
+
+        Raises:
+            ValueError: There are several rows, which are several texts.
+        """
+        if len(logprobs) != 1:
+            raise ValueError(
+                f"sampler.at({self.first}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
+                "BatchGenerator.insert, or use mlx_mtp.batch_generate."
+            )
+        token = self.sampler.draw(logprobs, self.first + self.n_drawn)
+        self.n_drawn += 1
+        return token
+
+
+def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
+    """The sampler to draw one text with: where it has a seed, a ``TextSampler`` that has drawn nothing.
+
+    Raises:
+        ValueError: The sampler is for a text that has begun.
+    """
+    if isinstance(sampler, SeededSampler):
+        return sampler.at(0)
+    if isinstance(sampler, TextSampler):
+        if sampler.n_drawn > 0:
+            raise ValueError(
+                f"sampler.at({sampler.first}) is for one text, and has drawn {sampler.n_drawn} of its tokens: give the sampler "
+                "itself, or a new sampler.at(...)."
+            )
+        return sampler.sampler.at(sampler.first)
+    return sampler
+
+
+def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
     """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, which draws a random number all the same.
 
     Args:
         logits (mx.array): [B, V].
         threshold (float): Of the tokens more likely than this, only the least likely stays.
-        special_tokens (List[int]): Tokens that always stay.
+        special_tokens (Sequence[int]): Tokens that always stay.
     """
     probs = mx.softmax(logits, -1)
     mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)
     if special_tokens:
-        mask[..., special_tokens] = False
+        mask[..., list(special_tokens)] = False
     return mx.where(mask, -mx.inf, logits)
 
 
@@ -141,7 +192,8 @@ def make_sampler(
     The other arguments are those of mlx-lm. The distribution is the same with each ``acceptance``.
 
     Returns:
-        Sampler: A sampler which takes log-probabilities and returns tokens.
+        Sampler: A sampler which takes log-probabilities and returns tokens. One with a seed serves any number of texts of
+          ``mlx_mtp``'s functions; give those of mlx-lm ``sampler.at(0)``, a new one for each text.
 
     Raises:
         ValueError: An argument is out of range, or the seed does not go with ``acceptance``.
@@ -160,12 +212,13 @@ def make_sampler(
     if not temp > 0:  # or nan
         raise ValueError(f"temp must be 0 or more, not {temp}.")
     _check_range(min_p, min_tokens_to_keep, xtc_probability, xtc_threshold)
-    args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens or [])
+    special_tokens = xtc_special_tokens or []
+    args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if acceptance == "match":
-        return sample_utils.make_sampler(*args)
+        return sample_utils.make_sampler(*args, special_tokens)
     if acceptance == "coupled":
-        return SeededSampler(secrets.randbits(64) if seed is None else seed, *args)
-    return Sampler(*args)
+        return SeededSampler(*args, tuple(special_tokens), secrets.randbits(64) if seed is None else seed)
+    return Sampler(*args, tuple(special_tokens))
 
 
 def _check_range(min_p: float, min_tokens_to_keep: int, xtc_probability: float, xtc_threshold: float) -> None:

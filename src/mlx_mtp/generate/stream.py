@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.exchange import running_alike
 from ..decoding.loop import CopyDrafts, asks_for_copies, mtp_generate_step
 from ..decoding.pace import DraftCounts, NumDraftTokens
+from ..decoding.sampling import TextSampler, for_one_text
 
 
 @dataclass
@@ -86,6 +87,11 @@ def stream_generate(
     if not mtp and not asks_for_copies(copy_drafts):
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
+        kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
+        if draft_model is not None and isinstance(kwargs["sampler"], TextSampler):
+            raise ValueError(
+                'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
+            )
         with running_alike(getattr(model, "ranks", None), stream):
             for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
                 yield GenerationResponse(**vars(r))

@@ -20,9 +20,9 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..batch.generator import BatchGenerator, Response
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, has_head, most_copies, mtp_generate_step, prefill
+from ..decoding.loop import CopyDrafts, has_head, mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
+from ..decoding.sampling import SeededSampler
 from ..models.prompt_cache import PromptCache, make_prompt_cache
 
 
@@ -66,8 +66,7 @@ class Sequence:
 
         With a seed a token depends on its position in the text, which neither a batch nor a new run of the loop knows.
         """
-        at = getattr(self.sampler, "at", None)
-        return self.sampler if at is None else at(self.n_generated)
+        return self.sampler.at(self.n_generated) if isinstance(self.sampler, SeededSampler) else self.sampler
 
     def matcher(self) -> StopSequences.Matcher:
         """For mlx-lm's batch generator, which takes this for a ``StopSequences``: continue with the same matcher."""
@@ -296,11 +295,10 @@ class Scheduler:
         return Progress(s, s.n_prompt - total + done, prompt_cache, key)
 
     def _insert(self, s: Sequence) -> None:
-        n = s.num_draft_tokens
         drafts: dict[str, Any] = {
             "caches": [s.prompt_cache],
-            "num_draft_tokens": [n if isinstance(n, int) else MAX_DRAFT_TOKENS],
-            "copy_drafts": [most_copies(n, s.copy_drafts)],
+            "num_draft_tokens": [s.num_draft_tokens],
+            "copy_drafts": [s.copy_drafts],
             "counts": [s.counts],
         }
         plain = {"caches": [s.prompt_cache[: len(self.model.layers)]]}
@@ -320,7 +318,7 @@ class Scheduler:
         alone.close()
         s = alone.sequence
         self.on_switch("batch")
-        if alone.steps is not None and not self._emit(s, *alone.choose()):
+        if alone.steps is not None and not self._emit_chosen(alone):
             return
         self._insert(s)
 
@@ -329,14 +327,23 @@ class Scheduler:
         alone = Alone(self.model, s, self.options)
         if self.drafts_in_batch:
             self.remove(s)
-            token, logprobs = alone.choose()
+            goes_on = self._emit_chosen(alone)
         else:
             batch = self.batch._generation_batch  # it has sampled the next token
             token, logprobs = batch._next_tokens.item(), batch._next_logprobs[0]
             self.remove(s)
+            goes_on = self._emit(s, token, logprobs)
         self.on_switch("mtp")
-        if self._emit(s, token, logprobs):
+        if goes_on:
             self.alone = alone
+
+    def _emit_chosen(self, alone: Alone) -> bool:
+        try:
+            token, logprobs = alone.choose()
+        except Exception as e:
+            self.ready.append(Failure(alone.sequence, e))
+            return False
+        return self._emit(alone.sequence, token, logprobs)
 
     def _emit(self, s: Sequence, token: int, logprobs: mx.array) -> bool:
         """Give out a token at a switch -> whether generation continues with it."""

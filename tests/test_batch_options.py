@@ -1,0 +1,181 @@
+"""What a batch and each of its prompts may ask for."""
+
+import functools
+import re
+
+import mlx.core as mx
+import pytest
+from batch_helpers import run
+from helpers import plain, tiny_model
+
+from mlx_mtp import Depth, batch_generate
+from mlx_mtp.batch import row as row_module
+from mlx_mtp.batch.depth import BatchDepth
+from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding.copies import CopyDrafter
+from mlx_mtp.decoding.drafter import Drafts
+
+PROMPTS = [[3, 1, 4], [1, 5]]
+N = 24
+model_of = functools.cache(tiny_model)
+
+DRAFTS = "num_draft_tokens must be auto or from 0 to 8, not"
+COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
+POSITIVE = "must be an integer of 1 or more, not"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"num_draft_tokens": n}, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, "3", "off")),
+        *(({"copy_drafts": n}, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4")),
+        *(
+            ({name: value}, f"{name} {POSITIVE} {value}.")
+            for name in ("max_tokens", "completion_batch_size", "prefill_step_size")
+            for value in (0, -1, 2.5, None)
+        ),
+    ],
+    ids=str,
+)
+def test_generator_refuses(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BatchGenerator(model_of("qwen3_5"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"num_draft_tokens": [2, n]}, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, "3", "off")),
+        *(({"copy_drafts": [2, n]}, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4")),
+        *(({"max_tokens": [2, n]}, f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, -1, 2.5, None, "3")),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must have an entry for each prompt: 2, not 0."),
+        ({"copy_drafts": 0}, "copy_drafts must have an entry for each prompt: 2, not 0."),
+        ({"copy_drafts": "auto"}, "copy_drafts must have an entry for each prompt: 2, not auto."),
+        ({"max_tokens": 5}, "max_tokens must have an entry for each prompt: 2, not 5."),
+        ({"samplers": [None]}, "samplers must have an entry for each prompt: 2, not 1."),
+    ],
+    ids=str,
+)
+def test_insert_refuses_all_of_a_call(options, message):
+    """What runs goes on, and the next uids are those that would have been."""
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model)
+    (first,) = generator.insert([[9]], max_tokens=[8])
+    texts = run(generator, n_steps=2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generator.insert(PROMPTS, **options)
+    assert len(generator) == 1
+    assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
+    texts = run(generator, texts)
+    assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
+
+
+def test_a_depth_of_one_sequence_is_refused():
+    depth = Depth(3)
+    with pytest.raises(ValueError, match=DRAFTS):
+        BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth)
+    with pytest.raises(ValueError, match=DRAFTS):
+        BatchGenerator(model_of("qwen3_5")).insert(PROMPTS, num_draft_tokens=[depth, None])
+
+
+def test_batch_generate_refuses(demo):
+    _, tokenizer = demo
+    for max_tokens in (0, -1, 2.5, None):
+        with pytest.raises(ValueError, match=re.escape(f"max_tokens of prompt 0 {POSITIVE} {max_tokens}.")):
+            batch_generate(model_of("qwen3_5"), tokenizer, PROMPTS, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"num_draft_tokens": 2}, {"num_draft_tokens": 0, "copy_drafts": "auto"}], ids=str
+)
+def test_prompts_take_what_the_generator_takes(given):
+    """Every pair of options in one batch."""
+    model = model_of("qwen3_5")
+    pairs = [(n, copies) for n in (None, "auto", 0, 1, 8) for copies in (None, "auto", "off", 1, 16)]
+    generator = BatchGenerator(model, **given)
+    numbers, copies = zip(*pairs)
+    generator.insert(
+        [[9, 2, 6]] * len(pairs), max_tokens=[N] * len(pairs), num_draft_tokens=numbers, copy_drafts=copies
+    )
+    want = plain([9, 2, 6], model, max_tokens=N)
+    for (n, most), text in zip(pairs, run(generator).values()):
+        assert text.tokens == want
+        counts = text.last.counts
+        if 0 in (n, given.get("num_draft_tokens")):
+            assert counts.drafted == []
+        if most == "off" or (most is None and isinstance(n, int)):
+            assert counts.copied == []
+
+
+# Copies
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Where a text can be copied from, it is known: the copies are right."""
+    model = model_of("qwen3_5")
+    truths = [p + plain(p, model, max_tokens=N + 20) for p in PROMPTS]
+
+    class Oracle(CopyDrafter):
+        def odds(self, n_unread):
+            return [0.95] * 16
+
+        def propose(self, k, n_unread):
+            truth = next(t for t in truths if t[: len(self.text)] == self.text)
+            first = len(self.text) + n_unread
+            return Drafts(mx.array(truth[first : first + k], mx.uint32), [None] * k)
+
+    monkeypatch.setattr(row_module, "CopyDrafter", Oracle)
+    return model, [t[len(p) : len(p) + N] for p, t in zip(PROMPTS, truths)]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 8, "auto"])
+@pytest.mark.parametrize("n_copies", [8, 16])
+def test_a_number_of_copies_is_not_limited_by_the_drafts(copying, k, n_copies):
+    """The other row takes the head's drafts, or none, in the same windows."""
+    model, want = copying
+    for options in ({"copy_drafts": [n_copies, "off"]}, {"copy_drafts": [n_copies, "off"], "num_draft_tokens": [0, 8]}):
+        generator = BatchGenerator(model, num_draft_tokens=k)
+        generator.insert(PROMPTS, max_tokens=[N, N], **options)
+        copying_row, other = run(generator).values()
+        assert [copying_row.tokens, other.tokens] == want
+        assert len(copying_row.last.counts.copied) == n_copies
+        assert copying_row.last.counts.copies_accepted == copying_row.last.counts.copied
+        assert other.last.counts.copied == []
+        assert len(other.last.counts.drafted) <= (8 if k == "auto" else k)
+
+
+def test_the_generators_number_of_copies_is_for_all(copying):
+    model, want = copying
+    generator = BatchGenerator(model, num_draft_tokens=0, copy_drafts=8)
+    generator.insert(PROMPTS, max_tokens=[N, N])
+    texts = run(generator)
+    assert [text.tokens for text in texts.values()] == want
+    for text in texts.values():
+        assert text.last.counts.drafted == []
+        assert len(text.last.counts.copied) == 8
+        # A window of 8 copies yields 9 tokens. The first step, which nothing was known before, may have none.
+        assert text.last.counts.copied[0] <= 4
+
+
+@pytest.mark.parametrize("k", [0, "auto"])
+def test_auto_copies_are_as_many_as_the_depth_says(copying, monkeypatch, k):
+    choose = BatchDepth.next
+    monkeypatch.setattr(BatchDepth, "next", lambda self, rows: (choose(self, rows), 5)[1])
+    model, want = copying
+    generator = BatchGenerator(model, num_draft_tokens=k, copy_drafts="auto")
+    generator.insert(PROMPTS, max_tokens=[N, N], num_draft_tokens=[0, 0], copy_drafts=["auto", "off"])
+    copying_row, other = run(generator).values()
+    assert [copying_row.tokens, other.tokens] == want
+    assert len(copying_row.last.counts.copied) == 5
+    assert (other.last.counts.copied, other.last.counts.drafted) == ([], [])
+
+
+def test_no_depth_is_asked_for_where_nothing_is_drafted(monkeypatch):
+    """Plain decoding, and rows whose copies are their own number."""
+    monkeypatch.setattr(BatchDepth, "next", lambda self, rows: 1 / 0)
+    model = model_of("qwen3_5")
+    for given in ({"num_draft_tokens": 0}, {"num_draft_tokens": 0, "copy_drafts": 4}):
+        generator = BatchGenerator(model, **given)
+        generator.insert(PROMPTS, max_tokens=[N, N])
+        assert [text.tokens for text in run(generator).values()] == [plain(p, model, max_tokens=N) for p in PROMPTS]
