@@ -380,7 +380,7 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
         assert row[13] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
 
 
-def test_copying_prompts_are_chosen_by_name(monkeypatch):
+def test_prompts_are_chosen_by_name(monkeypatch):
     asked = []
 
     def measure(model, prompts, *_, **__):
@@ -388,10 +388,10 @@ def test_copying_prompts_are_chosen_by_name(monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(benchmark, "measure", measure)
-    for flags in ((), ("--prompts", "copying")):
+    for flags in ((), ("--prompts", "copying"), ("--prompts", "nine")):
         with pytest.raises(SystemExit):
             run(monkeypatch, *flags)
-    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING)]
+    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING), list(prompts.KINDS)]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_the_benchmark_writes_a_row(monkeypatch, capsys, tmp_path):
         "draft_lm_head": None,
         "settings": None,
     }
-    assert got["prompts"]["kind"] == "a file"
+    assert got["prompts"]["kind"] == "own"
     assert got["plain"]["tokens_per_second"] > 0
     for name, figures in got["runs"].items():
         assert figures["head"] + figures["copies"] + figures["target"] == pytest.approx(1)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from .runs import AUTO, NO_COPIES
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
-COPYING = "copying"  # in place of a file of prompts
+# In place of a file of prompts.
+KINDS: dict[str, Callable[[], dict[str, str]]] = {
+    "nine": prompts.nine_kinds,
+    "copying": prompts.copying_kinds,
+    "python": prompts.python_beginnings,
+}
 DEMO_NAME = "demo"
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
@@ -52,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes, or `copying` for four kinds of request whose "
-        "answers copy from the prompt (default: nine kinds of request; for the demo, beginnings of Python files).",
+        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for "
+        "four whose answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
     )
     parser.add_argument(
         "--context",
@@ -173,18 +178,15 @@ def prepare_synthetic(args: argparse.Namespace) -> Subject:
 
 
 def prompt_kind(args: argparse.Namespace) -> str:
+    """What the prompts are, in a word; a file of prompts is the user's own."""
     if args.prompts:
-        return COPYING if args.prompts == COPYING else "a file"
-    return "nine kinds" if args.model else "Python"
+        return args.prompts if args.prompts in KINDS else "own"
+    return "nine" if args.model else "python"
 
 
 def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, context: int) -> dict[str, mx.array]:
-    if args.prompts == COPYING:
-        texts = prompts.copying_kinds()
-    elif args.prompts:
-        texts = prompts.read_prompts(Path(args.prompts))
-    else:
-        texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
+    kind = prompt_kind(args)
+    texts = KINDS[kind]() if kind in KINDS else prompts.read_prompts(Path(args.prompts))
     return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}
 
 
