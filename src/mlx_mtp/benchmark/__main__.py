@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for "
-        "four whose answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
+        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for four whose "
+        "answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
     )
     parser.add_argument(
         "--context",
