@@ -98,24 +98,25 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> dict[str, 
     """The speeds of both runs, and what the parts allow."""
     model, tokenizer = mlx_mtp.load(args.model, tensor_group=group if group.size() > 1 else None, settings=False)
     prompt = mx.array(tokenizer.encode(inspect.getsource(argparse))[: args.prompt_tokens])
-    kinds: list[runs.Run] = [runs.PLAIN, runs.AUTO]
+    kinds: list[runs.Run] = [runs.PLAIN, runs.NO_COPIES]
 
     def generate(kind: runs.Run) -> runs.Generation:
-        generation = runs.generate(model, prompt, args.max_tokens, kind, copy_drafts="off")
+        generation = runs.generate(model, prompt, args.max_tokens, kind)
         mx.synchronize()
         return generation
 
     for kind in kinds:  # warm
         generate(kind)
     turns = [{kind: generate(kind) for kind in runs.in_turn(kinds, i)} for i in range(args.repeat)]
-    counts = runs.sum_counts([turn[runs.AUTO].counts for turn in turns])
+    counts = runs.sum_counts([turn[runs.NO_COPIES].counts for turn in turns])
     timed = parts.time_parts(model, prompt, DEPTH)
-    n_tokens = sum(len(turn[runs.AUTO].tokens) - 1 for turn in turns)
+    n_tokens = sum(turn[runs.NO_COPIES].n_timed for turn in turns)
+    n_steps = sum(turn[runs.NO_COPIES].n_steps for turn in turns)
     return {
-        "equal": all(turn[runs.AUTO].tokens == turn[runs.PLAIN].tokens for turn in turns),
+        "equal": all(turn[runs.NO_COPIES].tokens == turn[runs.PLAIN].tokens for turn in turns),
         "plain": statistics.median((args.max_tokens - 1) / turn[runs.PLAIN].seconds for turn in turns),
-        "ratios": [turn[runs.PLAIN].seconds / turn[runs.AUTO].seconds for turn in turns],
-        "allowed": n_tokens * timed.verify[0] / timed.seconds(n_tokens, counts),
+        "ratios": [turn[runs.PLAIN].seconds / turn[runs.NO_COPIES].seconds for turn in turns],
+        "allowed": n_tokens * timed.verify[0] / timed.seconds(n_steps, counts),
         "exchange": timed.exchange.get(1, 0.0),
         "n_exchanges": timed.n_exchanges,
         "verify": timed.verify,

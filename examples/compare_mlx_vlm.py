@@ -4,13 +4,14 @@
     .vlm/bin/python examples/compare_mlx_vlm.py --model PATH_OR_REPO
 
 mlx-vlm drafts with the head alone, in a folder that its own `split_mtp` makes of the checkpoint. Its block is the confirmed
-token and the drafts. Times are from the first token to the last.
+token and the drafts. So the first comparison is with auto that does not copy; mlx-vlm has no copies that could be compared with
+auto's. Times are from the first token to the last, and a text stops where the model ends it.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
@@ -23,18 +24,22 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import prompts
+from mlx_mtp.benchmark.repeats import repeated_shares, warning
 from mlx_mtp.checkpoint.hub import fetch
 
-PLAIN, AUTO, VLM_PLAIN = "mlx-lm, plain", "mlx_mtp, auto", "mlx-vlm, plain"
+PLAIN, VLM_PLAIN = "mlx-lm, plain", "mlx-vlm, plain"
+NO_COPIES, AUTO = "mlx_mtp, auto, no copies", "mlx_mtp, auto"
 
 
-def timed(steps: Iterator) -> tuple[list[int], float]:
+def timed(steps: Iterator, stop: Collection[int]) -> tuple[list[int], float]:
     """Tokens, and the seconds from the first of them to the last."""
     tokens, start = [], 0.0
     for token, *_ in steps:
         if not tokens:
             start = time.perf_counter()
         tokens.append(int(token))
+        if tokens[-1] in stop:
+            break
     return tokens, time.perf_counter() - start
 
 
@@ -53,12 +58,19 @@ def main() -> None:
         drafter, kind = load_drafter(str(split_mtp(str(path), f"{folder}/drafter")))
         mx.eval(drafter.parameters())
     texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
-    tokens = [prompts.encode(tokenizer, text) for text in texts.values()]
+    tokens = {name: prompts.encode(tokenizer, text) for name, text in texts.items()}
+    stop = tokenizer.eos_token_ids
+    depths = {name: mlx_mtp.Depth(mlx_mtp.MAX_DRAFT_TOKENS) for name in (NO_COPIES, AUTO)}
 
     n = args.max_tokens
     runs = {
         PLAIN: lambda p: generate_step(p, model, max_tokens=n),
-        AUTO: lambda p: mlx_mtp.mtp_generate_step(p, model, max_tokens=n),
+        NO_COPIES: lambda p: mlx_mtp.mtp_generate_step(
+            p, model, max_tokens=n, num_draft_tokens=depths[NO_COPIES], copy_drafts="off"
+        ),
+        AUTO: lambda p: mlx_mtp.mtp_generate_step(
+            p, model, max_tokens=n, num_draft_tokens=depths[AUTO], copy_drafts="auto"
+        ),
         VLM_PLAIN: lambda p: vlm_generate_step(p[None], vlm, None, None, max_tokens=n, temperature=0.0),
     }
     for k in args.depths:
@@ -68,28 +80,34 @@ def main() -> None:
         )
 
     for steps in runs.values():
-        timed(steps(tokens[0]))
+        timed(steps(next(iter(tokens.values()))), ())
     names = list(runs)
-    rounds: list[dict[str, float]] = []
+    rounds: list[dict[str, float]] = []  # tokens per second
+    said: dict[str, list[int]] = {}
     same = dict.fromkeys(names, True)
     for i in tqdm(range(args.repeat), disable=None):
-        seconds = dict.fromkeys(names, 0.0)
-        for j, prompt in enumerate(tokens):
+        seconds, n_tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        for j, (kind, prompt) in enumerate(tokens.items()):
             turn = (i + j) % len(names)
             got = {}
             for name in names[turn:] + names[:turn]:
-                got[name], s = timed(runs[name](prompt))
+                got[name], s = timed(runs[name](prompt), stop)
                 seconds[name] += s
+                n_tokens[name] += len(got[name]) - 1
             for name in names:
                 same[name] &= got[name] == got[PLAIN]
-        rounds.append(seconds)
+            said[kind] = got[PLAIN]
+        rounds.append({name: n_tokens[name] / seconds[name] for name in names})
 
-    print(f"{'':20} tokens/s  to plain mlx-lm  mlx_mtp auto to it  same tokens")
+    print(f"{'':24} tokens/s  to plain mlx-lm  head alone to it  with copies to it  same tokens")
     for name in names:
-        tps = len(tokens) * (n - 1) / statistics.median(r[name] for r in rounds)
-        to_plain = statistics.median(r[PLAIN] / r[name] for r in rounds)
-        auto = statistics.median(r[name] / r[AUTO] for r in rounds)
-        print(f"{name:20} {tps:8.1f} {to_plain:16.2f} {auto:19.2f}  {'yes' if same[name] else 'no':>11}")
+        tps = statistics.median(r[name] for r in rounds)
+        to_plain, alone, auto = (
+            statistics.median(r[a] / r[b] for r in rounds) for a, b in ((name, PLAIN), (NO_COPIES, name), (AUTO, name))
+        )
+        print(f"{name:24} {tps:8.1f} {to_plain:16.2f} {alone:17.2f} {auto:18.2f}  {'yes' if same[name] else 'no':>11}")
+    if loops := warning(repeated_shares(tokens, said)):
+        print(loops)
 
 
 if __name__ == "__main__":

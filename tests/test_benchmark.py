@@ -18,13 +18,14 @@ from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import plot, runs
 from mlx_mtp.benchmark.measure import OVERALL, measure
 from mlx_mtp.benchmark.parts import Parts
-from mlx_mtp.benchmark.report import show
-from mlx_mtp.benchmark.runs import AUTO, sum_counts
+from mlx_mtp.benchmark.repeats import repeated_share
+from mlx_mtp.benchmark.report import percent, show
+from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, sum_counts
 from mlx_mtp.benchmark.shapes import SHAPES
 from mlx_mtp.benchmark.synthetic import synthetic_model
 from mlx_mtp.decoding.pace import DraftCounts
 
-DEPTHS = (1, 3, AUTO)
+RUNS = (1, 3, NO_COPIES, COPIES, AUTO)
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -124,36 +125,123 @@ def test_time_of_steps(steps):
     parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
     for k, n, copies in steps:
         counts.add(k, n, copies)
-    n_tokens = sum(n + 1 for _, n, _ in steps)
     seconds = sum(parts.verify[k] + (0 if copies else k * 0.17) for k, _, copies in steps)  # a copy takes no pass
-    assert parts.seconds(n_tokens, counts) == pytest.approx(seconds)
+    assert parts.seconds(len(steps), counts) == pytest.approx(seconds)
 
 
 def test_figures_agree():
     model, _ = synthetic_model(small("4b-4bit"), 0.8)
-    report = measure(model, TWO, DEPTHS, max_tokens=12, repeat=2)
-    assert [(r.prompt, r.num_draft_tokens) for r in report.results] == [
-        (p, k) for k in DEPTHS for p in ("a", "b", OVERALL)
-    ]
+    report = measure(model, TWO, RUNS, max_tokens=8, repeat=2)
+    assert [(r.prompt, r.run) for r in report.results] == [(p, k) for k in RUNS for p in ("a", "b", OVERALL)]
     for r in report.results:
         assert r.identical
         assert r.ratio_low <= r.ratio <= r.ratio_high
         assert r.efficiency == pytest.approx(r.ratio / r.allowed)
-        n_tokens = 2 * (11 if r.prompt != OVERALL else 22)
+        n_tokens = 2 * (7 if r.prompt != OVERALL else 14)
         assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
+        assert r.origins == {HEAD: sum(r.accepted), COPY: 0, TARGET: n_tokens - sum(r.accepted)}
+        assert sum(percent(r)) == 100
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
     assert len(report.parts.verify) == 17  # copies
     assert report.parts.exact.keys() == {2, 17}
     assert min(report.parts.exact.values()) > 0
-    for k in DEPTHS:
-        a, b, overall = (r for r in report.results if r.num_draft_tokens == k)
+    for k in RUNS:
+        a, b, overall = (r for r in report.results if r.run == k)
         width = len(overall.drafted)
+        assert (width > 0) == (k != COPIES)
         padded = [[*x, *[0] * (width - len(x))] for x in (a.drafted, b.drafted)]
         assert overall.drafted == [x + y for x, y in zip(*padded)]
         assert overall.prompt_tokens == 8
-        assert k == AUTO or width == k
+        assert not isinstance(k, int) or width == k
+
+
+ANSWER = [*range(20, 24), *range(2, 12), 24, 25, *range(3, 11), *range(26, 32)]  # copies from the prompt, twice
+
+
+@pytest.fixture
+def parts_not_timed(monkeypatch):
+    monkeypatch.setattr("mlx_mtp.benchmark.measure.time_parts", lambda *_: Parts([1.0] * 17, 0.1, []))
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """A model that says ``ANSWER`` behind the prompt 0, 1, ..., 11, and drafts the same way whatever the clock says."""
+    original = runs.mtp_generate_step
+
+    def with_numbers(*args, **options):
+        k = 4 if options["copy_drafts"] == "auto" else "off"
+        return original(*args, **options | {"copy_drafts": k, "num_draft_tokens": 2})
+
+    monkeypatch.setattr(runs, "mtp_generate_step", with_numbers)
+
+    def make(acceptance: float):
+        model, script = synthetic_model(small("4b-4bit"), acceptance)
+        text = [*range(12), *ANSWER]
+        script.token = lambda i: text[i] if i < len(text) else 100 + i
+        return model, mx.array(text[:12])
+
+    return make
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.7])
+def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
+    model, prompt = copying(acceptance)
+    for run in (PLAIN, NO_COPIES, AUTO):
+        got = runs.generate(model, prompt, len(ANSWER), run)
+        assert got.tokens == ANSWER
+        assert got.origins.count(HEAD) == sum(got.counts.accepted)
+        assert got.origins.count(COPY) == sum(got.counts.copies_accepted)
+        assert (HEAD in got.origins) == (acceptance > 0 and run != PLAIN)
+        assert (COPY in got.origins) == (run == AUTO)
+        assert got.n_steps == got.origins[1:].count(TARGET)
+        assert {ANSWER[i] for i, o in enumerate(got.origins) if o == COPY} <= set(range(3, 12))
+
+
+@pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPY, 9), (24, TARGET, 10), (20, TARGET, 0)])
+def test_a_text_stops_at_its_end(copying, parts_not_timed, end, origin, n_steps):
+    model, prompt = copying(0.0)
+    if n_steps == 0:
+        with pytest.raises(ValueError, match="ends its text at once on a prompt of 12 tokens"):
+            runs.generate(model, prompt, 40, AUTO, stop={end})
+        return
+    got = runs.generate(model, prompt, 40, AUTO, stop={end, 999})
+    assert got.tokens == ANSWER[: ANSWER.index(end) + 1] == runs.generate(model, prompt, 40, PLAIN, stop={end}).tokens
+    assert (got.origins[-1], got.n_steps) == (origin, n_steps)
+    report = measure(model, {"a": prompt}, (NO_COPIES, AUTO), max_tokens=40, repeat=1, stop={end})
+    for r in report.results:
+        assert sum(r.origins.values()) == len(got.tokens) - 1
+        assert r.tokens_per_step == (len(got.tokens) - 1) / (n_steps if r.run == AUTO else len(got.tokens) - 1)
+        assert r.identical
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "share"),
+    [
+        ([1, 2, 3], list(range(40)), 0.0),
+        ([1, 2, 3], [*range(10)] * 5, 0.7),  # 50 less the first turn and the five tokens that a match begins with
+        ([*range(10)] * 2, [*range(10)] * 5, 0.0),  # copied from the prompt
+        ([1, 2, 3], [7] * 12, 0.5),
+        ([], [1, 2, 3], 0.0),
+    ],
+)
+def test_what_repeats_itself(prompt, text, share):
+    assert repeated_share(prompt, text) == share
+
+
+def test_warns_of_texts_that_repeat_themselves(parts_not_timed):
+    model, script = synthetic_model(small("4b-4bit"), 0.8)
+    plain_token = script.token
+    script.token = lambda i: i % 7 if i >= 6 else plain_token(i)
+    report = measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
+    assert (
+        show(report)
+        .splitlines()[-1]
+        .startswith("Warning: texts that repeat themselves, and how much of each: a 62%, b 68%.")
+    )
+    report.repeated = {"a": 1 / 3, "b": 0.2}
+    assert "Warning" not in show(report)
 
 
 def test_counts_are_summed_by_position():
@@ -256,8 +344,8 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
         in out
     )
     assert report["acceptance_was_set"] == 0.9
-    assert [(r["num_draft_tokens"], r["prompt_tokens"]) for r in report["results"]] == [
-        (k, 40) for k in (AUTO, AUTO, 1, 1, 2, 2)
+    assert [(r["run"], r["prompt_tokens"]) for r in report["results"]] == [
+        (k, 40) for k in (1, 1, 2, 2, NO_COPIES, NO_COPIES, AUTO, AUTO)
     ]
     for r in report["results"]:
         assert f"{r['mtp_tps']:.1f}" in out
@@ -275,11 +363,12 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
     reports = json.loads((tmp_path / "b.json").read_text())
     assert [{r["prompt_tokens"] for r in report["results"]} for report in reports] == [{20}, {50}]
     lines = capsys.readouterr().out.splitlines()
-    assert "no more than 1.250 of plain" in lines[-7]  # four layers
-    firsts, rows = {}, [line.split() for line in lines[-4:]]
-    assert [row[:2] for row in rows] == [["20", "auto"], ["50", "auto"], ["20", "1"], ["50", "1"]]
+    assert "no more than 1.250 of plain" in lines[-9]  # four layers
+    firsts, rows = {}, [line.replace(NO_COPIES, "no_copies").split() for line in lines[-6:]]
+    assert [row[:2] for row in rows] == [[n, k] for k in ("1", "no_copies", AUTO) for n in ("20", "50")]
     for i, row in enumerate(rows):
-        r = next(r for r in reports[i % 2]["results"] if (r["prompt"], str(r["num_draft_tokens"])) == (OVERALL, row[1]))
+        name = row[1].replace("no_copies", NO_COPIES)
+        r = next(r for r in reports[i % 2]["results"] if (r["prompt"], str(r["run"])) == (OVERALL, name))
         first = firsts.setdefault(row[1], r)
         plain, mtp = (first[speed] / r[speed] for speed in ("plain_tps", "mtp_tps"))
         assert row[2:4] == [f"{1e3 / r['plain_tps']:.2f}", f"{1e3 / r['mtp_tps']:.2f}"]
@@ -291,7 +380,7 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
         assert row[13] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
 
 
-def test_copying_prompts_are_chosen_by_name(monkeypatch):
+def test_prompts_are_chosen_by_name(monkeypatch):
     asked = []
 
     def measure(model, prompts, *_, **__):
@@ -299,10 +388,10 @@ def test_copying_prompts_are_chosen_by_name(monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(benchmark, "measure", measure)
-    for flags in ((), ("--prompts", "copying")):
+    for flags in ((), ("--prompts", "copying"), ("--prompts", "nine")):
         with pytest.raises(SystemExit):
             run(monkeypatch, *flags)
-    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING)]
+    assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING), list(prompts.KINDS)]
 
 
 @pytest.mark.slow
@@ -310,7 +399,8 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
     (tmp_path / "p.txt").write_text("import os\n---\nclass A:\n")
     run(monkeypatch, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == ["prompt_1", "prompt_2", OVERALL]
+    named = [line.partition(":")[0] for line in lines if ": plain" in line]
+    assert named == ["prompt_1", "prompt_2", OVERALL]
     assert "SET" not in "".join(lines)
 
 
@@ -320,6 +410,11 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
         (["--acceptance", "0.5"], "--acceptance requires --synthetic"),
         (["--synthetic", "4b-4bit", "--acceptance", "1.5"], "from 0 to 1, not 1.5"),
         (["--synthetic", "4b-4bit", "--model", "x"], "remove --model"),
+        (["--synthetic", "4b-4bit", "--report", "r.json"], "remove --model, --prompts and --report"),
+        (["--report", "r.json", "--compare-depths"], "remove --compare-depths"),
+        (["--report", "r.json", "--tune"], "remove --report"),
+        (["--report", "/no/such/folder/r.json"], "There is no folder /no/such/folder"),
+        (["--context", "9", "10", "--report", "r.json"], "--report takes one length"),
         (["--synthetic", "4b-4bit", "--draft-vocab", "list.json"], "give --draft-vocab a number"),
         (["--compare-depths", "9"], "from 1 to 8, not 9"),
         (["--plot", "x.png"], "requires --compare-depths"),

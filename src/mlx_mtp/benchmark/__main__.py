@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,24 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli, prompts
 from ..checkpoint import settings
-from ..checkpoint.files import check_target
+from ..checkpoint.files import check_target, write_atomic
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from . import plot, recommend, tune
+from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth
-from .runs import AUTO
+from .runs import AUTO, NO_COPIES
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
-COPYING = "copying"  # in place of a file of prompts
+# In place of a file of prompts.
+KINDS: dict[str, Callable[[], dict[str, str]]] = {
+    "nine": prompts.nine_kinds,
+    "copying": prompts.copying_kinds,
+    "python": prompts.python_beginnings,
+}
+DEMO_NAME = "demo"
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
 
@@ -44,15 +50,15 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         const=4,
         metavar="K",
-        help="Beside auto, measure each fixed depth from 1 to K (default: 4).",
+        help="Beside auto, with copies and without, measure the head at each fixed depth from 1 to K (default: 4).",
     )
     parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
     parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes, or `copying` for four kinds of request whose "
-        "answers copy from the prompt (default: nine kinds of request; for the demo, beginnings of Python files).",
+        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for four whose "
+        "answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
     )
     parser.add_argument(
         "--context",
@@ -70,15 +76,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
-    cli.add_copy_drafts(parser)
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="Measure the head at depths 1 to 4, copies, and both, and write your machine's row of docs/results.md to this "
+        "JSON file.",
+    )
     cli.add_arguments(parser)
     cli.add_pipeline(parser)
     for action in parser._actions:
-        if action.dest == "copy_drafts":
-            action.help = (
-                "Where the text repeats itself, draft what followed there: see mlx_mtp.generate (default: auto beside auto, "
-                "off beside a fixed depth)."
-            )
         if action.dest == "settings":
             action.default, action.metavar = None, "FILE"
             action.help = (
@@ -99,62 +106,87 @@ def run(args: argparse.Namespace) -> None:
     if args.tune:
         run_tune(args)
         return
-    model, name, prompts_by_length = prepare(args)
+    subject = prepare(args)
+    runs = row.RUNS if args.report else (*range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
     reports: list[Report] = []
-    for tokens in prompts_by_length:
+    for tokens in subject.prompts:
         report = measure(
-            model,
+            subject.model,
             tokens,
-            (AUTO, *range(1, (args.compare_depths or 0) + 1)),
+            runs,
             max_tokens=args.max_tokens,
             repeat=args.repeat,
-            copy_drafts=args.copy_drafts,
-            name=name,
+            stop=subject.stop,
+            name=subject.name,
             acceptance_was_set=args.acceptance,
         )
-        print(show(report), end="\n\n" if len(prompts_by_length) > 1 else "\n")
+        print(show(report), end="\n\n" if len(subject.prompts) > 1 else "\n")
         reports.append(report)
     if len(reports) > 1:
-        print(show_growth(reports, len(model.layers)))
-    if mx.distributed.init().rank() > 0:
-        return
+        print(show_growth(reports, len(subject.model.layers)))
+    if mx.distributed.init().rank() == 0:
+        write(args, subject.model, reports)
+
+
+def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> None:
+    """Write what the flags ask for, now that all is measured."""
     if args.json:
         write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
         plot.draw(reports[0]).savefig(args.plot, dpi=150)
+    if args.report:
+        one = row.make_row(reports[0], model, args.model or DEMO_NAME, prompt_kind(args))
+        write_json(args.report, one)
+        print(f"\n{row.markdown([one])}")
 
 
-def prepare(args: argparse.Namespace) -> tuple[Any, str, list[Mapping[str, mx.array]]]:
-    """The model, its name for the report, and the prompts at each length."""
+@dataclass
+class Subject:
+    """What is measured."""
+
+    model: Any
+    name: str  # for the report
+    prompts: list[Mapping[str, mx.array]]  # at each length
+    stop: Collection[int]  # tokens that end a text
+
+
+def prepare(args: argparse.Namespace) -> Subject:
     if args.synthetic:
-        if args.acceptance is None:
-            args.acceptance = ACCEPTANCE
-        model, script = synthetic_model(
-            SHAPES[args.synthetic],
-            args.acceptance,
-            draft_vocab=args.draft_vocab,
-            mtp_bits=args.mtp_bits,
-            draft_head_bits=args.draft_head_bits,
-        )
-        lengths = [n or SYNTHETIC_TOKENS for n in args.context]
-        texts = [mx.array([script.token(i) for i in range(n)]) for n in lengths]
-        return model, f"synthetic {args.synthetic}", [{"synthetic": tokens} for tokens in texts]
+        return prepare_synthetic(args)
     model, tokenizer = load(
         args.model or str(DEMO), **cli.options(args) | {"settings": args.settings or False}, **cli.groups(args)
     )
-    name = args.model or "demo"
+    name = args.model or DEMO_NAME
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
-    return model, name, [encode_prompts(args, tokenizer, n) for n in args.context]
+    return Subject(model, name, [encode_prompts(args, tokenizer, n) for n in args.context], tokenizer.eos_token_ids)
+
+
+def prepare_synthetic(args: argparse.Namespace) -> Subject:
+    if args.acceptance is None:
+        args.acceptance = ACCEPTANCE
+    model, script = synthetic_model(
+        SHAPES[args.synthetic],
+        args.acceptance,
+        draft_vocab=args.draft_vocab,
+        mtp_bits=args.mtp_bits,
+        draft_head_bits=args.draft_head_bits,
+    )
+    lengths = [n or SYNTHETIC_TOKENS for n in args.context]
+    texts = [mx.array([script.token(i) for i in range(n)]) for n in lengths]
+    return Subject(model, f"synthetic {args.synthetic}", [{"synthetic": tokens} for tokens in texts], ())
+
+
+def prompt_kind(args: argparse.Namespace) -> str:
+    """What the prompts are, in a word; a file of prompts is the user's own."""
+    if args.prompts:
+        return args.prompts if args.prompts in KINDS else "own"
+    return "nine" if args.model else "python"
 
 
 def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, context: int) -> dict[str, mx.array]:
-    if args.prompts == COPYING:
-        texts = prompts.copying_kinds()
-    elif args.prompts:
-        texts = prompts.read_prompts(Path(args.prompts))
-    else:
-        texts = prompts.nine_kinds() if args.model else prompts.python_beginnings()
+    kind = prompt_kind(args)
+    texts = KINDS[kind]() if kind in KINDS else prompts.read_prompts(Path(args.prompts))
     return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}
 
 
@@ -175,7 +207,7 @@ def run_tune(args: argparse.Namespace) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_atomic(file, json.dumps(value, indent=2) + "\n")
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -185,36 +217,37 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range, or does not go with another.
     """
-    cli.check_alone(args, "synthetic", "tune")
+    cli.check_alone(args, "synthetic", "tune", "report")
     if args.tune:
         check_tune(args)
     if args.synthetic:
-        if args.model or args.prompts:
-            raise ValueError("--synthetic replaces the model and its prompts: remove --model and --prompts.")
+        if args.model or args.prompts or args.report:
+            raise ValueError("--synthetic replaces the model and its prompts: remove --model, --prompts and --report.")
         if args.draft_vocab is not None and not isinstance(args.draft_vocab, int):
             raise ValueError("--synthetic has no tokenizer: give --draft-vocab a number.")
     elif args.acceptance is not None:
         raise ValueError("--acceptance requires --synthetic.")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:
         raise ValueError(f"--acceptance must be a probability, from 0 to 1, not {args.acceptance}.")
-    cli.check_copy_drafts(args)
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
     if min(args.context) < 0:
         raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
-    if len(args.context) > 1 and (args.tune or args.plot):
-        raise ValueError(f"{'--tune' if args.tune else '--plot'} takes one length: give --context one number.")
-    for file in (args.json, args.plot):
+    for flag in (flag for flag in ("tune", "plot", "report") if len(args.context) > 1 and getattr(args, flag)):
+        raise ValueError(f"--{flag} takes one length: give --context one number.")
+    for file in (args.json, args.plot, args.report):
         if file:
             check_target(file)
     if args.plot:
-        if args.compare_depths is None:
+        if args.compare_depths is None and not args.report:
             raise ValueError("--plot draws speed by depth and requires --compare-depths.")
         plot.check(args.plot)
+    if args.report and args.compare_depths is not None:
+        raise ValueError(f"--report measures depths 1 to {row.HEAD_DEPTHS[-1]}: remove --compare-depths.")
 
 
 def check_tune(args: argparse.Namespace) -> None:
-    fixed = ("synthetic", "compare_depths", "copy_drafts", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
+    fixed = ("synthetic", "compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
         raise ValueError(f"--tune chooses what to measure: remove --{flag.replace('_', '-')}.")
     if args.repeat < 2:

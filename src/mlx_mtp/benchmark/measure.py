@@ -1,11 +1,12 @@
 """MTP against mlx-lm's own generation, side by side.
 
-Runs take turns: plain mlx-lm and MTP at each depth, on the same prompts. A ratio compares two runs of one round. Beside it is
-the ratio that the parts of a step allow, see ``parts.py``.
+Runs take turns: plain mlx-lm, the head and copies apart and together, on the same prompts. A ratio compares two runs of one
+round. Beside it is the ratio that the parts of a step allow, see ``parts.py``.
 """
 
+import copy
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -14,10 +15,27 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, most_copies
+from .._version import __version__
+from ..decoding.depth import Depth
+from ..decoding.loop import auto_depth
 from .parts import Parts, time_parts
-from .runs import AUTO, PLAIN, Generation, Run, check_sizes, generate, in_turn, sum_counts
+from .repeats import repeated_shares
+from .runs import (
+    AUTO,
+    COPY,
+    HEAD,
+    NO_COPIES,
+    PLAIN,
+    TARGET,
+    Generation,
+    Run,
+    check_sizes,
+    generate,
+    in_turn,
+    most_drafts,
+    speed,
+    sum_counts,
+)
 
 OVERALL = "overall"
 WARM_UP = 64  # tokens of a prompt: reading a long one takes minutes, and timing the parts reads one
@@ -26,12 +44,12 @@ Round = dict[tuple[str, Run], Generation]  # by prompt and run
 
 @dataclass
 class Result:
-    """MTP at one depth beside plain generation, on one prompt or on all."""
+    """One run beside plain generation, on one prompt or on all. Speeds and origins are of all tokens but the first."""
 
     prompt: str
-    num_draft_tokens: Run
+    run: Run
     prompt_tokens: int
-    plain_tps: float  # tokens per second after the first token, the median of the rounds
+    plain_tps: float  # tokens per second, the median of the rounds
     mtp_tps: float
     ratio: float  # the median of the rounds
     ratio_low: float
@@ -40,6 +58,9 @@ class Result:
     mtp_first_token: float
     plain_peak_memory: float  # GB
     mtp_peak_memory: float
+    origins: dict[
+        str, int
+    ]  # how many tokens, of all rounds, came from the head, from copies, and from the target itself
     drafted: list[int]  # by position
     accepted: list[int]
     copied: list[int]
@@ -59,6 +80,10 @@ class Result:
         """The mean time of a step over that of a token of plain decoding."""
         return self.tokens_per_step / self.ratio
 
+    def share(self, origin: str) -> float:
+        """The share of the tokens that came from there; the three shares sum to 1."""
+        return self.origins[origin] / sum(self.origins.values())
+
 
 @dataclass
 class Report:
@@ -71,6 +96,7 @@ class Report:
     repeat: int
     acceptance_was_set: float | None  # of a synthetic model
     parts: Parts
+    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeats.py``
     results: list[Result] = field(default_factory=list)
 
     def of(self, prompt: str) -> list[Result]:
@@ -80,11 +106,11 @@ class Report:
 def measure(
     model: Any,
     prompts: Mapping[str, mx.array],
-    depths: Sequence[Run] = (AUTO,),
+    runs: Sequence[Run] = (NO_COPIES, AUTO),
     *,
     max_tokens: int = 128,
     repeat: int = 5,
-    copy_drafts: CopyDrafts | None = None,
+    stop: Collection[int] = (),
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
@@ -94,59 +120,55 @@ def measure(
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
-        depths (Sequence[Union[int, str]]): Numbers of tokens to draft in a step, and ``"auto"``.
-        max_tokens (int): Tokens to generate for each prompt; no token stops a run. Default: ``128``.
+        runs (Sequence[Union[int, str]]): What drafts, see ``runs.py``.
+        max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
         repeat (int): The number of rounds. Default: ``5``.
-        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``, ``"auto"`` for the depth
-          ``"auto"`` and ``"off"`` for the others.
+        stop (Collection[int]): Tokens that end a text. Default: none.
         name (str): The model's name, for the report.
         acceptance_was_set (float, optional): The acceptance rate of a synthetic model, for the report.
 
     Returns:
-        Report: For each depth a result on each prompt, and one on all, named ``"overall"``.
+        Report: For each run a result on each prompt, and one on all, named ``"overall"``.
+
+    Raises:
+        ValueError: A number is out of range, or a text ends at once.
     """
     check_sizes(max_tokens, repeat)
-    runs: list[Run] = [PLAIN, *depths]
-    n_runs = repeat * len(prompts) * len(runs)
-    with wired_limit(model, [generation_stream]), tqdm(total=n_runs, desc="warming up", disable=None) as bar:
+    turns: list[Run] = [PLAIN, *runs]
+    # Each keeps the times of its own steps from one text to the next, as in use.
+    depths: dict[Run, Depth] = {run: copy.deepcopy(auto_depth(model)) for run in (NO_COPIES, AUTO)}
+
+    def one(prompt: str, run: Run) -> Generation:
+        return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
+
+    with wired_limit(model, [generation_stream]), tqdm(desc="warming up", disable=None) as bar:
         by_length = sorted(prompts.values(), key=len)
-        for run in runs:
-            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), run, copy_drafts=copy_drafts)
+        for run in turns:
+            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), run, depths.get(run))
         bar.set_description("timing the parts")
-        deepest = max(_most_drafts(k, copy_drafts) for k in depths)
-        parts = time_parts(model, by_length[len(by_length) // 2], deepest)
-        rounds = [_run_round(model, prompts, runs, i, max_tokens, copy_drafts, bar) for i in range(repeat)]
-    versions = {package: version(package) for package in ("mlx", "mlx-lm")}
-    report = Report(name, str(mx.default_device()), versions, max_tokens, repeat, acceptance_was_set, parts)
+        parts = time_parts(model, by_length[len(by_length) // 2], max(map(most_drafts, runs)))
+        bar.reset(total=repeat * len(prompts) * len(turns))
+        rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
+    versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
+    repeated = repeated_shares(prompts, {p: rounds[0][p, PLAIN].tokens for p in prompts})
+    report = Report(name, str(mx.default_device()), versions, max_tokens, repeat, acceptance_was_set, parts, repeated)
     names = list(prompts)
-    for k in depths:
-        report.results += [summarize(p, k, prompts[p].size, [p], rounds, parts) for p in names]
+    for run in runs:
+        report.results += [summarize(p, run, prompts[p].size, [p], rounds, parts) for p in names]
         n_tokens = sum(tokens.size for tokens in prompts.values())
-        report.results.append(summarize(OVERALL, k, n_tokens, names, rounds, parts))
+        report.results.append(summarize(OVERALL, run, n_tokens, names, rounds, parts))
     return report
 
 
-def _most_drafts(run: Run, copy_drafts: CopyDrafts | None) -> int:
-    if run == AUTO:
-        return max(MAX_DRAFT_TOKENS, most_copies(None, copy_drafts))
-    return max(int(run), most_copies(int(run), copy_drafts))
-
-
 def _run_round(
-    model: Any,
-    prompts: Mapping[str, mx.array],
-    runs: Sequence[Run],
-    i: int,
-    max_tokens: int,
-    copy_drafts: CopyDrafts | None,
-    bar: Any,
+    prompts: Sequence[str], runs: Sequence[Run], i: int, one: Callable[[str, Run], Generation], bar: Any
 ) -> Round:
     """Every run on every prompt once; the order changes with the round and the prompt."""
     generations: Round = {}
-    for j, (prompt, tokens) in enumerate(prompts.items()):
+    for j, prompt in enumerate(prompts):
         for run in in_turn(runs, i + j):
             bar.set_description(f"{prompt}, {run}")
-            generations[prompt, run] = generate(model, tokens, max_tokens, run, copy_drafts=copy_drafts)
+            generations[prompt, run] = one(prompt, run)
             bar.update()
     return generations
 
@@ -156,31 +178,33 @@ def summarize(
 ) -> Result:
     """Summarize what the rounds say of a run on these prompts together."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
-    plain_seconds, mtp_seconds = ([sum(g.seconds for g in one) for one in of] for of in (plain, mtp))
-    ratios = [a / b for a, b in zip(plain_seconds, mtp_seconds)]
+    plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
+    ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
     ratio = statistics.median(ratios)
-    total = sum_counts([g.counts for one in mtp for g in one])
-    n_tokens = sum(len(g.tokens) - 1 for g in mtp[0])  # the clock starts at the first token of each
-    n_all = n_tokens * len(rounds)
-    allowed = n_all * parts.verify[0] / parts.seconds(n_all, total)
+    every = [g for one in mtp for g in one]
+    total, n_tokens, n_steps = sum_counts([g.counts for g in every]), 0, 0
+    for g in every:
+        n_tokens, n_steps = n_tokens + g.n_timed, n_steps + g.n_steps
+    allowed = n_tokens * parts.verify[0] / parts.seconds(n_steps, total)
     return Result(
         prompt=name,
-        num_draft_tokens=run,
+        run=run,
         prompt_tokens=prompt_tokens,
-        plain_tps=n_tokens / statistics.median(plain_seconds),
-        mtp_tps=n_tokens / statistics.median(mtp_seconds),
+        plain_tps=statistics.median(plain_speeds),
+        mtp_tps=statistics.median(mtp_speeds),
         ratio=ratio,
         ratio_low=min(ratios),
         ratio_high=max(ratios),
         plain_first_token=statistics.median(g.first_token for one in plain for g in one),
-        mtp_first_token=statistics.median(g.first_token for one in mtp for g in one),
+        mtp_first_token=statistics.median(g.first_token for g in every),
         plain_peak_memory=max(g.peak_memory for one in plain for g in one),
-        mtp_peak_memory=max(g.peak_memory for one in mtp for g in one),
+        mtp_peak_memory=max(g.peak_memory for g in every),
+        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPY, TARGET)},
         drafted=total.drafted,
         accepted=total.accepted,
         copied=total.copied,
         copies_accepted=total.copies_accepted,
-        tokens_per_step=n_all / (n_all - sum(total.accepted) - sum(total.copies_accepted)),
+        tokens_per_step=n_tokens / n_steps,
         allowed=allowed,
         efficiency=ratio / allowed,
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),

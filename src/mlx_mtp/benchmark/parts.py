@@ -47,11 +47,10 @@ class Parts:
     exchange: dict[int, float] = field(default_factory=dict)  # of n rows between all ranks, over 1 token and the most
     n_exchanges: int = 0  # one after the other in a verify pass
 
-    def seconds(self, n_tokens: int, counts: DraftCounts) -> float:
-        """The time of the passes that yielded these tokens."""
+    def seconds(self, n_steps: int, counts: DraftCounts) -> float:
+        """The time of so many steps, with and without drafts."""
         drafted, copied = _steps(counts.drafted), _steps(counts.copied)
-        n_plain = n_tokens - sum(counts.accepted) - sum(counts.copies_accepted) - sum(drafted) - sum(copied)
-        seconds = n_plain * self.verify[0]
+        seconds = (n_steps - sum(drafted) - sum(copied)) * self.verify[0]
         seconds += sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(drafted, 1))
         return seconds + sum(n * self.verify[k] for k, n in enumerate(copied, 1))
 

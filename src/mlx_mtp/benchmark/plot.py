@@ -1,13 +1,16 @@
-"""The benchmark's report as a picture: speed by depth, and what each kind of prompt gains."""
+"""The benchmark's report as a picture: the head's speed by depth, and what copies add on each kind of prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .measure import OVERALL, Report, Result
+from .runs import AUTO, NO_COPIES, Run
 
-BLUE, ORANGE, GREY = "#2563a8", "#d97706", "#6b7280"
+BLUE, GREEN, ORANGE, GREY = "#2563a8", "#2e8b57", "#d97706", "#6b7280"
+NAMES: dict[Run, str] = {NO_COPIES: "head, auto", AUTO: "head and copies, auto"}
+COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: GREEN}
 
 
 def check(file: Path) -> None:
@@ -31,40 +34,39 @@ def draw(report: Report) -> Any:
         report (Report): A report of ``measure`` with at least one number among its depths.
 
     Returns:
-        matplotlib.figure.Figure: Speed by depth for all prompts together, and the gain of each prompt if there are several.
+        matplotlib.figure.Figure: Speed by depth for all prompts together, and that of auto on each prompt if there are several.
     """
     from matplotlib.figure import Figure
 
     overall = report.of(OVERALL)
-    fixed = [r for r in overall if isinstance(r.num_draft_tokens, int)]
-    auto = [r for r in overall if not isinstance(r.num_draft_tokens, int)]
+    fixed = [r for r in overall if isinstance(r.run, int)]
+    auto = [r for r in overall if r.run in NAMES]
     if not fixed:
         raise ValueError("A plot of speed by depth needs fixed depths: measure some.")
-    k = (auto or fixed)[-1].num_draft_tokens  # the deepest where there is no auto
-    by_prompt = [r for r in report.results if r.prompt != OVERALL and r.num_draft_tokens == k]
-    several = len(by_prompt) > 1
+    by_prompt = {r.run: [s for s in report.results if s.run == r.run and s.prompt != OVERALL] for r in auto}
+    several = any(len(results) > 1 for results in by_prompt.values())
     figure = Figure(figsize=(11.5, 4.8) if several else (6.5, 4.8), layout="constrained")
     figure.suptitle(_title(report), fontsize=11)
     left, *right = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
     _draw_depths(left, fixed, auto)
     for axes in right:
-        _draw_prompts(axes, by_prompt[::-1])
+        _draw_prompts(axes, by_prompt)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> None:
-    """Speed by depth, with what the parts of a step allow, and auto as a line across."""
-    depths = [int(r.num_draft_tokens) for r in fixed]
+    """The head's speed by depth, with what the parts of a step allow, and auto as lines across."""
+    depths = [int(r.run) for r in fixed]
     axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
     axes.plot(depths, [r.allowed for r in fixed], "--", color=ORANGE, label="allowed by the parts of a step")
     ratios = [r.ratio for r in fixed]
-    axes.errorbar(depths, ratios, _spread(fixed), fmt="o-", color=BLUE, capsize=3, label="MTP, fixed depth")
+    axes.errorbar(depths, ratios, _spread(fixed), fmt="o-", color=BLUE, capsize=3, label="head, fixed depth")
     for k, ratio in zip(depths, ratios):
         axes.annotate(f"{ratio:.2f}", (k, ratio), (5, -13), textcoords="offset points", color=BLUE)
     for r in auto:
-        axes.axhline(r.ratio, color=BLUE, linestyle=":", label=f"MTP, auto: {r.ratio:.2f}")
+        axes.axhline(r.ratio, color=COLORS[r.run], linestyle=":", label=f"{NAMES[r.run]}: {r.ratio:.2f}")
     axes.set_xlim(min(depths) - 0.4, max(depths) + 0.5)
     axes.set_ylim(0, 1.12 * max(1.0, *(max(r.ratio_high, r.allowed) for r in [*fixed, *auto])))
     axes.set_xticks(depths)
@@ -73,18 +75,19 @@ def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> 
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_prompts(axes: Any, results: Sequence[Result]) -> None:
-    """The speed on each prompt as a bar, from the bottom up."""
-    k = results[0].num_draft_tokens
-    rows = range(len(results))
-    spread = _spread(results)
-    axes.barh(rows, [r.ratio for r in results], xerr=spread, color=BLUE, alpha=0.8, ecolor=GREY, height=0.6)
-    for i, r in zip(rows, results):
-        note = f" {r.tokens_per_step:.2f} tokens a step"
-        axes.annotate(note, (0, i), (4, 0), textcoords="offset points", color="white", va="center", fontsize=8)
+def _draw_prompts(axes: Any, by_prompt: Mapping[Run, Sequence[Result]]) -> None:
+    """The speed on each prompt as bars, from the top down: one for each run."""
+    height = 0.8 / len(by_prompt)
+    for i, (run, results) in enumerate(by_prompt.items()):
+        rows = [row + i * height for row in range(len(results))]
+        style = {"color": COLORS[run], "ecolor": GREY, "height": height}
+        axes.barh(rows, [r.ratio for r in results], xerr=_spread(results), label=NAMES[run], **style)
+    names = [r.prompt.replace("_", " ") for r in results]
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names))], names)
+    axes.invert_yaxis()
     axes.axvline(1, color=GREY, linewidth=1.5)
-    axes.set_yticks(rows, [r.prompt.replace("_", " ") for r in results])
-    axes.set_xlabel(f"speed with {f'depth {k}' if isinstance(k, int) else k}, plain mlx-lm = 1")
+    axes.set_xlabel("speed, plain mlx-lm = 1")
+    axes.legend(frameon=False)
 
 
 def _spread(results: Sequence[Result]) -> list[list[float]]:

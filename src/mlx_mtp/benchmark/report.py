@@ -4,28 +4,29 @@ from collections.abc import Callable, Sequence
 
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
+from .repeats import warning
+from .runs import COPY, HEAD
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
-    ("prompt          ", lambda r: f"{r.prompt:16}"),
-    ("tokens", lambda r: str(r.prompt_tokens)),
-    ("drafts", lambda r: str(r.num_draft_tokens)),
-    ("plain t/s", lambda r: f"{r.plain_tps:.1f}"),
-    ("MTP t/s", lambda r: f"{r.mtp_tps:.1f}"),
+    ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),
     ("ratio", lambda r: f"{r.ratio:.2f}"),
-    (" low to high", lambda r: f"{r.ratio_low:.2f} to {r.ratio_high:.2f}"),
+    ("lowest", lambda r: f"{r.ratio_low:.2f}"),
+    ("highest", lambda r: f"{r.ratio_high:.2f}"),
+    ("head", lambda r: f"{percent(r)[0]}%"),
+    ("copies", lambda r: f"{percent(r)[1]}%"),
+    ("target", lambda r: f"{percent(r)[2]}%"),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
+]
+DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("allowed", lambda r: f"{r.allowed:.2f}"),
     ("efficiency", lambda r: f"{r.efficiency:.2f}"),
-    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
     ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
-    ("  peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
-    ("same", lambda r: "yes" if r.identical else "no"),
-    ("accepted/drafted", lambda r: f"{sum(r.accepted)}/{sum(r.drafted)}"),
-    ("copies   ", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
-    ("by position", lambda r: " ".join(f"{a:.2f}" for a in r.acceptance).ljust(11)),
+    ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
+    ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
 ]
 # Each of a result and of that at the first length.
 GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
-    ("drafts", lambda r, first: str(r.num_draft_tokens)),
+    ("drafts", lambda r, first: str(r.run)),
     ("ms a token", lambda r, first: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
     ("of the first", lambda r, first: f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}"),
     ("ratio", lambda r, first: f"{r.ratio:.2f}"),
@@ -40,11 +41,48 @@ GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
 
 def show(report: Report) -> str:
     """The report as lines for people."""
-    lines = [*_show_model(report), "", *_show_parts(report), "", "  ".join(name for name, _ in COLUMNS)]
-    for name in dict.fromkeys(r.prompt for r in report.results):
-        for r in report.of(name):
-            lines.append("  ".join(f"{column(r):>{len(title)}}" for title, column in COLUMNS).rstrip())
-    return "\n".join(lines)
+    names = list(dict.fromkeys(r.prompt for r in report.results))
+    rows = [["", *(title for title, _ in COLUMNS)]]
+    for name in names:
+        plain, *_ = results = report.of(name)
+        rows.append([f"{name}: plain", f"{plain.plain_tps:.1f}"])
+        rows += [[f"  {r.run}", *(column(r) for _, column in COLUMNS)] for r in results]
+    lines = [*_show_model(report), "", *_show_parts(report), "", *table(rows), "", *_show_details(report), ""]
+    differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
+    lines.append(
+        f"Other tokens than plain mlx-lm's: {', '.join(differing)}"
+        if differing
+        else "All runs: the tokens of plain mlx-lm"
+    )
+    loops = warning(report.repeated)
+    return "\n".join([*lines, *([loops] if loops else [])])
+
+
+def percent(result: Result) -> tuple[int, int, int]:
+    """How many percent of the tokens came from the head, from copies and from the target itself; the sum is 100."""
+    head, copies = round(100 * result.share(HEAD)), round(100 * result.share(COPY))
+    return head, copies, 100 - head - copies
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first left, the others right. A row may end early."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}" for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+
+
+def _show_details(report: Report) -> list[str]:
+    results = report.of(OVERALL)
+    rows = [[OVERALL, *(title for title, _ in DETAILS)]]
+    rows += [[f"  {r.run}", *(column(r) for _, column in DETAILS)] for r in results]
+    acceptance = [[f"  {r.run}", *(f"{a:.2f}" for a in r.acceptance)] for r in results if r.drafted]
+    if not acceptance:
+        return table(rows)
+    return [*table(rows), "", "Acceptance rate of the head's drafts, by position", *table(acceptance)]
 
 
 def _show_model(report: Report) -> list[str]:
@@ -56,7 +94,7 @@ def _show_model(report: Report) -> list[str]:
             "the ratios hold for a head with this acceptance rate."
         )
     lines.append(
-        f"{report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's"
+        f"Up to {report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's"
     )
     return lines
 
@@ -92,13 +130,12 @@ def show_growth(reports: Sequence[Report], n_layers: int) -> str:
     for first, *others in zip(*(r.of(OVERALL) for r in reports)):
         for r in (first, *others):
             rows.append([str(r.prompt_tokens // n_prompts), *(column(r, first) for _, column in GROWTH_COLUMNS)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         [
             "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
             "The time of a token depends on the acceptance rate, and so on the text; that of a step (step/plain) does not.",
             f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
             "",
-            *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows),
+            *table(rows),
         ]
     )

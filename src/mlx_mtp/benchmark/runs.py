@@ -1,19 +1,29 @@
-"""Timed runs: plain mlx-lm and MTP at each depth, greedy, on the same prompts, with no token that stops."""
+"""Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. A run's name says what drafts, and nothing else does:
+
+plain              nothing: mlx-lm's own generation
+1, 2, ...          the head, so many tokens in every step
+auto, no copies    the head, as many tokens as pay
+copies alone       copies of the text, without the head
+auto               the head and copies, whichever pays more
+"""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 
-from ..decoding.depth import Depth
-from ..decoding.loop import CopyDrafts, mtp_generate_step
+from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
+from ..decoding.loop import mtp_generate_step
 from ..decoding.pace import DraftCounts
 
-PLAIN, AUTO = "plain", "auto"
-Run = int | str  # a fixed depth, AUTO or PLAIN
+PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
+Run = int | str  # a fixed depth, or one of these
+# Where a token came from: an accepted draft of the head, an accepted copy, or the target's own choice, which each pass has one
+# of: the token of a plain step, or the one behind the accepted drafts.
+HEAD, COPY, TARGET = "head", "copy", "target"
 T = TypeVar("T")
 
 
@@ -22,38 +32,102 @@ class Generation:
     """What one run on one prompt yielded, and its times."""
 
     tokens: list[int]
+    origins: list[str]  # of each token
     first_token: float  # seconds from the start
     seconds: float  # from the first token to the last
     peak_memory: float  # GB
     counts: DraftCounts
+
+    @property
+    def n_timed(self) -> int:
+        """The number of tokens whose time counts: all but the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def n_steps(self) -> int:
+        """The passes that yielded them. The last one's own token is missing where the text ends in a draft."""
+        return self.origins[1:].count(TARGET) + (self.origins[-1] != TARGET)
 
 
 def generate(
     model: Any,
     prompt: mx.array,
     max_tokens: int,
-    run: Run | Depth,
+    run: Run,
+    depth: Depth | None = None,
+    *,
+    stop: Collection[int] = (),
     draft_p_min: float | None = None,
-    copy_drafts: CopyDrafts | None = None,
 ) -> Generation:
-    """Time one run on one prompt, [T]."""
+    """Time one run on one prompt.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        prompt (mx.array): [T]
+        max_tokens (int): The maximum number of tokens.
+        run (Union[int, str]): What drafts.
+        depth (Depth, optional): What auto goes by. Default: ``None``, the model's own.
+        stop (Collection[int]): Tokens that end the text. Default: none.
+        draft_p_min (float, optional): As in ``mtp_generate_step``.
+
+    Raises:
+        ValueError: The text ends at its first token.
+    """
     counts = DraftCounts()
-    steps: Iterable[tuple[int, Any] | tuple[int, Any, bool]]
+    steps: Any
     if run == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)
     else:
-        options: dict[str, Any] = {"num_draft_tokens": run, "draft_p_min": draft_p_min, "copy_drafts": copy_drafts}
+        options: dict[str, Any] = {"num_draft_tokens": _n_drafts(run, depth), "draft_p_min": draft_p_min}
+        options["copy_drafts"] = "auto" if run in (AUTO, COPIES) else "off"
         steps = mtp_generate_step(prompt, model, max_tokens=max_tokens, counts=counts, **options)
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens: list[int] = []
+    marks: list[tuple[bool, int]] = []  # whether a token was drafted, and the steps that had copied by then
     start = first = time.perf_counter()
-    for token, *_ in steps:
+    for token, _, *drafted in steps:
         if not tokens:
             first = time.perf_counter()
         tokens.append(token)
+        marks.append((drafted == [True], sum(counts.copied[:1])))
+        if token in stop:
+            break
     end = time.perf_counter()
-    return Generation(tokens, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
+    steps.close()
+    mx.synchronize(generation_stream)  # what has begun of a next token is not the next run's
+    if len(tokens) < 2:
+        raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
+    return Generation(tokens, _origins(marks), first - start, end - first, mx.get_peak_memory() / 1e9, counts)
+
+
+def _n_drafts(run: Run, depth: Depth | None) -> Any:
+    """``num_draft_tokens`` of a run."""
+    if isinstance(run, int):
+        return run
+    return 0 if run == COPIES else depth or "auto"
+
+
+def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
+    """Where each token came from. A step's drafts are handed over before its own token, and all are copies or none is."""
+    origins, n_before = [], 0  # steps that had copied before this step
+    for drafted, n_copying in marks:
+        origins.append(TARGET if not drafted else COPY if n_copying > n_before else HEAD)
+        if not drafted:
+            n_before = n_copying
+    return origins
+
+
+def speed(generations: Sequence[Generation]) -> float:
+    """Tokens per second of several generations. Texts that differ by rounding may differ in length, too."""
+    return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
+
+
+def most_drafts(run: Run) -> int:
+    """The most drafts in a step of a run."""
+    if isinstance(run, int):
+        return run
+    return MAX_DRAFT_TOKENS if run == NO_COPIES else MAX_COPY_TOKENS
 
 
 def in_turn(runs: Sequence[T], i: int) -> list[T]:

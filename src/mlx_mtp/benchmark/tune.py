@@ -22,7 +22,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..models.drafting import Settings
 from . import split
 from .recommend import Measured, combine, recommend
-from .runs import PLAIN, Generation, check_sizes, generate, in_turn, sum_counts
+from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
@@ -50,7 +50,7 @@ def tune(
         tokenizer (TokenizerWrapper): Its tokenizer.
         path (Path): The checkpoint's folder.
         prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
-        max_tokens (int): Tokens to generate for each prompt; no token stops a run. Default: ``128``.
+        max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
         repeat (int): The number of rounds. Default: ``5``.
 
     Returns:
@@ -124,8 +124,9 @@ class Tuner:
 
     def generate(self, settings: Settings, depth: Depth, prompt: mx.array, n: int) -> Generation:
         k = settings.num_draft_tokens
-        run = depth if k == "auto" else k or PLAIN
-        return generate(self.model, prompt, n, run, settings.draft_p_min, copy_drafts="off")
+        run = NO_COPIES if k == "auto" else k or PLAIN
+        stop = self.tokenizer.eos_token_ids
+        return generate(self.model, prompt, n, run, depth, stop=stop, draft_p_min=settings.draft_p_min)
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:
@@ -145,8 +146,7 @@ class Tuner:
 
 def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:
     """Summarize what the rounds, [round][prompt], say of settings."""
-    base, seconds = ([sum(g.seconds for g in r) for r in of] for of in (plain, rounds))
-    ratios = [p / s for p, s in zip(base, seconds)]
-    n_tokens = sum(len(g.tokens) - 1 for g in rounds[0])
+    base, speeds = ([speed(r) for r in of] for of in (plain, rounds))
+    ratios = [s / p for p, s in zip(base, speeds)]
     counts = sum_counts([g.counts for r in rounds for g in r])
-    return Measured(settings, ratios, counts, n_tokens / statistics.median(seconds))
+    return Measured(settings, ratios, counts, statistics.median(speeds))
