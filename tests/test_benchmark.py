@@ -238,7 +238,7 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
         *common,
         "--compare-depths",
         2,
-        "--acceptance",
+        "--assume-acceptance",
         0.9,
         "--json",
         file,
@@ -317,8 +317,8 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--acceptance", "0.5"], "--acceptance requires --synthetic"),
-        (["--synthetic", "4b-4bit", "--acceptance", "1.5"], "from 0 to 1, not 1.5"),
+        (["--assume-acceptance", "0.5"], "--assume-acceptance requires --synthetic"),
+        (["--synthetic", "4b-4bit", "--assume-acceptance", "1.5"], "from 0 to 1, not 1.5"),
         (["--synthetic", "4b-4bit", "--model", "x"], "remove --model"),
         (["--synthetic", "4b-4bit", "--draft-vocab", "list.json"], "give --draft-vocab a number"),
         (["--compare-depths", "9"], "from 1 to 8, not 9"),
@@ -326,7 +326,7 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
         (["--plot", "x.pgn", "--compare-depths"], "x.pgn is not an image"),
         (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
         (["--json", "/tmp"], "/tmp is a folder"),
-        (["--tune", "--settings", "/tmp"], "/tmp is a folder"),
+        (["--tune", "/tmp"], "/tmp is a folder"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["--context", "9", "-5"], "not -5"),
         (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot takes one length"),

@@ -153,10 +153,13 @@ def test_every_flag_is_mlx_lms():
         "settings",
         "acceptance",
         "pipeline",  # as in mlx-lm's chat
+        "version",
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[name].option_strings, ours[name].nargs)
+        if name not in ("model", "num_draft_tokens", "seed"):
+            assert ours[name].help.startswith(a.help.removesuffix("."))
         if name == "num_draft_tokens":
             assert (a.default, ours[name].default) == (3, None)  # 3 with a draft model
             assert (ours[name].type("4"), ours[name].type("auto")) == (4, "auto")
@@ -273,7 +276,7 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
 )
 def test_sampler_of_flags(demo, flags, acceptance):
     args = make_parser().parse_args(["--temp", "1", *flags.split()])
-    assert type(make_acceptance(command.sampler_of(args, demo[1]))) is acceptance
+    assert type(make_acceptance(cli.sampler_of(args, demo[1]))) is acceptance
 
 
 def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
