@@ -471,8 +471,16 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         status, _, err = run(monkeypatch, capsys, *args)
         assert (status, err.count("\n")) == (2, 1)
         assert message in err
-    for model_type in ("llama", "qwen4_exp"):
+    for model_type, advice in (("llama", "generate without --mtp"), ("qwen4_exp", "neither here nor by mlx-lm")):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
         status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)
         assert (status, err.count("\n")) == (2, 1)
         assert model_type in err
+        assert advice in err
+
+
+def test_an_image_is_refused_by_the_model(monkeypatch, capsys, tmp_path):
+    for mtp in ([], ["--mtp"]):
+        status, out, err = run(monkeypatch, capsys, *mtp, "--model", DATA / "dense", "--image", tmp_path / "a.png")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "has no image processor for model type qwen3_5" in err

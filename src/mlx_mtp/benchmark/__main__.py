@@ -176,7 +176,8 @@ def run_tune(args: argparse.Namespace) -> None:
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
     settings.write(file, key, name, recommend.recommend(measured).settings)
-    print(f"Written to {file}: `--mtp` and `mlx_mtp.load` use it from now on.")
+    users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
+    print(f"Written to {file}: {users}.")
     if args.json:
         write_json(args.json, [asdict(m) for m in measured])
 
