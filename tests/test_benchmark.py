@@ -349,7 +349,7 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--plot", "x.png", "--compare-depths")
-    assert "mlx-mtp[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_plot_needs_a_fixed_depth():

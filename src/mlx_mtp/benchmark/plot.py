@@ -13,7 +13,7 @@ BLUE, ORANGE, GREY = "#2563a8", "#d97706", "#6b7280"
 def check(file: Path) -> None:
     """Raise a ValueError if a picture could not be drawn into this file."""
     if find_spec("matplotlib") is None:
-        raise ValueError("A plot needs matplotlib: pip install 'mlx-mtp[plot]'.")
+        raise ValueError("A plot needs matplotlib: pip install matplotlib.")
     from matplotlib.figure import Figure
 
     formats = Figure().canvas.get_supported_filetypes()
