@@ -1,6 +1,6 @@
 """Train the demo checkpoint: a small Qwen3.5 with an MTP head that writes Python.
 
-    pip install 'mlx-mtp[dev]'
+    pip install '.[dev]'
     python examples/train_demo.py --output demo
 
 The text is the standard library of the Python that runs this script, so nothing is downloaded. The backbone is

@@ -326,7 +326,7 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
         *common,
         "--compare-depths",
         2,
-        "--acceptance",
+        "--assume-acceptance",
         0.9,
         "--json",
         file,
@@ -407,8 +407,8 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--acceptance", "0.5"], "--acceptance requires --synthetic"),
-        (["--synthetic", "4b-4bit", "--acceptance", "1.5"], "from 0 to 1, not 1.5"),
+        (["--assume-acceptance", "0.5"], "--assume-acceptance requires --synthetic"),
+        (["--synthetic", "4b-4bit", "--assume-acceptance", "1.5"], "from 0 to 1, not 1.5"),
         (["--synthetic", "4b-4bit", "--model", "x"], "remove --model"),
         (["--synthetic", "4b-4bit", "--report", "r.json"], "remove --model, --prompts and --report"),
         (["--report", "r.json", "--compare-depths"], "remove --compare-depths"),
@@ -421,7 +421,7 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
         (["--plot", "x.pgn", "--compare-depths"], "x.pgn is not an image"),
         (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
         (["--json", "/tmp"], "/tmp is a folder"),
-        (["--tune", "--settings", "/tmp"], "/tmp is a folder"),
+        (["--tune", "/tmp"], "/tmp is a folder"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["--context", "9", "-5"], "not -5"),
         (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot takes one length"),
@@ -444,7 +444,7 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--plot", "x.png", "--compare-depths")
-    assert "mlx-mtp[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_plot_needs_a_fixed_depth():

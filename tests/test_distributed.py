@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import write
 from helpers import tensors, tiny_config, tiny_model
-from launch import LAUNCH, TESTS, launch, run
+from launch import LAUNCH, launch, run
 from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
@@ -169,7 +169,7 @@ def test_rank_0_prints_what_is_wrong():
 
 @pytest.mark.slow
 def test_rank_0_chats():
-    chat = (sys.executable, str(TESTS.parent / "examples" / "chat.py"), "--max-tokens", "8")
+    chat = (sys.executable, "-m", "mlx_mtp.chat", "--mtp", "--num-draft-tokens", "2", "--max-tokens", "8")
     done = run(2, *chat, stdin="import os\nimport sys\nq\n")
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
     assert done.stdout.count("Starting chat session") == 1

@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 
 
 def run(monkeypatch, folder, name, *flags):
-    """``python -m mlx_mtp.fit`` in this process."""
+    """``mlx_mtp.fit`` in this process."""
     argv = [
         "--model",
         folder / "model",

@@ -153,10 +153,13 @@ def test_every_flag_is_mlx_lms():
         "settings",
         "acceptance",
         "pipeline",  # as in mlx-lm's chat
+        "version",
     }
     assert theirs.keys() <= ours.keys()
     for name, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[name].option_strings, ours[name].nargs)
+        if name not in ("model", "num_draft_tokens", "seed"):
+            assert ours[name].help.startswith(a.help.removesuffix("."))
         if name == "num_draft_tokens":
             assert (a.default, ours[name].default) == (3, None)  # 3 with a draft model
             assert (ours[name].type("4"), ours[name].type("auto")) == (4, "auto")
@@ -273,7 +276,7 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
 )
 def test_sampler_of_flags(demo, flags, acceptance):
     args = make_parser().parse_args(["--temp", "1", *flags.split()])
-    assert type(make_acceptance(command.sampler_of(args, demo[1]))) is acceptance
+    assert type(make_acceptance(cli.sampler_of(args, demo[1]))) is acceptance
 
 
 def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
@@ -468,8 +471,16 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         status, _, err = run(monkeypatch, capsys, *args)
         assert (status, err.count("\n")) == (2, 1)
         assert message in err
-    for model_type in ("llama", "qwen4_exp"):
+    for model_type, advice in (("llama", "generate without --mtp"), ("qwen4_exp", "neither here nor by mlx-lm")):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
         status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)
         assert (status, err.count("\n")) == (2, 1)
         assert model_type in err
+        assert advice in err
+
+
+def test_an_image_is_refused_by_the_model(monkeypatch, capsys, tmp_path):
+    for mtp in ([], ["--mtp"]):
+        status, out, err = run(monkeypatch, capsys, *mtp, "--model", DATA / "dense", "--image", tmp_path / "a.png")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "has no image processor for model type qwen3_5" in err

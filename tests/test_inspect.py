@@ -46,7 +46,9 @@ def test_lists_tensors_and_groups_experts():
     for name, w in head.items():
         if ".experts." not in name:
             assert any(
-                line.split()[0] == name and line.endswith(f"{w.nbytes:,} bytes  {list(w.shape)}")
+                line.split()[:1] == [name]
+                and line.endswith(f" {list(w.shape)}")
+                and f" {w.nbytes / 1e3:.2f} kB " in line
                 for line in text.splitlines()
             )
     assert text.count("experts.*.") == 3

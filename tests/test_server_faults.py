@@ -12,6 +12,7 @@ import pytest
 from attack.server import attack
 from server_process import serve
 
+from mlx_mtp.server.body import parse
 from mlx_mtp.server.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 
@@ -95,6 +96,14 @@ FIELDS = [
     ("metadata", [0] * 60_000),
     ("adapters", "/etc"),
     ("draft_model", "/etc/passwd"),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("enable_thinking", False),
+    ("reasoning_effort", "low"),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
     ("num_draft_tokens", 99),
     ("num_draft_tokens", "some"),
     ("role_mapping", [1]),
@@ -141,6 +150,33 @@ def test_rejects_invalid_fields(server, field, value):
 )
 def test_rejects_invalid_messages(server, messages):
     assert_error(*server.request(CHAT, {"messages": messages}), 400, "messages")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"functions": []},
+        {"reasoning_effort": None, "response_format": None},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)
+def test_accepts_fields_that_change_nothing(changes):
+    body = parse(json.dumps({**ASK, **changes}).encode())
+    assert body["messages"] == ASK["messages"]
+    assert "tools" not in body
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_refused_by_name(kind):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}]
+    with pytest.raises(ApiError) as e:
+        parse(json.dumps({"messages": messages}).encode())
+    assert (e.value.status, e.value.param) == (400, "messages")
+    assert e.value.message == f"messages[0].content: {kind} is not supported: send text."
 
 
 @pytest.mark.parametrize("tools", ["f", [5], [{}], [{"function": "f"}]], ids=str)

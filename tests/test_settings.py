@@ -171,7 +171,7 @@ DAMAGED = [
 @pytest.mark.parametrize("text", DAMAGED)
 def test_rejects_a_damaged_file(tmp_path, text):
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `python -m"):
+    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `mlx_mtp\.benchmark"):
         settings.read(tmp_path / "s.json")
 
 
@@ -217,7 +217,7 @@ def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(benchmark.tune, "tune", None)
     with pytest.raises(SystemExit) as e:
-        run(monkeypatch, benchmark, "--tune", "--settings", tmp_path / "file" / "s.json")
+        run(monkeypatch, benchmark, "--tune", tmp_path / "file" / "s.json")
     assert e.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 

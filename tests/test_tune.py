@@ -137,7 +137,7 @@ def run(monkeypatch, *argv) -> None:
 def test_command_writes_its_recommendation(monkeypatch, capsys, tmp_path, best):
     monkeypatch.setattr(tune, "tune", lambda *args, **kwargs: [Measured(OFF, [1.0, 1.0]), Measured(best, [1.1, 1.2])])
     file = tmp_path / "new" / "s.json"
-    run(monkeypatch, "--tune", "--settings", file, "--json", tmp_path / "m.json")
+    run(monkeypatch, "--tune", file, "--json", tmp_path / "m.json")
     out = capsys.readouterr().out
     assert str(file) in out
     assert settings.read(file) == (settings.key_of(DEMO), best)
@@ -151,7 +151,7 @@ def test_command_writes_its_recommendation(monkeypatch, capsys, tmp_path, best):
         (["--synthetic", "4b-4bit"], "remove --synthetic"),
         (["--compare-depths"], "remove --compare-depths"),
         (["--draft-vocab", "0"], "remove --draft-vocab"),
-        (["--settings", "off"], "remove --settings off"),
+        (["--settings", "off"], "remove --settings"),
         (["--repeat", "1"], "--repeat 2 or more"),
     ],
 )

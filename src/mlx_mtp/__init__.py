@@ -1,5 +1,6 @@
 """Faster decoding of Qwen3.5-family models on MLX with the multi-token-prediction head that they ship."""
 
+from ._version import __version__
 from .batch.generate import BatchResponse, batch_generate
 from .batch.generator import BatchGenerator
 from .checkpoint.load import DEMO, load
@@ -21,6 +22,7 @@ __all__ = [
     "DraftCounts",
     "GenerationResponse",
     "MTPModule",
+    "__version__",
     "batch_generate",
     "convert",
     "generate",

@@ -3,18 +3,23 @@
 import argparse
 import math
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from typing import Any, get_args
 
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.sample_utils import Sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ._version import __version__
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.loop import asks_for_copies
-from .decoding.sampling import AcceptanceName
+from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
 
@@ -35,6 +40,85 @@ LIMITS: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "draft_p_min": (0, 1),
 }
+# The groups of --help and their flags, in this order.
+GROUPS: dict[str, Sequence[str]] = {
+    "model": (
+        "model", "synthetic", "assume_acceptance", "adapter_path", "serve_model", "allow_any_model", "trust_remote_code",
+        "quantize_activations",
+    ),
+    "prompt": (
+        "prompt", "prompts", "context", "system_prompt", "image", "prefill_response", "thinking", "chat_template",
+        "use_default_chat_template", "ignore_chat_template", "chat_template_config", "chat_template_args",
+        "extra_eos_token",
+    ),
+    "drafts": (
+        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "draft_vocab", "draft_head_bits", "mtp_bits",
+        "settings", "num_draft_tokens", "draft_model",
+    ),
+    "sampling": (
+        "max_tokens", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed",
+    ),
+    "caches": (
+        "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
+        "prompt_cache_size", "prompt_cache_bytes",
+    ),
+    "requests": (
+        "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "decode_concurrency",
+        "prompt_concurrency",
+    ),
+    "machines": ("pipeline",),
+}  # fmt: skip
+
+
+def finish(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = GROUPS) -> argparse.ArgumentParser:
+    """Sort the flags of a parser, which may be mlx-lm's, into groups; show their defaults; add ``--version``.
+
+    Args:
+        parser (argparse.ArgumentParser): With all flags of the command.
+        groups (Mapping[str, Sequence[str]]): Titles, and the flags below them; the first that names a flag has it.
+
+    Returns:
+        argparse.ArgumentParser: The same.
+    """
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}
+    for title, names in groups.items():
+        if found := [flags[name] for name in names if flags.get(name) in ungrouped]:
+            group = parser.add_argument_group(title)
+            for action in found:
+                ungrouped.remove(action)
+                group._group_actions.append(action)
+    for action in flags.values():
+        text, default = action.help or "", action.default
+        is_value = isinstance(default, (str, int, float)) and default not in ("", argparse.SUPPRESS)
+        if is_value and default is not False and action.nargs != 0 and "efault" not in text:
+            action.help = text.removesuffix(".") + " (default: %(default)s)" + "." * text.endswith(".")
+    required = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in flags.values() if a.required]
+    parser.usage = " ".join(["%(prog)s", *required, "[flags]"])
+    return parser
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns no wider than the terminal: the first left, the others right.
+
+    Columns that do not fit come below, beside the first again. A row may end early.
+    """
+    columns = range(max(map(len, rows)))
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
+    parts, used = [[0]], widths[0]
+    for i in columns[1:]:
+        used += 2 + widths[i]
+        if used > shutil.get_terminal_size().columns and parts[-1] != [0]:
+            parts.append([0])
+            used = widths[0] + 2 + widths[i]
+        parts[-1].append(i)
+    lines = []
+    for part in parts:
+        lines += [""] * (part is not parts[0])
+        for row in rows:
+            cells = [f"{row[i]:>{widths[i]}}" for i in part[1:] if i < len(row)]
+            lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
+    return lines
 
 
 @contextmanager
@@ -93,6 +177,28 @@ def check_alone(args: argparse.Namespace, *flags: str) -> None:
                 raise ValueError(f"{_flag(name)} runs in one process, not in {n}: leave it out.")
 
 
+def add_mtp(parser: argparse.ArgumentParser, default: bool = False) -> None:
+    """Add the flag of the head."""
+    parser.add_argument(
+        "--mtp",
+        nargs="?",
+        const=True,
+        default=default,
+        metavar="HEAD",
+        help="Draft with the model's own multi-token-prediction head or, where it has none, with HEAD: a folder or Hugging "
+        "Face repo that holds a head alone (model type qwen3_5_mtp).",
+    )
+
+
+def add_draft_p_min(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the least probability of a draft."""
+    parser.add_argument(
+        "--draft-p-min",
+        type=float,
+        help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a model that drafts."""
     parser.add_argument(
@@ -113,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         metavar="FILE|off",
         type=lambda x: False if x == "off" else x,
-        help="Settings that `python -m mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
+        help="Settings that `mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
         "user's cache folder, if there is one. Ignored when one of the three flags above is given.",
     )
 
@@ -164,6 +270,15 @@ def auto_or_number(text: str) -> str | int:
     return text if text == "auto" else int(text)
 
 
+# The flag --num-draft-tokens; mlx-lm's parsers may have it already.
+NUM_DRAFT_TOKENS: dict[str, Any] = {
+    "type": auto_or_number,
+    "default": None,
+    "help": f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS} (default: that of the settings, or auto: chosen at "
+    "every step for speed; 3 for a draft model).",
+}
+
+
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` that the flags of ``add_arguments`` give."""
     return {name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits", "settings")}
@@ -191,18 +306,19 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
         allowed = "1 or more, or -1 for no limit" if no_limit else "1 or more"
         raise ValueError(f"--max-tokens must be {allowed}, not {args.max_tokens}.")
     for name, values in (("kv_bits", KV_BITS), ("kv_group_size", KV_GROUP_SIZES)):
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is not None and value not in values:
             raise ValueError(f"{_flag(name)} must be one of {', '.join(map(str, values))}, not {value}.")
     _check_drafting(args)
 
 
 def _check_drafting(args: argparse.Namespace) -> None:
-    if args.mtp and args.draft_model is not None:
+    draft_model = getattr(args, "draft_model", None)
+    if args.mtp and draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")
     n = args.num_draft_tokens
     check_copy_drafts(args)
-    if copies(args) and args.draft_model is not None:
+    if copies(args) and draft_model is not None:
         raise ValueError("--copy-drafts and --draft-model cannot be combined.")
     if copies(args) and not args.mtp and n is not None:
         raise ValueError(
@@ -219,8 +335,14 @@ def _check_drafting(args: argparse.Namespace) -> None:
     acceptance = getattr(args, "acceptance", None)
     if acceptance == "rejection" and not args.mtp:
         raise ValueError("--acceptance rejection requires --mtp.")
-    if acceptance == "coupled" and args.draft_model is not None:
+    if acceptance == "coupled" and draft_model is not None:
         raise ValueError("--acceptance coupled cannot be combined with --draft-model.")
+    for name in ("exact", "check", "draft_p_min"):
+        if getattr(args, name, None) and not args.mtp:
+            raise ValueError(f"{_flag(name)} requires --mtp.")
+    if drafts(args) and getattr(args, "max_kv_size", None) is not None:
+        flag = "--mtp" if args.mtp else "--copy-drafts"
+        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
@@ -243,7 +365,7 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
                     f"{_flag(name)} must be at most {high} for a vocabulary of {vocab_size} tokens, "
                     f"not {getattr(args, name)}."
                 )
-    if args.kv_bits is not None and head_dim is not None:
+    if getattr(args, "kv_bits", None) is not None and head_dim is not None:
         row = mx.zeros((1, 1, 1, head_dim))
         try:
             mx.eval(QuantizedKVCache(args.kv_group_size, args.kv_bits).update_and_fetch(row, row))
@@ -252,6 +374,32 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
                 f"--kv-bits {args.kv_bits} with --kv-group-size {args.kv_group_size} does not fit the model, whose "
                 f"attention heads have {head_dim} values: use --kv-bits 4 or 8 and --kv-group-size 32 or 64."
             ) from e
+
+
+def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
+    """The sampler that the flags ask for; with a seed, each turn of a conversation has one of its own."""
+    acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
+    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # the others draw from MLX's random state
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+        tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        acceptance=acceptance,
+        seed=(args.seed + turn) % 2**64 if is_seeded else None,
+    )
+
+
+def report_settings(args: argparse.Namespace, model: Any) -> None:
+    """Say which tuned settings are in use, if any."""
+    if args.mtp and model.drafting.tuned is not None:
+        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
+        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
+        print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""``python -m mlx_mtp.draft_vocab``: write a draft vocabulary for the user's own text.
+"""``mlx_mtp.draft_vocab``: write a draft vocabulary for the user's own text.
 
 Token ids are ranked by frequency in the text. Drafts are chosen from the most frequent only, which makes their output layer
 smaller; verification still uses all. The list is a small JSON file beside the checkpoint, where ``mlx_mtp.load`` finds it.
@@ -18,7 +18,7 @@ from .checkpoint.config import text_config_of
 from .checkpoint.files import check_target, write_atomic
 from .checkpoint.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
-from .cli import one_line_errors
+from .cli import finish, one_line_errors
 
 CHUNK = 1 << 20  # characters tokenized at once
 
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", metavar="FILE", help=f"The file to write (default: {LIST_FILE} beside the checkpoint)."
     )
-    return parser
+    return finish(parser, {})
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""``python -m mlx_mtp.benchmark``: MTP against mlx-lm's own generation."""
+"""``mlx_mtp.benchmark``: MTP against mlx-lm's own generation."""

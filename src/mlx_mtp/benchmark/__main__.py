@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
 DEMO_NAME = "demo"
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
+GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot", "report"), **cli.GROUPS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,8 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="Local directory or Hugging Face repo (default: the bundled demo).")
     parser.add_argument("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
     parser.add_argument(
-        "--acceptance",
+        "--assume-acceptance",
         type=float,
+        metavar="RATE",
         help="With --synthetic: the acceptance rate of a draft whose predecessors were accepted "
         f"(default: {ACCEPTANCE}).",
     )
@@ -66,13 +68,17 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[0],
         metavar="N",
-        help="Lengthen each prompt to about N tokens. With several lengths, measure each and print how times grow.",
+        help="Lengthen each prompt to about N tokens (default: as it is). With several lengths, measure each and print how "
+        "times grow.",
     )
     parser.add_argument(
         "--tune",
-        action="store_true",
-        help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to "
-        "--settings, where --mtp finds them.",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to FILE "
+        "(default: one in the user's cache folder, where --mtp finds it).",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
@@ -83,16 +89,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="Measure the head at depths 1 to 4, copies, and both, and write your machine's row of docs/results.md to this "
         "JSON file.",
     )
+    cli.add_mtp(parser, default=True)
     cli.add_arguments(parser)
     cli.add_pipeline(parser)
     for action in parser._actions:
         if action.dest == "settings":
             action.default, action.metavar = None, "FILE"
+            action.help = "Measure with the tuned settings in this file (default: none, so that auto is auto)."
+        if action.dest == "mtp":
             action.help = (
-                "Measure with the tuned settings in this file (default: none, so that auto is auto); with --tune, the file "
-                "to write (default: one in the user's cache folder)."
+                "Measure the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own)."
             )
-    return parser
+    return cli.finish(parser, GROUPS)
 
 
 def main() -> None:
@@ -118,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
             repeat=args.repeat,
             stop=subject.stop,
             name=subject.name,
-            acceptance_was_set=args.acceptance,
+            acceptance_was_set=args.assume_acceptance,
         )
         print(show(report), end="\n\n" if len(subject.prompts) > 1 else "\n")
         reports.append(report)
@@ -153,9 +161,8 @@ class Subject:
 def prepare(args: argparse.Namespace) -> Subject:
     if args.synthetic:
         return prepare_synthetic(args)
-    model, tokenizer = load(
-        args.model or str(DEMO), **cli.options(args) | {"settings": args.settings or False}, **cli.groups(args)
-    )
+    options = cli.options(args) | {"settings": args.settings or False}
+    model, tokenizer = load(args.model or str(DEMO), mtp=args.mtp, **options, **cli.groups(args))
     name = args.model or DEMO_NAME
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
@@ -163,11 +170,11 @@ def prepare(args: argparse.Namespace) -> Subject:
 
 
 def prepare_synthetic(args: argparse.Namespace) -> Subject:
-    if args.acceptance is None:
-        args.acceptance = ACCEPTANCE
+    if args.assume_acceptance is None:
+        args.assume_acceptance = ACCEPTANCE
     model, script = synthetic_model(
         SHAPES[args.synthetic],
-        args.acceptance,
+        args.assume_acceptance,
         draft_vocab=args.draft_vocab,
         mtp_bits=args.mtp_bits,
         draft_head_bits=args.draft_head_bits,
@@ -192,16 +199,17 @@ def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, contex
 
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
-    path = fetch(name, None)
-    key = settings.key_of(path)
-    file = settings.default_file(key) if args.settings is None else Path(args.settings)
+    path, *others = (fetch(folder, None) for folder in (name, args.mtp) if isinstance(folder, str))
+    key = settings.key_of(path, *others)
+    file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
-    model, tokenizer = load(name, draft_vocab=0, settings=False)
+    model, tokenizer = load(name, mtp=args.mtp, draft_vocab=0, settings=False)
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
     settings.write(file, key, name, recommend.recommend(measured).settings)
-    print(f"Written to {file}: `--mtp` and `mlx_mtp.load` use it from now on.")
+    users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
+    print(f"Written to {file}: {users}.")
     if args.json:
         write_json(args.json, [asdict(m) for m in measured])
 
@@ -221,14 +229,16 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.tune:
         check_tune(args)
     if args.synthetic:
-        if args.model or args.prompts or args.report:
-            raise ValueError("--synthetic replaces the model and its prompts: remove --model, --prompts and --report.")
+        if args.model or args.prompts or args.report or args.mtp is not True:
+            raise ValueError(
+                "--synthetic replaces the model and its prompts: remove --model, --mtp, --prompts and --report."
+            )
         if args.draft_vocab is not None and not isinstance(args.draft_vocab, int):
             raise ValueError("--synthetic has no tokenizer: give --draft-vocab a number.")
-    elif args.acceptance is not None:
-        raise ValueError("--acceptance requires --synthetic.")
-    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
-        raise ValueError(f"--acceptance must be a probability, from 0 to 1, not {args.acceptance}.")
+    elif args.assume_acceptance is not None:
+        raise ValueError("--assume-acceptance requires --synthetic.")
+    if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
+        raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
     if min(args.context) < 0:
@@ -252,8 +262,10 @@ def check_tune(args: argparse.Namespace) -> None:
         raise ValueError(f"--tune chooses what to measure: remove --{flag.replace('_', '-')}.")
     if args.repeat < 2:
         raise ValueError("--tune requires --repeat 2 or more: the spread of the rounds tells what is a gain.")
-    if args.settings is False:
-        raise ValueError("--tune writes settings: remove --settings off, or name a file.")
+    if args.settings is not None:
+        raise ValueError(
+            "--tune measures without settings: remove --settings. To write another file, give --tune FILE."
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: GREEN}
 def check(file: Path) -> None:
     """Raise a ValueError if a picture could not be drawn into this file."""
     if find_spec("matplotlib") is None:
-        raise ValueError("A plot needs matplotlib: pip install 'mlx-mtp[plot]'.")
+        raise ValueError("A plot needs matplotlib: pip install matplotlib.")
     from matplotlib.figure import Figure
 
     formats = Figure().canvas.get_supported_filetypes()

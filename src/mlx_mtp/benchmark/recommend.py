@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..cli import table
 from ..decoding.pace import DraftCounts
 from ..models.drafting import Settings
 
@@ -64,15 +65,12 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
 
 def show(measured: Sequence[Measured]) -> str:
     """The measurements as a table for people, and the recommendation."""
-    width = max(len(str(m.settings)) for m in measured)
-    lines = [f"{'settings':{width}}  ratio   low to high  tokens/s  accepted first  tokens/step"]
+    rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
         drafted, accepted = m.counts.drafted, m.counts.accepted
-        first = f"{accepted[0] / drafted[0]:.2f}" if drafted else ""
-        per_step = f"{1 + sum(accepted) / drafted[0]:.2f}" if drafted else ""
-        spread = f"{m.low:.2f} to {m.high:.2f}"
-        lines.append(
-            f"{m.settings!s:{width}}  {m.ratio:5.2f}  {spread:>12}  {m.tps:8.1f}  {first:>14}  {per_step:>11}".rstrip()
-        )
+        rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, m.low, m.high)), f"{m.tps:.1f}"])
+        if drafted:
+            rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
+    lines = table(rows)
     lines.append(f"\nRecommended: {recommend(measured).settings}")
     return "\n".join(lines)

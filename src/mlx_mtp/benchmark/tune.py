@@ -1,4 +1,4 @@
-"""``python -m mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
+"""``mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
 
 First, whether attention over a window is faster in groups of rows. With the faster, plain decoding takes turns with auto and
 fixed depths, then with each cheaper form of the drafts, then with a combination of those that gained.

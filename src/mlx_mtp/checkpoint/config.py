@@ -1,8 +1,12 @@
 """config.json: reading it, checking that the model is supported, comparing two."""
 
 import json
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from mlx_lm.utils import MODEL_REMAPPING
 
 from ..models import MODEL_TYPES
 
@@ -43,17 +47,20 @@ def check_config(config: Config | None, name: str) -> Config:
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")
-    if model_type == "qwen4_exp":
-        raise ValueError(
-            "Model type qwen4_exp (Qwen3.8-Flash-Next) has another kind of head, with hyper-connections, "
-            "which is not supported: generate without --mtp."
-        )
     if model_type not in MODEL_TYPES:
+        if not _mlx_lm_has(model_type):
+            raise ValueError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
         raise ValueError(
             f"Model type {model_type} is not supported with an MTP head (supported: {', '.join(MODEL_TYPES)}): "
             "generate without --mtp, convert with --no-mtp."
         )
     return config
+
+
+def _mlx_lm_has(model_type: Any) -> bool:
+    """Whether mlx-lm can load models of this type, without a head."""
+    module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
+    return module.isidentifier() and find_spec(f"mlx_lm.models.{module}") is not None
 
 
 def text_config_of(config: Config) -> Config:

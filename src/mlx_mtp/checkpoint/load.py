@@ -117,7 +117,8 @@ def load(
     model.ranks = ranks
     if mtp:
         if all(x is None for x in drafting):
-            folders = [path, *(Path(more) for more in (mtp, adapter_path) if isinstance(more, str))]
+            head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
+            folders = [path, *head_folder, *([] if adapter_path is None else [Path(adapter_path)])]
             drafting = _apply_settings(model, settings, folders)
         cheapen_drafts(model, tokenizer, path, *drafting)
     with together(ranks), loading_errors(path_or_hf_repo):

@@ -66,7 +66,7 @@ def read_list(file: Path, vocab_size: int) -> list[int]:
         FileNotFoundError: The file is missing.
         ValueError: It is not a draft vocabulary, or it is for another vocabulary.
     """
-    fix = "write it with `python -m mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
+    fix = "write it with `mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
     if not file.exists():
         raise FileNotFoundError(f"There is no draft vocabulary {file}: {fix}")
     try:

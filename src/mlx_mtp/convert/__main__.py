@@ -5,10 +5,18 @@ import sys
 
 from mlx_lm.convert import configure_parser
 
-from ..cli import one_line_errors
+from ..cli import finish, one_line_errors
 from .conversion import convert
 from .inspect import inspect
 from .recipe import recipe_flags
+
+GROUPS = {
+    "model": (
+        "hf_path", "mlx_path", "recipe", "inspect", "revision", "adapter_path", "dtype", "trust_remote_code", "upload_repo",
+    ),
+    "head": ("mtp", "mtp_bits", "mtp_group_size", "graft_mtp_from", "graft_revision", "skip_check"),
+    "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
     )
-    return parser
+    return finish(parser, GROUPS)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
 from ..checkpoint.reader import CheckpointReader, n_bytes
 from ..checkpoint.skeleton import skeleton
 from ..checkpoint.tensors import INDEX_FILE
+from ..cli import table
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 
@@ -40,7 +41,8 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     if verdict.startswith("ready"):
         size = _size(sum(map(n_bytes, head.values())))
         lines.append(("Memory", f"{size} for the head, and {_bytes_per_token(config):,} bytes per token of context"))
-    return "\n".join(f"{key + ':' if key else '':<12}{value}" for key, value in lines)
+    text = [f"{key + ':':<12}{value}" for key, value in lines]
+    return "\n".join([*text, *(["", *table(_rows(head))] if head else [])])
 
 
 def _describe_backbone(checkpoint: CheckpointReader, config: Config) -> list[Line]:
@@ -63,7 +65,7 @@ def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) ->
         layout = UNKNOWN_LAYOUT
     where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
     size = _size(sum(map(n_bytes, head.values())))
-    return [("MTP head", f"{len(head)} tensors{where}, {size}, {layout}"), *(("", row) for row in _table(head))]
+    return [("MTP head", f"{len(head)} tensors{where}, {size}, {layout}")]
 
 
 def _verdict(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
@@ -94,16 +96,19 @@ def _check_shapes(model: MTPModel, head: dict[str, TensorInfo]) -> int | None:
     return min(bits, default=None)
 
 
-def _table(head: dict[str, TensorInfo]) -> list[str]:
-    """A line for each tensor, and one for all experts of a kind."""
+def _rows(head: dict[str, TensorInfo]) -> list[list[str]]:
+    """A row for each tensor, and one for all experts of a kind."""
     kinds: dict[tuple[str, str, tuple[int, ...]], list[TensorInfo]] = {}
     for name, t in head.items():
         kind = (re.sub(r"\.experts\.\d+\.", ".experts.*.", name), t.dtype, tuple(t.shape))
         kinds.setdefault(kind, []).append(t)
-    width = max(len(name) for name, _, _ in kinds)
     return [
-        f"{name:<{width}}  {dtype:>5}  {sum(map(n_bytes, tensors)):>13,} bytes  {list(shape)}"
-        + (f" x {len(tensors)}" if len(tensors) > 1 else "")
+        [
+            name,
+            dtype,
+            _size(sum(map(n_bytes, tensors))),
+            f"{list(shape)}" + (f" x {n}" if (n := len(tensors)) > 1 else ""),
+        ]
         for (name, dtype, shape), tensors in kinds.items()
     ]
 
@@ -141,4 +146,6 @@ def _bytes_per_token(config: Config) -> int:
 
 
 def _size(size: int) -> str:
+    if size < 1e5:
+        return f"{size / 1e3:.2f} kB"
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -3,8 +3,15 @@
 import argparse
 import sys
 
-from ..cli import one_line_errors
+from ..cli import finish, one_line_errors
 from .fitting import fit
+
+GROUPS = {
+    "model": ("model", "mlx_path", "adapter_path"),
+    "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
+    "training": ("drafts", "lora_rank", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
+    "caches": ("cache_path", "cache_gb"),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -12,7 +19,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mlx_mtp.fit",
         description="Train a model's MTP head to guess what the model itself says. Nothing else of the model changes, and "
         "neither does its text. Exit status 1 if the head is not better than before.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
@@ -39,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
     add("--cache-gb", type=float, default=8.0, help="The most that may be recorded on disk.")
     add("--seed", type=int, default=0, help="The PRNG seed")
-    return parser
+    return finish(parser, GROUPS)
 
 
 def main() -> None:

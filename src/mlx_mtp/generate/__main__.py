@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
 from ..checkpoint.load import DEMO, load
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.sampling import AcceptanceName, make_sampler
 from ..distributed.ranks import from_rank_0
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
@@ -33,19 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = setup_arg_parser()
     parser.prog = "mlx_mtp.generate"
     parser.description = "LLM inference script, with the model's own MTP head"
-    parser.add_argument(
-        "--mtp",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="DRAFTER",
-        help="Draft with the model's own multi-token-prediction head, or with that of a drafter folder or repo (qwen3_5_mtp).",
-    )
-    parser.add_argument(
-        "--draft-p-min",
-        type=float,
-        help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
-    )
+    cli.add_mtp(parser)
+    cli.add_draft_p_min(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -65,14 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
         if action.dest == "model":
             action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
         if action.dest == "num_draft_tokens":
-            action.help = (
-                "Number of tokens to draft when using speculative decoding (default: 3; with --mtp that of the settings, or "
-                f"auto: chosen at every step for speed; up to {MAX_DRAFT_TOKENS})."
-            )
-            action.default, action.type = None, cli.auto_or_number
+            vars(action).update(cli.NUM_DRAFT_TOKENS)
         if action.dest == "seed":
             action.help = "PRNG seed. With --mtp, the text depends on the seed and the prompt alone: see --acceptance."
-    return parser
+    return cli.finish(parser)
 
 
 def main() -> None:
@@ -101,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         prompt,
         verbose=args.verbose,
         mtp=bool(args.mtp),
-        sampler=sampler_of(args, tokenizer),
+        sampler=cli.sampler_of(args, tokenizer),
         max_kv_size=args.max_kv_size,
         draft_model=load_draft_model(args, tokenizer),
         **options,
@@ -120,18 +101,11 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     template_options(args)
-    if not args.mtp:
-        for flag in ("exact", "check", "draft_p_min"):
-            if getattr(args, flag):
-                raise ValueError(f"--{flag.replace('_', '-')} requires --mtp.")
     if args.check:
         if args.temp > 0:
             raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
         if args.settings is not True:
             raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
-    if (args.mtp or cli.copies(args)) and args.max_kv_size is not None:
-        flag = "--mtp" if args.mtp else "--copy-drafts"
-        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
 def load_model(
@@ -164,17 +138,8 @@ def load_model(
     cli.check_model_flags(args, config)
     for eos_token in args.extra_eos_token:
         tokenizer.add_eos_token(eos_token)
-    if args.mtp:
-        report_settings(args, model)
+    cli.report_settings(args, model)
     return model, tokenizer, config
-
-
-def report_settings(args: argparse.Namespace, model: nn.Module) -> None:
-    """Say which tuned settings are in use."""
-    if model.drafting.tuned is not None:
-        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
-        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
-        print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)
 
 
 def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:
@@ -185,22 +150,6 @@ def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> n
     if draft_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ValueError("Draft model tokenizer does not match model tokenizer.")
     return model
-
-
-def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Sampler:
-    acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
-    return make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        args.top_k,
-        args.xtc_probability,
-        args.xtc_threshold,
-        tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        acceptance=acceptance,
-        seed=args.seed if acceptance in (None, "coupled") else None,  # the others draw from MLX's random state
-    )
 
 
 if __name__ == "__main__":

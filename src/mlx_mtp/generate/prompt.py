@@ -4,6 +4,8 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ def encode_prompt(
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
     pixel_values = None
     if args.image:
-        text, pixel_values = _process_images(args, model, config, text)
+        text, pixel_values = _process_images(args.image, model, config, text)
     tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise ValueError("The prompt is empty: give --prompt some text.")
@@ -132,13 +134,18 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
     return text
 
 
-def _process_images(args: argparse.Namespace, model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
+def _process_images(files: list[str], model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
     """The prompt with its image placeholders expanded, and the pixels."""
     from mlx_lm.processors import load_processor
-    from PIL import Image
 
     processor = load_processor(model, config)
     if processor is None:
-        raise ValueError(f"The model {args.model} does not take images.")
-    text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in args.image])
+        raise ValueError(
+            f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}."
+        )
+    if find_spec("PIL") is None:
+        raise ValueError("--image requires Pillow: pip install pillow.")
+    from PIL import Image
+
+    text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in files])
     return text, pixel_values

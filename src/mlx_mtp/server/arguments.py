@@ -10,7 +10,6 @@ from mlx_lm.utils import _parse_size
 
 from .. import cli
 from ..checkpoint.load import DEMO
-from ..decoding.depth import MAX_DRAFT_TOKENS
 from .body import RESERVED
 from .provider import ModelProvider
 
@@ -22,13 +21,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     _add_generation_flags(parser)
     _add_cache_flags(parser)
-    parser.add_argument(
-        "--mtp", action="store_true", help="Draft with the model's MTP head while there is one request."
-    )
+    cli.add_mtp(parser)
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_acceptance(parser)
-    return parser
+    return cli.finish(parser)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +37,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="A model to be used for speculative decoding.")
-    add(
-        "--num-draft-tokens",
-        type=cli.auto_or_number,
-        default=None,
-        help="Number of tokens to draft when using speculative decoding (default: 3; with --mtp the one in the settings, or "
-        f"auto; up to {MAX_DRAFT_TOKENS}).",
-    )
+    add("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
     add("--use-default-chat-template", action="store_true", help="Use the default chat template")
@@ -162,6 +153,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
     if reserved := RESERVED & template_args.keys():
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
+    if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
+        raise ValueError("--mtp HEAD is of one model: remove --serve-model and --allow-any-model.")
     _check_processes(args)
     _read_api_key(args)
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -75,6 +76,15 @@ FIELDS: dict[str, Any] = {
     "num_draft_tokens": {"anyOf": [{"const": "auto"}, _integer(0, MAX_DRAFT_TOKENS)]},
     "copy_drafts": {"anyOf": [{"enum": ["auto", "off"]}, _integer(1, MAX_COPY_TOKENS)]},
 }
+# Fields of OpenAI's API that would have to change the answer, and do not: their values that change nothing, and what to do.
+UNSUPPORTED: dict[str, tuple[Sequence[Any], str]] = {
+    "response_format": ([{"type": "text"}], "describe the format in the prompt"),
+    "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
+    "enable_thinking": ([], 'send "chat_template_kwargs": {"enable_thinking": false} or true'),
+    "reasoning_effort": ([], 'leave it out; "chat_template_kwargs": {"enable_thinking": false} ends thinking'),
+    "functions": ([[]], "send tools"),
+    "function_call": (["auto", "none"], "send tools"),
+}
 SCHEMA = {
     "type": "object",
     "properties": FIELDS,
@@ -114,6 +124,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     """
     body = {name: value for name, value in _parse_json(raw).items() if value is not None}
     _check_values(body)
+    _check_supported(body)
     error = best_match(islice(BODY.iter_errors(body), MAX_ERRORS))
     if error is not None:
         where = error.json_path.removeprefix("$.")
@@ -128,6 +139,25 @@ def parse(raw: bytes) -> dict[str, Any]:
     if "stream_options" in body:
         body["stream_options"] = {"include_usage": False, **body["stream_options"]}
     return body
+
+
+def _check_supported(body: dict[str, Any]) -> None:
+    """Refuse by name what is not supported, where it would otherwise be ignored."""
+    for name, (harmless, fix) in UNSUPPORTED.items():
+        if name in body and body[name] not in harmless:
+            value = json.dumps(body[name])[:100]
+            raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
+    messages = body.get("messages")
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ApiError(
+                    400, f"messages[{i}].content: {kind[:50]} is not supported: send text.", param="messages"
+                )
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""The command line of ``mlx_mtp.chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import mlx.core as mx
+from mlx_lm.chat import setup_arg_parser
+
+from .. import cli
+from ..checkpoint.load import DEMO, load
+from ..generate.stream import GenerationResponse
+from .conversation import Conversation
+from .history import history, history_file
+
+HELP = """The command list:
+- 'q' to exit, as Ctrl-D
+- 'r' to reset the chat
+- 't' to switch thinking on or off
+- 'h' to display these commands
+Ctrl-C ends an answer."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """mlx-lm's parser, with the flags of MTP and of thinking added."""
+    parser: argparse.ArgumentParser = setup_arg_parser()
+    parser.prog = "mlx_mtp.chat"
+    parser.description = "Chat with an LLM, with the model's own MTP head"
+    parser.set_defaults(model=str(DEMO), seed=None, min_tokens_to_keep=1)
+    parser.add_argument("--top-k", type=int, default=0, help="Sampling top-k")
+    parser.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
+    parser.add_argument(
+        "--thinking",
+        choices=("on", "off"),
+        help="Let the model think before it answers (default: on where the model can).",
+    )
+    parser.add_argument("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
+    cli.add_mtp(parser)
+    cli.add_draft_p_min(parser)
+    cli.add_copy_drafts(parser)
+    cli.add_arguments(parser)
+    cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
+    for action in parser._actions:
+        if action.dest == "model":
+            action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
+        if action.dest == "seed":
+            action.help = "PRNG seed (default: none, another text in each chat). See --acceptance."
+    return cli.finish(parser)
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    with cli.one_line_errors("mlx_mtp.chat"):
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load the model, and answer until the user ends the chat."""
+    cli.check_generation_flags(args)
+    cli.check_alone(args, "adapter_path")
+    model, tokenizer, config = load(
+        args.model,
+        adapter_path=args.adapter_path,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        return_config=True,
+        trust_remote_code=args.trust_remote_code,
+        mtp=args.mtp,
+        copy_drafts=cli.copies(args),
+        **cli.options(args),
+        **cli.groups(args),
+    )
+    cli.check_model_flags(args, config)
+    cli.report_settings(args, model)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    conversation = Conversation(model, tokenizer, args)
+    print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
+    with history(history_file()) if sys.stdin.isatty() else nullcontext():
+        while (query := ask(conversation)) != "q":
+            obey(query, conversation)
+
+
+def ask(conversation: Conversation) -> str:
+    """What the user asks rank 0 for; q at the end of the input."""
+    query, ranks = "q", conversation.ranks
+    if ranks is None or ranks.rank == 0:
+        try:
+            query = input(">> ").strip()
+        except EOFError:
+            print()
+        except KeyboardInterrupt:
+            if ranks is not None:
+                raise
+            print()
+            query = ""  # as in a shell, a new line
+    return query if ranks is None else str(ranks.share(query))
+
+
+def obey(query: str, conversation: Conversation) -> None:
+    """Do what a command says, or answer."""
+    if query == "h":
+        print(HELP)
+    elif query == "r":
+        conversation.reset()
+    elif query == "t":
+        try:
+            conversation.think(not conversation.thinking)
+            print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
+        except ValueError as e:
+            print(e)
+    elif query:
+        response = conversation.answer(query, show=partial(print, end="", flush=True))
+        print()
+        if response is not None:
+            print(f"[{figures(response)}]", flush=True)
+
+
+def figures(response: GenerationResponse) -> str:
+    """How fast an answer was, and the drafts that it took."""
+    parts = [f"{response.generation_tokens} tokens" + " (--max-tokens)" * (response.finish_reason == "length")]
+    parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
+    for name, drafted, accepted in (
+        ("drafts", response.drafted, response.accepted),
+        ("copies", response.copied, response.copies_accepted),
+    ):
+        if drafted:
+            parts.append(f"{sum(accepted)} of {sum(drafted)} {name} accepted")
+    if response.drafted or response.copied:
+        parts.append(f"{response.tokens_per_step:.2f} tokens-per-step")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A conversation: what its prompt cache holds, and what the next turn adds."""
+
+import argparse
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from mlx_lm.models import cache as stock
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .. import cli
+from ..generate.stream import GenerationResponse, stream_generate
+from ..models.prompt_cache import make_prompt_cache, n_tokens
+
+
+class Conversation:
+    """One prompt cache holds all turns, so that each reads only its new tokens.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        args (argparse.Namespace): The flags of ``mlx_mtp.chat``.
+
+    Raises:
+        ValueError: ``--thinking`` is given, and the chat template has no such switch.
+    """
+
+    def __init__(self, model: Any, tokenizer: TokenizerWrapper, args: argparse.Namespace):
+        self.model, self.tokenizer, self.args = model, tokenizer, args
+        self.ranks = getattr(model, "ranks", None)  # a model of plain mlx-lm has none
+        self.thinking: bool = tokenizer.has_thinking
+        if args.thinking is not None:
+            self.think(args.thinking == "on")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        if cli.drafts(self.args):
+            self.cache = make_prompt_cache(self.model)
+        else:
+            self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
+        self.turn = 0
+        self.is_cut = False  # the last answer has not said that it ends
+        self.unread: list[int] = []  # the rest of a question, where Ctrl-C came before the answer
+
+    def think(self, thinking: bool) -> None:
+        """Let the model think before the answers that follow, or not."""
+        if self._render("a", True) == self._render("a", False):
+            raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
+        self.thinking = thinking
+
+    def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
+        """
+        Generate an answer. Ctrl-C ends it, and what was generated stays in the conversation.
+
+        Args:
+            query (str): What the user says.
+            show (Callable[[str], None]): Is called with each piece of the answer.
+
+        Returns:
+            Optional[GenerationResponse]: The last one, with the figures; ``None`` if Ctrl-C came before the first token.
+        """
+        prompt = self.unread + self._encode(query)
+        before, response = n_tokens(self.cache), None
+        self.unread, self.is_cut = [], True
+        try:
+            with closing(stream_generate(self.model, self.tokenizer, prompt, **self._options())) as responses:
+                for response in responses:
+                    show(response.text)
+        except KeyboardInterrupt:
+            if self.ranks is not None:
+                raise  # the other ranks are somewhere else
+            if response is None:
+                self.unread = prompt[n_tokens(self.cache) - before :]
+        self.is_cut = response is None or response.finish_reason != "stop"
+        self.turn += 1
+        return response
+
+    def _options(self) -> dict[str, Any]:
+        names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
+        options = {name: getattr(self.args, name) for name in names}
+        sampler = cli.sampler_of(self.args, self.tokenizer, self.turn)
+        return options | {"mtp": bool(self.args.mtp), "sampler": sampler, "prompt_cache": self.cache}
+
+    def _encode(self, query: str) -> list[int]:
+        """The tokens that a query adds, through the chat template if there is one."""
+        if not self.tokenizer.has_chat_template:
+            tokens: list[int] = self.tokenizer.encode(query + "\n")
+            return tokens
+        end = [self.tokenizer.eos_token_id] if self.is_cut else []
+        return end + self.tokenizer.encode(self._render(query, self.thinking), add_special_tokens=False)
+
+    def _render(self, query: str, thinking: bool) -> str:
+        if not self.tokenizer.has_chat_template:
+            return query
+        messages = [{"role": "user", "content": query}]
+        if self.args.system_prompt is not None and self.turn == 0:
+            messages.insert(0, {"role": "system", "content": self.args.system_prompt})
+        text: str = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
+        )
+        return text

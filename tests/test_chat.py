@@ -1,0 +1,270 @@
+"""The chat in the terminal: its turns, its commands, its history, and what Ctrl-C leaves."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from helpers import plain, text_of
+from mlx_lm.chat import setup_arg_parser
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import mlx_mtp
+from mlx_mtp.chat import __main__ as command
+from mlx_mtp.chat import conversation as conversation_module
+from mlx_mtp.chat.__main__ import main, make_parser
+from mlx_mtp.chat.conversation import Conversation
+from mlx_mtp.generate import GenerationResponse
+
+TURNS = ("def read(path):", "class Reader:")
+FIGURES = r"\[20 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
+
+
+def template(messages, enable_thinking, **_):
+    return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<think>" * enable_thinking
+
+
+def run(monkeypatch, capsys, *args, stdin=""):
+    """The command line in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.chat", *map(str, args)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        main()
+        status = 0
+    except SystemExit as e:
+        status = e.code
+    return status, *capsys.readouterr()
+
+
+def started(demo, *flags, chat_template=None) -> Conversation:
+    """A conversation with the demo, which has no chat template of its own."""
+    model, tokenizer = demo
+    tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
+    return Conversation(model, tokenizer, make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags]))
+
+
+def cut_after(n: int, pieces: list[str]):
+    """Note the pieces of an answer, and press Ctrl-C at the n-th."""
+
+    def show(text):
+        pieces.append(text)
+        if len(pieces) == n:
+            raise KeyboardInterrupt
+
+    return show
+
+
+@pytest.fixture(scope="module")
+def answers(demo):
+    """Plain mlx-lm's, over one cache."""
+    model, tokenizer = demo
+    cache, texts = make_prompt_cache(model), []
+    for turn in TURNS:
+        tokens = plain(tokenizer.encode(turn + "\n"), model, max_tokens=20, prompt_cache=cache)
+        texts.append(text_of(tokenizer, tokens))
+    return texts
+
+
+def test_every_flag_is_mlx_lms():
+    theirs, ours = ({a.dest: a for a in p._actions} for p in (setup_arg_parser(), make_parser()))
+    assert theirs.keys() <= ours.keys()
+    for name, a in theirs.items():
+        assert (a.option_strings, a.nargs, a.type) == (ours[name].option_strings, ours[name].nargs, ours[name].type)
+        if name not in ("model", "seed"):
+            assert a.default == ours[name].default
+            assert ours[name].help.startswith(a.help.removesuffix("."))
+    assert ours["seed"].default is None, "with a seed, sampled drafts are coupled"
+
+
+@pytest.mark.parametrize("flags", [(), ("--mtp", "--num-draft-tokens", "3")], ids=str)
+def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, flags):
+    stdin = "\n".join([*TURNS, "", "r", TURNS[1], "h", "q", "not reached"])
+    status, out, err = run(monkeypatch, capsys, *flags, "-m", 20, stdin=stdin)
+    assert (status, err) == (0, "")
+    said = re.split(r">> ", out)[1:]
+    found = [re.fullmatch(rf"(.*)\n{FIGURES}\n", text, re.S) for text in said]
+    texts = [match[1] for match in found if match]
+    assert texts[:2] == answers
+    assert len(texts) == 3
+    assert texts[2] != texts[1]
+    drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if flags else ""
+    assert all(re.fullmatch(drafts, match[2]) for match in found if match)
+    assert out.count("'h' to display") == 2
+    assert "not reached" not in out
+
+
+def test_the_end_of_the_input_ends_the_chat(monkeypatch, capsys):
+    status, out, err = run(monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert out.endswith(">> \n")
+
+
+def test_copies_have_figures_of_their_own(monkeypatch, capsys):
+    stdin = "def area(width, height):    return width * height  # " * 3
+    _, out, _ = run(monkeypatch, capsys, "--copy-drafts", "4", "-m", 20, stdin=stdin)
+    assert re.search(r"tokens-per-sec, \d+ of \d+ copies accepted, [\d.]+ tokens-per-step\]\n", out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model /no/such/model", "/no/such/model"),
+        ("--max-tokens 0", "--max-tokens must be"),
+        ("--mtp --max-kv-size 9", "--mtp cannot be combined with --max-kv-size"),
+        ("--draft-p-min 0.5", "--draft-p-min requires --mtp"),
+        ("--thinking on", "has no switch for thinking"),
+    ],
+)
+def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, flags, message):
+    status, out, err = run(monkeypatch, capsys, *flags.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(demo):
+    model, tokenizer = demo
+    conversation, said, texts = started(demo, "--mtp"), [], []
+    assert conversation.answer(TURNS[0], cut_after(7, said)).generation_tokens == 7
+    conversation.answer(TURNS[1], texts.append)
+    read = tokenizer.encode(TURNS[0] + "\n")
+    read += plain(read, model, max_tokens=7)
+    want = plain([*read, *tokenizer.encode(TURNS[1] + "\n")], model, max_tokens=20)
+    assert "".join(texts) == tokenizer.decode(want)
+
+
+def test_ctrl_c_before_the_answer_keeps_the_question(demo, monkeypatch):
+    model, tokenizer = demo
+    long = "\n".join(f"import module_{i}" for i in range(30))
+    conversation, texts = started(demo, "--mtp", "--prefill-step-size", "50"), []
+    with monkeypatch.context() as m:
+        calls, forward = [], type(model).__call__
+
+        def interrupted(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return forward(*args, **kwargs)
+
+        m.setattr(type(model), "__call__", interrupted)
+        assert conversation.answer(long, texts.append) is None
+    assert 0 < len(conversation.unread) < len(tokenizer.encode(long + "\n"))
+    conversation.answer(TURNS[1], texts.append)
+    want = plain(tokenizer.encode(long + "\n") + tokenizer.encode(TURNS[1] + "\n"), model, max_tokens=20)
+    assert "".join(texts) == tokenizer.decode(want)
+
+
+def test_ctrl_c_on_ranks_ends_the_chat(demo):
+    conversation = started(demo, "--mtp")
+    conversation.ranks = object()
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer(TURNS[0], cut_after(2, []))
+
+
+# The chat template
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that answers are generated from; the answers are empty, and end."""
+    given = []
+
+    def remember(model, tokenizer, prompt, **options):
+        given.append(tokenizer.decode(prompt))
+        yield GenerationResponse("", 0, None, False, 1, 1.0, 1, 1.0, 0.0, finish_reason="stop")
+
+    monkeypatch.setattr(conversation_module, "stream_generate", remember)
+    return given
+
+
+def test_the_system_prompt_comes_once(demo, prompts):
+    conversation = started(demo, "--system-prompt", "Be brief.", chat_template=template)
+    for query in ("a", "b"):
+        conversation.answer(query, str)
+    conversation.reset()
+    conversation.answer("c", str)
+    assert prompts == ["<system>Be brief.\n<user>a\n", "<user>b\n", "<system>Be brief.\n<user>c\n"]
+
+
+def test_thinking_is_switched(demo, prompts, capsys):
+    conversation = started(demo, "--thinking", "on", chat_template=template)
+    for query in ("a", "t", "b", "t", "c"):
+        command.obey(query, conversation)
+    assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
+    assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
+
+
+def test_thinking_without_a_switch_is_one_line(demo, prompts, capsys):
+    conversation = started(demo)
+    command.obey("t", conversation)
+    assert (prompts, conversation.thinking) == ([], False)
+    assert "has no switch for thinking" in capsys.readouterr().out
+
+
+def test_an_answer_that_was_cut_is_closed(demo):
+    """The template's next turn follows the end of an answer, which the model did not come to write."""
+    conversation = started(demo, chat_template=template)
+    end = demo[1].eos_token_id
+    assert conversation._encode("a")[0] != end
+    conversation.answer("a", cut_after(3, []))
+    assert conversation._encode("b") == [end, *demo[1].encode("<user>b\n", add_special_tokens=False)]
+
+
+def test_turns_with_a_seed_draw_other_numbers(demo):
+    def say(seed):
+        conversation, texts = started(demo, "--mtp", "--temp", "1", "--seed", seed), []
+        for _ in range(2):
+            conversation.answer("x", texts.append)
+            conversation.cache = mlx_mtp.make_prompt_cache(conversation.model)  # the same text before each answer
+        text = "".join(texts)
+        return text
+
+    assert say("5") == say("5") != say("6")
+
+
+# The terminal
+
+
+def test_lines_are_edited_and_remembered(tmp_path):
+    """Arrow up brings the line before, of this chat or of an earlier one; Ctrl-C leaves the line, and Ctrl-D the chat."""
+    file = tmp_path / "mlx_mtp" / "chat_history"
+    file.parent.mkdir()
+    file.write_text("import of_an_earlier_chat\n")
+    master, slave = pty.openpty()
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb", "HOME": str(tmp_path)}
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "mlx_mtp.chat", "-m", "2"], stdin=slave, stdout=slave, stderr=slave, env=env,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    out = b""
+
+    def until(text: bytes, n: int = 1) -> None:
+        nonlocal out
+        while out.count(text) < n:
+            assert select.select([master], [], [], 60)[0], out
+            out += os.read(master, 4096)
+
+    for i, typed in enumerate([b"\x1b[A\n", b"import os\n", b"import sys", b"\x1b[A\n", b"\x04"], 1):
+        until(b">> ", i)
+        os.write(master, typed)
+        if typed == b"import sys":
+            until(b">> import sys")
+            time.sleep(0.2)  # until it waits for the next key
+            os.write(master, b"\x03")
+    assert chat.wait(timeout=60) == 0
+    os.close(master)
+    assert out.count(b"[2 tokens") == 3
+    assert out.count(b">> import of_an_earlier_chat\r\n") == 1
+    assert out.count(b">> import os\r\n") == 2
+    assert file.read_text().splitlines() == ["import of_an_earlier_chat", "import os"]  # without repetitions

@@ -1,0 +1,183 @@
+"""The commands: every name and flag that a page, a help or an error gives is one that runs."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp import cli
+from mlx_mtp.server import provider
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PARSERS = {name: import_module(target.partition(":")[0]).make_parser() for name, target in SCRIPTS.items()}
+PAGES = [
+    file
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "convert/*.md",
+        "examples/*",
+        "benchmarks/*.py",
+        "scripts/**/*.py",
+        "src/**/*.py",
+    )
+    for file in ROOT.glob(pattern)
+    if file.is_file() and file.name not in ("CHANGELOG.md", "compare_versions.py")  # of earlier versions
+]
+
+
+def text_of(page: Path) -> str:
+    """A page's text, or the cells of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return re.sub(r'"\n +f?"', "", text)  # a sentence over several lines of code
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """The commands in a text, each with its flags."""
+    text = text.replace("\\\n", " ")
+    calls = re.findall(r"\b(mlx_mtp\.[a-z_]+)((?: +[^`\n|;&]*)?)", text)
+    return [(name, re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) for name, rest in calls if name in SCRIPTS]
+
+
+def test_pages_are_found():
+    names = {page.name for page in PAGES}
+    assert {"README.md", "tuning.md", "quickstart.ipynb", "settings.py", "kill.py", "copying.py"} <= names
+    assert sum(len(flags) for page in PAGES for _, flags in commands(text_of(page))) > 60
+    found = commands("`mlx_mtp.fit --model X` and mlx_mtp.convert -q \\\n  --mlx-path Y | less --no")
+    assert found == [("mlx_mtp.fit", ["--model"]), ("mlx_mtp.convert", ["--mlx-path"])]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_name_and_flag_is_one_that_runs(page):
+    text = text_of(page)
+    assert "python -m mlx_mtp" not in text
+    for name in set(re.findall(r"\bmlx_mtp\.([a-z_]+)", text)):
+        assert f"mlx_mtp.{name}" in SCRIPTS or hasattr(mlx_mtp, name) or find_spec(f"mlx_mtp.{name}"), name
+    for name, flags in commands(text):
+        known = {flag for action in PARSERS[name]._actions for flag in action.option_strings}
+        assert set(flags) <= known, name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_the_module_that_has_its_name(name):
+    parser, (module, function) = PARSERS[name], SCRIPTS[name].split(":")
+    assert parser.prog == name
+    assert module.removesuffix(".__main__") == name
+    assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_version(name, capsys):
+    with pytest.raises(SystemExit) as e:
+        PARSERS[name].parse_args(["--version"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out == f"{name} {mlx_mtp.__version__}\n"
+
+
+def test_a_module_runs_as_its_script():
+    done = subprocess.run([sys.executable, "-m", "mlx_mtp.chat", "--version"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"mlx_mtp.chat {mlx_mtp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_has_groups_and_defaults(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = PARSERS[name]
+    assert max(map(len, parser.format_help().splitlines())) <= 80
+    grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
+    others = {action.dest for action in parser._actions} - {action.dest for action in grouped}
+    if name != "mlx_mtp.draft_vocab":  # which has four flags
+        assert others <= {"help", "version", "verbose"}
+    for action in grouped:
+        is_value = (
+            action.nargs != 0 and not isinstance(action.default, bool) and action.default not in (None, "==SUPPRESS==")
+        )
+        assert not is_value or not action.default or "efault" in action.help, action.dest
+
+
+def test_our_own_flags_are_the_first_of_the_drafts():
+    for name in ("mlx_mtp.generate", "mlx_mtp.server", "mlx_mtp.chat"):
+        (drafts,) = (g for g in PARSERS[name]._action_groups if g.title == "drafts")
+        names = [action.dest for action in drafts._group_actions]
+        theirs = [n for n in ("num_draft_tokens", "draft_model") if n in names]
+        assert names[0] == "mtp"
+        assert names[-len(theirs) :] == theirs
+
+
+def test_a_flag_of_several_commands_means_one_thing():
+    for flag in ("--mtp", "--settings", "--acceptance", "--draft-vocab", "--mtp-bits", "--draft-head-bits"):
+        actions = [p._option_string_actions.get(flag) for name, p in PARSERS.items() if name != "mlx_mtp.convert"]
+        kinds = {(a.nargs, a.const, str(a.choices), type(a)) for a in actions if a is not None}
+        assert len(kinds) == 1, flag
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "benchmark"])
+@pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], True), (["--mtp", "org/head"], "org/head")])
+def test_mtp_takes_a_head_of_its_own(name, flags, mtp, monkeypatch):
+    module, given = import_module(f"mlx_mtp.{name}.__main__"), []
+
+    def load(*args, **options):
+        given.append(options["mtp"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(sys, "argv", [f"mlx_mtp.{name}", *flags])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert given == [mtp]
+
+
+def test_mtp_takes_a_head_of_its_own_in_the_server(monkeypatch):
+    given = []
+
+    def load(*args, **options):
+        given.append(options["mtp"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(provider, "load", load)
+    args = PARSERS["mlx_mtp.server"].parse_args(["--mtp", "org/head"])
+    with pytest.raises(ValueError, match="enough"):
+        provider.ModelProvider(args)._load("org/model")
+    assert given == ["org/head"]
+
+
+def test_a_head_of_its_own_is_of_one_model():
+    server = import_module("mlx_mtp.server.arguments")
+    for more in (["--serve-model", "other"], ["--allow-any-model"]):
+        args = server.make_parser().parse_args(["--mtp", "org/head", *more])
+        with pytest.raises(ValueError, match="--mtp HEAD is of one model"):
+            server.check(args)
+
+
+# Tables
+
+
+def test_a_table_fits_the_terminal(monkeypatch):
+    rows = [["name", "first", "second", "third"], ["a", "1", "22", "333"], ["early", "4"]]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.table(rows) == ["name   first  second  third", "a          1      22    333", "early      4"]
+    monkeypatch.setenv("COLUMNS", "20")
+    assert cli.table(rows) == [
+        "name   first  second",
+        "a          1      22",
+        "early      4",
+        "",
+        "name   third",
+        "a        333",
+        "early",
+    ]
+
+
+def test_no_escape_sequences_in_the_source():
+    for file in ROOT.glob("src/**/*.py"):
+        assert not re.search(r"\\033|\\x1b|\\e\[", file.read_text(encoding="utf-8")), file
