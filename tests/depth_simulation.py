@@ -25,7 +25,7 @@ Cost = tuple[float, float]  # of the first draft and of each one after it, in pl
 class Chooser(Protocol):
     """``Depth``, or a variant of it."""
 
-    def begin(self) -> None: ...
+    def for_text(self) -> "Chooser": ...
     def next(self) -> Plan: ...
     def observe(self, plan: Plan, n_accepted: int, seconds: float | None) -> None: ...
 
@@ -199,7 +199,7 @@ def auto_seconds(case: Case, seed: int, make: Make) -> float:
     if case.before is not None:
         cost, text = case.before
         decode(Case("before", cost, text, 0), seed + 1000, depth)
-    depth.begin()
+    depth = depth.for_text()
     return decode(case, seed, depth)
 
 

@@ -9,7 +9,7 @@ from helpers import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.batch.depth import BatchDepth, joint
+from mlx_mtp.batch.depth import BatchDepth, SizeTimes, joint
 from mlx_mtp.decoding.depth import expected_tokens
 
 RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
@@ -58,7 +58,7 @@ def best(B, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    asked = simulate(BatchDepth(), linear, [FakeRow(rate)] * B, 200)
+    asked = simulate(BatchDepth(SizeTimes()), linear, [FakeRow(rate)] * B, 200)
     gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
     k = best(B, rate)
     assert gained > 0.93 * sum(rate**i for i in range(k + 1)) / linear(B, k)
@@ -69,17 +69,17 @@ def test_rows_of_different_texts_share_a_depth():
     right, wrong = FakeRow(1.0), FakeRow(0.0)
 
     def usual(rows):
-        return median(simulate(BatchDepth(), linear, rows, 100)[60:])
+        return median(simulate(BatchDepth(SizeTimes()), linear, rows, 100)[60:])
 
     # Seconds per token, in the mean: (1.3 + 0.4 k) (3 / (k + 1) + 1) / 4, which is least at k = 2.
     assert (usual([right] * 4), usual([right, right, right, wrong])) == (8, 2)
-    assert sum(simulate(BatchDepth(), linear, [right, wrong, wrong, wrong, wrong, wrong, wrong, wrong], 100)[60:]) < 10
+    assert sum(simulate(BatchDepth(SizeTimes()), linear, [right, *[wrong] * 7], 100)[60:]) < 10
 
 
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
-    depth = BatchDepth()
+    depth = BatchDepth(SizeTimes())
     simulate(depth, linear, [FakeRow(0.9)] * 2, 100)
     asked = simulate(depth, lambda B, k: slower * linear(B, k), [FakeRow(0.9)] * 3, 10)
     assert asked.count(0) <= 1
@@ -93,9 +93,8 @@ def test_times_are_kept_from_one_batch_to_the_next():
     for _ in range(2):
         generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
         run(generator)
-        assert generator.pace.depth is model.drafting.batch_depth
-        kept.append(dict(model.drafting.batch_depth.by_size))
+        kept.append(dict(model.drafting.batch_times.by_size))
     assert kept[0].keys() == {1, 2}
     assert kept[0] == kept[1]  # the same objects
-    measured = kept[0][2].times.by_depth().keys()
+    measured = kept[0][2].by_depth().keys()
     assert {0, 1} <= measured  # by the first steps; whether more drafts are tried, the clock decides

@@ -382,8 +382,7 @@ def test_copies_begin_short_and_lengthen():
 
 
 def test_a_given_number_of_drafts_is_kept_beside_copies():
-    depth = Depth(8)
-    depth.begin(only=3)
+    depth = Depth(8, only=3)
     for i in range(60):
         odds = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
         plan = depth.next(odds)
@@ -459,18 +458,6 @@ def test_copies_are_off_where_the_number_of_drafts_is_given():
         counts = DraftCounts()
         mtp(REPEATS, model, max_tokens=20, counts=counts, **options)
         assert (sum(counts.copied) > 0) == copies
-
-
-def test_given_numbers_leave_auto_alone():
-    """A generation that chooses nothing does not disturb one on the same model that does."""
-    model = model_of("qwen3_5")
-    auto = mtp_generate_step(PROMPT, model, max_tokens=40, num_draft_tokens="auto")
-    next(auto)
-    rates = model.drafting.depth.rates
-    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=3)
-    assert model.drafting.depth.only is None
-    assert model.drafting.depth.rates is rates
-    auto.close()
 
 
 @pytest.mark.parametrize("value", [-1, 0, 17, "on", 2.0])

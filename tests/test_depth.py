@@ -115,7 +115,8 @@ def test_a_doubtful_copy_is_not_repeated():
     depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, copies=True)
     for seconds in (5.0, 1.0):  # the first one compiles
         depth.observe(copy, 4, seconds)
-    depth.begin()
+    depth = depth.for_text()
+    assert depth.next() == Plan(1)
     depth.observe(copy, 4, 3.0)
     assert copy in depth.doubted
     assert depth.next() == Plan(1)
@@ -129,12 +130,37 @@ def test_the_next_text_gains_from_known_times(case):
     assert to_best >= without - 0.01
 
 
-def test_begin_forgets_acceptance():
-    depth = Depth(MOST)
-    decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, depth)
-    depth.begin()
+def test_texts_share_times_alone():
+    before = Depth(MOST)
+    decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, before)
+    depth = before.for_text()
+    assert depth.times is before.times
     assert depth.rates.estimate == Rates(MOST).estimate
     assert depth.elapsed == depth.lost == 0
+
+
+def test_times_that_one_text_forgets_are_gone_for_all():
+    """And measured anew by any of them, also by one that had still to confirm them."""
+    known = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
+    texts = [known.for_text(), known.for_text()]
+    assert [text.next() for text in texts] == [Plan(1)] * 2
+    for seconds in (5.0, 1.8, 1.8):  # the first one compiles
+        texts[0].observe(Plan(1), 1, seconds)
+    assert not known.times.seconds
+    texts[1].observe(Plan(1), 1, 1.8)
+    assert known.times.seconds == {Plan(1): 1.8}
+
+
+def test_steps_beside_others_tell_nothing_of_times():
+    """Neither how long they take, nor that what was measured before is old. What is accepted counts."""
+    depth = Depth(MOST, {0: 1.0, 1: 1.2, 2: 1.4})
+    before = dict(depth.times.seconds)
+    for _ in range(300):
+        plan = depth.next()
+        depth.observe(plan, plan.k, 9.0, is_alone=False)
+    assert depth.times.seconds == before
+    assert depth.times.is_known(PLAIN)
+    assert depth.next() == Plan(MOST)
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])

@@ -467,29 +467,22 @@ def test_memory_stays_flat():
     assert active[1] - active[0] < 200_000  # one window of this model is about that
 
 
-def test_auto_shares_one_depth_between_generations(monkeypatch):
-    class Watched(Depth):
-        n_texts = 0
-
-        def _confirm(self, plan, seconds):
-            """Never forget a time, however unsteady the machine."""
-            return seconds
-
-        def begin(self, only=None):
-            self.n_texts += 1
-            super().begin(only)
-
-    model = model_of("qwen3_5")
-    depth = Watched(8)
-    monkeypatch.setattr(model.drafting, "depth", depth)
+def test_generations_share_the_times_of_steps(monkeypatch):
+    """Those of the model, or those of a ``Depth`` that is given."""
+    # Never forget a time, however unsteady the machine.
+    monkeypatch.setattr(Depth, "_confirm", lambda depth, plan, seconds: seconds)
+    model, own = tiny_model("qwen3_5"), Depth(8)
     truth = plain(PROMPT, model, max_tokens=60)
     scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)
-    for n_texts in (2, 3):
-        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens="auto") == truth[:40]
-        assert depth.n_texts == n_texts
-        assert depth.times.n_drafting > 2
-    mtp(PROMPT, model, max_tokens=4, num_draft_tokens=Depth(8))
-    assert depth.n_texts == 3
+
+    def n_drafting(number):
+        assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=number) == truth[:40]
+        return [times.n_drafting for times in (model.drafting.times, own.times)]
+
+    (first, unused), (second, _), (after, used) = n_drafting("auto"), n_drafting("auto"), n_drafting(own)
+    assert second > first > 2
+    assert (unused, after) == (0, second)
+    assert n_drafting(own)[1] > used > 2
 
 
 def test_unsure_drafts_count_as_rejected():
@@ -500,7 +493,7 @@ def test_unsure_drafts_count_as_rejected():
         def next(self, odds=()):
             return Plan(3)
 
-        def observe(self, plan, n_accepted, seconds):
+        def observe(self, plan, n_accepted, seconds, is_alone):
             seen.append((plan, n_accepted, seconds))
 
     counts = DraftCounts()

@@ -14,8 +14,7 @@ import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding.depth import Depth
-from mlx_mtp.decoding.loop import auto_depth
+from mlx_mtp.decoding.loop import step_times
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.models.drafting import Settings
 
@@ -84,9 +83,7 @@ def test_attention_follows_settings(tuned_demo):
 
 def test_depth_follows_settings_unless_given(tuned_demo):
     tuned_demo(TUNED)
-    depth = auto_depth(mlx_mtp.load(str(DEMO))[0])
-    assert isinstance(depth, Depth)
-    assert depth.times.by_depth() == TUNED.seconds
+    assert step_times(mlx_mtp.load(str(DEMO))[0]).by_depth() == TUNED.seconds
     for k in (0, 3):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
@@ -95,7 +92,7 @@ def test_depth_follows_settings_unless_given(tuned_demo):
             assert len(last.drafted) == drafted
         *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
         assert last.drafted[0] >= 2  # the argument overrides
-        assert model.drafting.depth is not None
+        assert model.drafting.times is not None
 
 
 def test_draft_p_min_follows_settings_unless_given(tuned_demo):

@@ -60,7 +60,24 @@ def samples_are_the_same(name, model, whole):
     mx.random.seed(7 + rank)
     report(f"{name}, random state", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, sampler=sampler) == want)
     sampler = mlx_mtp.make_sampler(1.0, acceptance="coupled")  # takes a random seed
+    seed = sampler.seed
     report(f"{name}: coupled", mtp(PROMPT, model, max_tokens=N, sampler=sampler))
+    report(f"{name}, the caller's seed", sampler.seed == seed)
+
+
+def two_at_once(name, model, whole):
+    """They take turns, and share the times of their steps with each other, but not with those of another rank."""
+    depth = mlx_mtp.Depth(8, {0: 0.5 + rank, 1: 0.6, 4: 0.9})
+    prompts = [PROMPT, REPEATED]
+    texts = [mlx_mtp.mtp_generate_step(prompt, model, num_draft_tokens=depth) for prompt in prompts]
+    tokens = [[], []]
+    for n in (1, N, 1, 1, N):
+        for text, got in zip(texts, tokens):
+            got += [next(text)[0] for _ in range(n)]
+    for text in texts:
+        text.close()
+    report(f"{name}, two at once", tokens == [plain(prompt, whole, max_tokens=len(tokens[0])) for prompt in prompts])
+    report(f"{name}: times", sorted((plan, round(t, 6)) for plan, t in depth.times.seconds.items()))
 
 
 def caches_last(name, model, whole):
@@ -146,6 +163,7 @@ for i, (how, folder) in enumerate(argument.split(":") for argument in models):
     if how_much == "all" or i == 0:
         options_work(name, model, whole)
         samples_are_the_same(name, model, whole)
+        two_at_once(name, model, whole)
         differences_are_found(name, model)
         long = {"max_tokens": 300 if how_much == "all" else 60, "num_draft_tokens": "auto"}
         want = mtp(PROMPT, whole, **long)

@@ -4,22 +4,20 @@ A step with k drafts takes t(B, k) seconds with B rows, and row b yields E_b(k) 
 minimizes the mean of t(B, k) / E_b(k). What yields most tokens per second of the whole batch is another k: it favours rows
 that are fast already, and a row whose drafts are rejected pays for them and ends long after the others.
 
-A ``Depth`` for each size of batch learns the times and chooses as it does for one sequence (``decoding/depth.py``); the rows
-come and go with what they know of their texts, and the times stay. A size that is new begins with the times of the sizes
-beside it.
+A ``Depth`` for each size of batch chooses as it does for one sequence (``decoding/depth.py``); the rows come and go with what
+they know of their texts, and the times stay with the model.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from time import perf_counter
 from typing import Literal, NamedTuple, cast
 
+from ..decoding.clock import Clock
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
-from ..decoding.exchange import Clock, Exchange
+from ..decoding.exchange import Exchange
 from ..decoding.loop import resolve_number
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
-from ..distributed.ranks import Ranks
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .decoder import Step
@@ -34,7 +32,8 @@ class JointRates(Rates):
     The rows count by themselves, so it counts nothing.
     """
 
-    def __init__(self, rows: Sequence[Sequence[float]]):
+    def set(self, rows: Sequence[Sequence[float]]) -> None:
+        """These are the rows now."""
         self.estimate = joint(rows)
 
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
@@ -64,55 +63,31 @@ class SizeDepth(Depth):
     PROBING, FIRST_LOSS = 0.01, 0.5  # a step shows a draft of each row
 
 
-class BatchDepth:
-    """Chooses the depth of every step, and keeps the times of each size of batch.
+class SizeTimes:
+    """What steps take, by the number of rows. A size that is new begins with the times of the sizes beside it.
 
     Args:
         seconds (Mapping[int, float], optional): The time of a step of one row, by depth, as measured before on this machine.
     """
 
     def __init__(self, seconds: Mapping[int, float] | None = None):
-        self.by_size: dict[int, Depth] = {1: Depth(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
-        self.guessed: set[int] = set()  # sizes of which no step was measured yet
+        self.by_size = {1: StepTimes(MAX_DRAFT_TOKENS, seconds)} if seconds else {}
 
-    def begin(self) -> None:
-        """Another batch begins: times from before are confirmed before they are relied on."""
-        for depth in self.by_size.values():
-            depth.begin()
-            depth.planned = []
-
-    def next(self, rows: Sequence[Row]) -> int:
-        depth = self._of(len(rows))
-        depth.rates = JointRates([row.acceptance_rates for row in rows if row.finish_reason is None])
-        return depth.next().k
-
-    def observe(self, n_rows: int, k: int, n_accepted: float, seconds: float | None) -> None:
-        """
-        Args:
-            n_rows (int): Of a step.
-            k (int): The number of drafts for each.
-            n_accepted (float): The number of them that were accepted, a row's mean.
-            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
-              it do not tell.
-        """
-        depth = self._of(n_rows)
-        if n_rows in self.guessed and seconds is not None and Plan(k) in depth.times.warm:
-            self.guessed.remove(n_rows)
-            _scale(depth, seconds / depth.times.estimate[k])
-        depth.observe(Plan(k), n_accepted, seconds)  # type: ignore[arg-type]  # a mean serves as well
-
-    def _of(self, n_rows: int) -> Depth:
+    def of(self, n_rows: int) -> StepTimes:
         if n_rows not in self.by_size:
-            depth = (Depth if n_rows == 1 else SizeDepth)(MAX_DRAFT_TOKENS, self._guess(n_rows))
-            if len(depth.times.seconds) > 1:
-                depth.planned = []  # the rows' acceptance is known
-                self.guessed.add(n_rows)
-            self.by_size[n_rows] = depth
+            guess = self._guess(n_rows)
+            self.by_size[n_rows] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
         return self.by_size[n_rows]
+
+    def follow(self, other: "SizeTimes") -> None:
+        """Know what another knows, such as rank 0's."""
+        self.by_size = {n: self.by_size.get(n, times) for n, times in other.by_size.items()}
+        for n, times in other.by_size.items():
+            self.by_size[n].follow(times)
 
     def _guess(self, n_rows: int) -> dict[int, float]:
         """The times of a size that is new: on the line through the sizes beside it, at the depths that both know."""
-        known = {n: d.times for n, d in self.by_size.items() if len(d.times.seconds) > 1}
+        known = {n: times for n, times in self.by_size.items() if len(times.seconds) > 1}
         if not known:
             return {}
         near = sorted(known, key=lambda n: abs(n - n_rows))[:2]
@@ -121,15 +96,43 @@ class BatchDepth:
             return first.by_depth()
         part = (n_rows - near[0]) / (near[1] - near[0])
         lines = zip(first.estimate, known[near[1]].estimate)
-        times = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
-        return times if min(times.values()) > 0 else first.by_depth()
+        guess = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
+        return guess if min(guess.values()) > 0 else first.by_depth()
 
 
-def _scale(depth: Depth, ratio: float) -> None:
-    """The first step of a size says how long all of them take: the depth depends on their ratios alone."""
-    warm = depth.times.warm
-    depth.times = StepTimes(MAX_DRAFT_TOKENS, {k: ratio * t for k, t in depth.times.by_depth().items()})
-    depth.times.warm, depth.unconfirmed = warm, set()
+class BatchDepth:
+    """Chooses the depth of every step of a batch.
+
+    Args:
+        times (SizeTimes): What steps take, to read and to feed.
+    """
+
+    def __init__(self, times: SizeTimes):
+        self.times = times
+        self.rates = JointRates(MAX_DRAFT_TOKENS)
+        self.by_size: dict[int, Depth] = {}
+
+    def next(self, rows: Sequence[Row]) -> int:
+        self.rates.set([row.acceptance_rates for row in rows if row.finish_reason is None])
+        return self._of(len(rows)).next().k
+
+    def observe(self, n_rows: int, k: int, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+        """
+        Args:
+            n_rows (int): Of a step.
+            k (int): The number of drafts for each.
+            n_accepted (float): The number of them that were accepted, a row's mean.
+            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
+              it do not tell.
+            is_alone (bool): Whether no other generation ran in between.
+        """
+        self._of(n_rows).observe(Plan(k), n_accepted, seconds, is_alone)  # type: ignore[arg-type]  # a mean serves as well
+
+    def _of(self, n_rows: int) -> Depth:
+        if n_rows not in self.by_size:
+            kind = Depth if n_rows == 1 else SizeDepth
+            self.by_size[n_rows] = kind(MAX_DRAFT_TOKENS, times=self.times.of(n_rows), rates=self.rates)
+        return self.by_size[n_rows]
 
 
 class Window(NamedTuple):
@@ -144,23 +147,27 @@ class BatchPace:
     """Asks for the number of drafts, and takes the time of each step.
 
     Args:
-        depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
-        ranks (Ranks, optional): Where several run the model, the depth learns from rank 0's clock. Default: ``None``.
+        model (MTPModel): Where several ranks run it, the depth learns from rank 0's clock.
+        num_draft_tokens (Union[int, str], optional): As in ``BatchGenerator``.
+
+    Raises:
+        ValueError: The number is out of range.
     """
 
-    def __init__(self, depth: int | BatchDepth, ranks: Ranks | None = None):
-        self.fixed = depth if isinstance(depth, int) else 0
-        self.depth = depth if isinstance(depth, BatchDepth) else None
-        if self.depth is not None:
-            self.depth.begin()
-        self.exchange = None if ranks is None else Exchange(ranks, self.depth)
-        self.clock: Clock[tuple[int, int, float]] = Clock(self.exchange)  # rows, drafts, those accepted, a row's mean
+    def __init__(self, model: MTPModel, num_draft_tokens: NumDraftTokens | None):
+        number = resolve_batch_number(model, num_draft_tokens)
+        self.fixed = number if isinstance(number, int) else 0
+        self.depth = _make_depth(model, number)
+        times = None if self.depth is None else self.depth.times
+        self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
+        # Of steps: rows, drafts, those accepted, a row's mean.
+        self.clock: Clock[tuple[int, int, float]] = Clock(model.drafting, self.exchange)
         self.planned = 0  # drafts of the next window
         self.windows: list[Window] = []  # the latest ones
-        self.last: float | None = None  # when the tokens of the step before were known
 
     def next(self, rows: list[Row], limit: int) -> int:
         """The number of drafts to ask for, at most ``limit``."""
+        self.clock.take_turn()
         self.planned = min(self.fixed if self.depth is None or limit == 0 else self.depth.next(rows), limit)
         return self.planned
 
@@ -168,27 +175,20 @@ class BatchPace:
         """Call when a window begins. Copies of which a row has a number of its own may make it wider than was asked for."""
         self.windows = [*self.windows[-2:], Window(rows, n_drafts, n_drafts > self.planned)]
 
-    def interrupt(self) -> None:
-        """Something else than steps took time."""
-        self.last = None
-
     def record(self, step: Step) -> None:
         """Call when the tokens of a step are known: of one without drafts, while the device runs the next."""
-        now, is_plain, n_rows = perf_counter(), step.is_plain, len(step.rows)
+        is_plain, n_rows = step.is_plain, len(step.rows)
         if self.depth is not None:
             # A step with drafts is timed after one with drafts, a plain one between two others, all of the same rows.
             beside = self.windows[-3:] if is_plain else self.windows[-2:]
             is_clear = all((w.n_drafts == 0) == is_plain and not w.is_wider and w.rows == step.rows for w in beside)
             outcome = n_rows, step.n_drafts, sum(step.n_accepted) / n_rows
             if not is_plain and beside[-1].is_wider:
-                pass  # the depth has no such windows
-            elif self.last is None or not is_clear:
+                self.clock.interrupt()  # the depth has no such windows
+            elif not self.clock.record(outcome, is_clear):
                 self.depth.observe(*outcome, None)
-            else:
-                self.clock.record(outcome, now - self.last)
-            for outcome, seconds in self.clock.known():
-                self.depth.observe(*outcome, seconds)
-        self.last = now
+            for outcome, seconds, is_alone in self.clock.known():
+                self.depth.observe(*outcome, seconds, is_alone)
 
 
 def resolve_batch_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:
@@ -203,17 +203,16 @@ def resolve_batch_number(model: MTPModel, num_draft_tokens: NumDraftTokens | Non
     return number
 
 
-def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:
-    """A fixed number of drafts, or the ``BatchDepth`` that a model keeps from one batch to the next.
-
-    Raises:
-        ValueError: The number is out of range.
-    """
-    number = resolve_batch_number(model, num_draft_tokens)
+def _make_depth(model: MTPModel, number: NumDraftTokens) -> BatchDepth | None:
     if number == 0:
-        return BatchDepth()  # of copies alone, which cost no pass of the head: what steps take here is no one else's
-    if isinstance(number, int):
-        return number
-    drafting = model.drafting
-    drafting.batch_depth = drafting.batch_depth or BatchDepth((drafting.tuned or Settings()).seconds)
-    return cast(BatchDepth, drafting.batch_depth)
+        return BatchDepth(
+            SizeTimes()
+        )  # of copies alone, which cost no pass of the head: what steps take is no one else's
+    return None if isinstance(number, int) else BatchDepth(size_times(model))
+
+
+def size_times(model: MTPModel) -> SizeTimes:
+    """What steps of several rows take, which a model keeps from one batch to the next."""
+    tuned = model.drafting.tuned or Settings()
+    model.drafting.batch_times = model.drafting.batch_times or SizeTimes(tuned.seconds)
+    return cast(SizeTimes, model.drafting.batch_times)

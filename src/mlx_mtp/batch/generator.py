@@ -24,7 +24,7 @@ from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
-from .depth import BatchPace, NumDraftTokens, resolve_batch_number, resolve_depth
+from .depth import BatchPace, NumDraftTokens, resolve_batch_number
 from .row import Row
 
 CLEAR_EVERY = 512  # steps, as mlx-lm
@@ -173,7 +173,7 @@ class BatchGenerator:
         self.prefill_step_size = _check_count("prefill_step_size", prefill_step_size)
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(resolve_depth(self.model, num_draft_tokens), self.model.ranks)
+        self.pace = BatchPace(self.model, num_draft_tokens)
         self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
         default_copies(num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
@@ -394,7 +394,7 @@ class BatchGenerator:
                 responses.append(prompt.read(self.model, n_left))
                 n_left -= prompt.n_read - n_before
         if responses:
-            self.pace.interrupt()
+            self.pace.clock.interrupt()
             self._counters.prompt_tokens += self.prefill_step_size - n_left
             self._counters.prompt_time += time.perf_counter() - start
         return responses

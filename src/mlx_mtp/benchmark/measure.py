@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
-from ..decoding.depth import Depth
-from ..decoding.loop import auto_depth
+from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
+from ..decoding.loop import step_times
 from .parts import Parts, time_parts
 from .repeats import repeated_shares
 from .runs import (
@@ -136,7 +136,9 @@ def measure(
     check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
     # Each keeps the times of its own steps from one text to the next, as in use.
-    depths: dict[Run, Depth] = {run: copy.deepcopy(auto_depth(model)) for run in (NO_COPIES, AUTO)}
+    depths: dict[Run, Depth] = {
+        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(step_times(model))) for run in (NO_COPIES, AUTO)
+    }
 
     def one(prompt: str, run: Run) -> Generation:
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)

@@ -2,8 +2,8 @@
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
 that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
-``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both. Nothing
-here reads a clock or draws a random number. docs/depth.md gives what each constant is worth.
+``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
+Nothing here reads a clock or draws a random number. docs/depth.md gives what each constant is worth.
 
 How confident the head is in a draft plays no part: the host knows that only once the drafts are computed, and a step that waits
 for them before it builds the verify pass usually loses more than it saves. Where it gains, ``--tune`` finds it and
@@ -42,7 +42,10 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 
 class Depth:
-    """Chooses the depth of every step, of one generation after another.
+    """Chooses the depth of every step of a text.
+
+    What steps take is known for longer than a text, and shared: as ``num_draft_tokens``, a ``Depth`` lends its times to each
+    generation, which makes one of its own for its text (``for_text``).
 
     It begins plain, unless times are known from before, drafts one token twice, and then takes the best depth by its estimates.
     It forgets the known times if the first two steps at a depth contradict them; one alone may have been a pause.
@@ -60,6 +63,9 @@ class Depth:
     Args:
         most (int): The greatest depth.
         seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
+        times (StepTimes, optional): What steps take, to read and to feed. Default: ``None``, new ones, with ``seconds``.
+        only (int, optional): Always draft this many tokens with the head, and choose only when to copy. Default: ``None``.
+        rates (Rates, optional): The acceptance of the head's drafts, where it is known. Default: ``None``, that of a new text.
     """
 
     FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
@@ -68,29 +74,40 @@ class Depth:
     MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
     DOUBT = 0.1  # of a probe's accepted drafts not counted as gain: probes follow plain steps that seem slower than they are
 
-    def __init__(self, most: int, seconds: Mapping[int, float] | None = None):
-        self.most = most
-        self.most_copies = 4  # of those tried next
-        self.times = StepTimes(most, seconds, MAX_COPY_TOKENS)
-        self.begin()
-
-    def begin(self, only: int | None = None) -> None:
-        """Another text begins: its acceptance is not known, but the times of steps may still hold.
-
-        Args:
-            only (int, optional): Always draft this many tokens with the head, and choose only when to copy. Default: ``None``.
-        """
-        self.only = only
-        self.rates = Rates(self.most)
+    def __init__(
+        self,
+        most: int,
+        seconds: Mapping[int, float] | None = None,
+        *,
+        times: StepTimes | None = None,
+        only: int | None = None,
+        rates: Rates | None = None,
+    ):
+        self.most, self.only = most, only
+        self.times = StepTimes(most, seconds, MAX_COPY_TOKENS) if times is None else times
+        self.rates, self.is_text_known = Rates(most) if rates is None else rates, rates is not None
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
-        self.planned = [] if only is not None else [Plan(k) for k in self.FIRST if k > 0]
-        self.unconfirmed, self.doubted = set(self.times.seconds), set[Plan]()
-        if len(self.unconfirmed) < 2:  # nothing says what a draft costs
-            self._forget_times()
+        self.has_begun = False  # the first step was asked for
+        self.is_alone = True  # no other generation ran during the latest step
+        self.planned: list[Plan] = []
+        self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
 
-    def _forget_times(self) -> None:
-        self.times = StepTimes(self.most, n_copies=MAX_COPY_TOKENS)
-        self.planned, self.unconfirmed = [] if self.only is not None else [Plan(k) for k in self.FIRST], set()
+    def for_text(self) -> "Depth":
+        """One for another text, whose acceptance is not known; it shares these times."""
+        return type(self)(self.most, times=self.times)
+
+    def _begin(self) -> None:
+        """By what is known of times now: several ranks have agreed on that since this was made."""
+        self.has_begun = True
+        self.unconfirmed = set() if self.times.is_guess else set(self.times.seconds)
+        self.planned = self._first_steps()
+
+    def _first_steps(self) -> list[Plan]:
+        if self.only is not None:
+            return []
+        if len(self.times.seconds) < 2:  # nothing says what a draft costs
+            return [Plan(k) for k in self.FIRST]
+        return [] if self.is_text_known else [Plan(k) for k in self.FIRST if k > 0]
 
     def next(self, odds: Sequence[float] = ()) -> Plan:
         """
@@ -98,6 +115,8 @@ class Depth:
             odds (Sequence[float]): The probability that each copied draft is accepted, given that those before it were;
               empty where nothing can be copied.
         """
+        if not self.has_begun:
+            self._begin()
         if not self.planned:
             self.planned = self._plan(odds)
         return self.planned.pop(0)
@@ -120,8 +139,12 @@ class Depth:
         return [PLAIN]
 
     def _is_safe(self, gain: float) -> bool:
-        """Whether plain decoding was measured not long ago, or measured at all and is slower by ``gain``, beyond doubt."""
-        return self.times.is_known(PLAIN) or (gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN, 0) > 1)
+        """Whether plain decoding was measured not long ago, or measured at all and is slower by ``gain``, beyond doubt.
+
+        Where other generations run in between, nothing can be measured, and a plain step would not tell more.
+        """
+        is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN, 0) > 1
+        return self.times.is_known(PLAIN) or is_slower or not self.is_alone
 
     def _copies(self, odds: Sequence[float], speed: float) -> int:
         """The number of copies that is faster than ``speed``, in tokens per second; 0 if none is."""
@@ -129,7 +152,7 @@ class Depth:
             return 0
         tokens, seconds = expected_tokens(odds), self.times.copy_estimate
         best = max(COPY_DEPTHS, key=lambda k: tokens[k] / seconds[k])
-        return min(best, self.most_copies) if tokens[best] / seconds[best] > speed else 0
+        return min(best, self.times.most_copies) if tokens[best] / seconds[best] > speed else 0
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
         """Three steps with two drafts, where their time is a guess and they would be best if the second took no time."""
@@ -140,33 +163,37 @@ class Depth:
         # The first step at a depth is not counted, and one more would leave a pause for the time of two.
         return [Plan(2)] * 3 if would_pay else []
 
-    def observe(self, plan: Plan, n_accepted: int, seconds: float | None) -> None:
+    def observe(self, plan: Plan, n_accepted: int, seconds: float | None, is_alone: bool = True) -> None:
         """
         Args:
             plan (Plan): What a step drafted.
             n_accepted (int): The number of drafts that were accepted.
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
+            is_alone (bool): Whether no other generation ran in between: its steps would count as part of this one.
         """
-        if seconds is not None:
-            seconds = self._confirm(plan, seconds)
-        self.times.observe(plan, seconds)
+        self.is_alone = is_alone
+        seconds = self._confirm(plan, seconds) if is_alone and seconds is not None else None
+        if is_alone:
+            self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
         if not plan.copies and plan.k > 0:
             self.rates.count_window(plan.k, n_accepted)
-        elif plan.copies and n_accepted == plan.k == self.most_copies < MAX_COPY_TOKENS:
-            self.most_copies *= 2
+        elif plan.copies and n_accepted == plan.k == self.times.most_copies < MAX_COPY_TOKENS:
+            self.times.most_copies *= 2
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
         """The time of a step, if it counts: the first that contradicts the known times does not, the second forgets them."""
-        if plan not in self.unconfirmed or plan not in self.times.warm:
+        known = self.times.seconds.get(plan)  # another text may have forgotten it
+        if known is None or plan not in self.unconfirmed or plan not in self.times.warm:
             return seconds
-        ratio = seconds / self.times.seconds[plan]
+        ratio = seconds / known
         if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
             self.unconfirmed.remove(plan)
             return seconds
         if plan in self.doubted:
-            self._forget_times()  # another context, another state of the machine
+            self.times.forget()  # another context, another state of the machine
+            self.planned, self.unconfirmed = self._first_steps(), set()
             return seconds
         self.doubted.add(plan)
         if self.only is None and not plan.copies:  # there may be nothing to copy

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,24 +22,28 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from ..distributed.ranks import Ranks, unlike_rank_0
 from .sampling import SeededSampler, TextSampler
 
-T = TypeVar("T")
-
 CHECKED_EVERY = 8  # passes, where no seconds travel
+
+
+class Times(Protocol):
+    """``StepTimes``, or those of each size of batch."""
+
+    def follow(self, other: Any) -> None: ...
 
 
 class Exchange:
     """
     Args:
         ranks (Ranks): Who runs the model.
-        depth (Union[Depth, BatchDepth], optional): Learns from rank 0's seconds. ``None`` where numbers of drafts are given.
+        times (Times, optional): Learn from rank 0's seconds. ``None`` where numbers of drafts are given.
 
     Attributes:
         untold (deque[float]): This rank's seconds of steps, until they have been sent.
         heard (deque[float]): Rank 0's, once they have arrived.
     """
 
-    def __init__(self, ranks: Ranks, depth: object | None):
-        self.ranks, self.depth = ranks, depth
+    def __init__(self, ranks: Ranks, times: Times | None):
+        self.ranks, self.times = ranks, times
         self.untold: deque[float] = deque()
         self.heard: deque[float] = deque()
         self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
@@ -63,12 +67,10 @@ class Exchange:
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        state, seeded, learned = self.ranks.share(
-            (_random_state(), seeded, {} if self.depth is None else vars(self.depth))
-        )
+        state, seeded, times = self.ranks.share((_random_state(), seeded, self.times))
         mx.random.seed(state)
-        if self.depth is not None:
-            vars(self.depth).update(learned)
+        if self.times is not None:
+            self.times.follow(times)
         return sampler if seeded is None else seeded
 
     def _check(self, numbers: list[float], what: str) -> None:
@@ -79,7 +81,7 @@ class Exchange:
     def send(self, hidden: mx.array) -> list[mx.array]:
         """What to evaluate with a pass that has this output: the next untold seconds, and the checksum."""
         message = None
-        if self.depth is not None or self.n_passes % CHECKED_EVERY == 0:
+        if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
             seconds = self.untold.popleft() if self.untold else 0.0  # a step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1
@@ -103,29 +105,6 @@ class Exchange:
             if rows[0][0] > 0:
                 self.heard.append(rows[0][0])
         self.checksum = _checksum(tokens, self.checksum)
-
-
-class Clock(Generic[T]):
-    """Tells how long each step took: by this process's own time, or where several ranks run the model by rank 0's, later.
-
-    Args:
-        exchange (Exchange, optional): With the other ranks. ``None`` for one process.
-    """
-
-    def __init__(self, exchange: Exchange | None):
-        self.steps: deque[T] = deque()  # whose time is not known
-        self.untold: deque[float] = deque() if exchange is None else exchange.untold
-        self.heard = self.untold if exchange is None else exchange.heard  # one process knows its own at once
-
-    def record(self, step: T, seconds: float) -> None:
-        """A step took so many seconds here."""
-        self.steps.append(step)
-        self.untold.append(seconds)
-
-    def known(self) -> Iterator[tuple[T, float]]:
-        """The oldest steps whose time is known now, and their seconds."""
-        while self.heard:
-            yield self.steps.popleft(), self.heard.popleft()
 
 
 @contextmanager

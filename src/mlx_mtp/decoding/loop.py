@@ -41,8 +41,8 @@ from .copies import CopyDrafter
 from .decoder import Decoder, KVOptions, Token
 from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from .drafter import HeadDrafter, NoHead
-from .exchange import Exchange
 from .pace import DraftCounts, NumDraftTokens, Pace
+from .step_times import StepTimes
 
 CopyDrafts = int | Literal["auto", "off"]
 
@@ -237,11 +237,12 @@ def make_pace(
         raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
     n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
     n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
-    depth = num_draft_tokens if isinstance(num_draft_tokens, Depth) else None
-    if depth is None and None in (n_drafts, n_copies):
-        depth = auto_depth(model)
-    exchange = None if model.ranks is None else Exchange(model.ranks, depth)
-    return Pace(n_drafts, n_copies, depth, counts, exchange)
+    depth = None
+    if isinstance(num_draft_tokens, Depth):
+        depth = num_draft_tokens.for_text()
+    elif None in (n_drafts, n_copies):
+        depth = Depth(MAX_DRAFT_TOKENS, times=step_times(model), only=n_drafts)
+    return Pace(model, n_drafts, n_copies, depth, counts)
 
 
 def resolve_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:
@@ -294,8 +295,8 @@ def resolve_p_min(model: MTPModel, draft_p_min: float | None) -> float:
     return draft_p_min
 
 
-def auto_depth(model: MTPModel) -> Depth:
-    """The ``Depth`` that a model keeps from one generation to the next. It begins with the times of its settings, if any."""
+def step_times(model: MTPModel) -> StepTimes:
+    """What steps take, which a model keeps from one generation to the next. It begins with its settings, if any."""
     tuned = model.drafting.tuned or Settings()
-    model.drafting.depth = model.drafting.depth or Depth(MAX_DRAFT_TOKENS, tuned.seconds)
-    return cast(Depth, model.drafting.depth)
+    model.drafting.times = model.drafting.times or StepTimes(MAX_DRAFT_TOKENS, tuned.seconds, MAX_COPY_TOKENS)
+    return cast(StepTimes, model.drafting.times)

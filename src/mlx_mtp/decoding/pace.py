@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Literal
 
+from ..models.protocol import MTPModel
+from .clock import Clock
 from .decoder import Step
 from .depth import Depth
-from .exchange import Clock, Exchange
+from .exchange import Exchange
 from .step_times import PLAIN, Plan
 
 NumDraftTokens = int | Literal["auto"] | Depth
@@ -51,32 +52,25 @@ class DraftCounts:
 
 
 class Pace:
-    """
+    """The pace of one text.
+
     Args:
+        model (MTPModel): Where several ranks run it, the depth learns from rank 0's clock.
         n_drafts (int, optional): A fixed number of the head's drafts. ``None`` has the depth choose.
         n_copies (int, optional): A fixed number of drafts wherever they can be copied from the text, 0 for never. ``None`` has
           the depth choose.
         depth (Depth, optional): Chooses, and learns from the time of each step. ``None`` where both numbers are given.
         counts (DraftCounts): Counts drafts as the steps go.
-        exchange (Exchange, optional): Where several ranks run the model, it has the depth learn from rank 0's clock.
     """
 
     def __init__(
-        self,
-        n_drafts: int | None,
-        n_copies: int | None,
-        depth: Depth | None,
-        counts: DraftCounts,
-        exchange: Exchange | None = None,
+        self, model: MTPModel, n_drafts: int | None, n_copies: int | None, depth: Depth | None, counts: DraftCounts
     ):
-        self.exchange = exchange
-        self.clock: Clock[tuple[Plan, int, bool]] = Clock(exchange)  # plan, accepted drafts, whether the time is clear
         self.n_drafts, self.n_copies, self.depth, self.counts = n_drafts, n_copies, depth, counts
-        if depth is not None:
-            depth.begin(n_drafts)
+        self.exchange = None if model.ranks is None else Exchange(model.ranks, None if depth is None else depth.times)
+        self.clock: Clock[tuple[Plan, int]] = Clock(model.drafting, self.exchange)  # of steps and their accepted drafts
         self.asked = [PLAIN, PLAIN]  # in the latest steps; the head may have been unsure of some drafts
         self.n_drafted = 0  # in the step before
-        self.last: float | None = None  # when the outcome of the step before was known
 
     def next(self, limit: int, odds: Sequence[float]) -> Plan:
         """
@@ -105,16 +99,16 @@ class Pace:
 
     def record_plain(self, step: Step) -> None:
         """Call when the token of a step without drafts is known, while the device runs the next."""
+        self.clock.take_turn()  # also where the step had drafts
         if step.n_drafted == 0:
             # Where steps change from plain to drafting or back, more or less than this pass may be behind it.
             self._record(step, self.asked[-2], is_clear=self.asked == [PLAIN] * 3)
 
     def _record(self, step: Step, plan: Plan, is_clear: bool) -> None:
         self.counts.add(step.n_drafted, step.n_accepted, plan.copies)
-        now = perf_counter()
-        if self.depth is not None and self.last is not None:
-            self.clock.record((plan, step.n_accepted, is_clear), now - self.last)
-            for (plan, n_accepted, is_clear), seconds in self.clock.known():
-                # Drafts that the head was too unsure of count as rejected: they were paid for.
-                self.depth.observe(plan, n_accepted, seconds if is_clear else None)
-        self.last, self.n_drafted = now, step.n_drafted
+        self.n_drafted = step.n_drafted
+        if self.depth is not None:
+            # Drafts that the head was too unsure of count as rejected: they were paid for.
+            self.clock.record((plan, step.n_accepted), is_clear)
+            for (plan, n_accepted), seconds, is_alone in self.clock.known():
+                self.depth.observe(plan, n_accepted, seconds, is_alone)

@@ -25,14 +25,19 @@ class StepTimes:
 
     Copies cost no pass of the head: as many drafts of the head take no less time, and stand for copies that were not tried.
 
+    Times outlive a text, and texts that are open at once feed the same ones.
+
     Args:
         n (int): The greatest depth.
         seconds (Mapping[int, float], optional): Times measured before, by depth.
         n_copies (int): The greatest number of copies.
+        is_guess (bool): Whether only the ratios of ``seconds`` are relied on: the first step that is timed scales them all.
+          Default: ``False``.
 
     Attributes:
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
         copy_estimate (list[float]): t(k) for copies, [n_copies + 1].
+        most_copies (int): The most copies to try next.
     """
 
     BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
@@ -40,10 +45,22 @@ class StepTimes:
     GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
     STALE = 100  # steps with drafts after which a time is no longer relied on
 
-    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, n_copies: int = 0):
-        self.n, self.n_copies = n, n_copies
+    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, n_copies: int = 0, is_guess: bool = False):
+        self.n, self.n_copies, self.most_copies = n, n_copies, 4
+        self._begin(seconds or {}, is_guess)
+
+    def forget(self) -> None:
+        """Measure all times anew: another context, or another state of the machine."""
+        self._begin({})
+
+    def follow(self, other: "StepTimes") -> None:
+        """Know what another knows, such as rank 0's; whoever feeds this one goes on feeding it."""
+        vars(self).update(vars(other))
+
+    def _begin(self, seconds: Mapping[int, float], is_guess: bool = False) -> None:
+        self.is_guess = is_guess
         self.n_drafting = 0  # steps with drafts
-        self.seconds = {Plan(k): t for k, t in (seconds or {}).items()}
+        self.seconds = {Plan(k): t for k, t in seconds.items()}
         self.warm: set[Plan] = set()  # those that were used
         self.n_counted = dict.fromkeys(self.seconds, 1)
         self.last_used = dict.fromkeys(self.seconds, 0)
@@ -53,6 +70,8 @@ class StepTimes:
     def observe(self, plan: Plan, seconds: float | None) -> None:
         self.n_drafting += plan.k > 0
         if seconds is not None and plan in self.warm:
+            if self.is_guess:
+                self._scale(seconds / self.of(plan))
             self._count(plan, seconds)
         self.warm.add(plan)
         self._update()
@@ -67,6 +86,10 @@ class StepTimes:
     def without_pause(self, plan: Plan, seconds: float) -> float:
         """At most ``BEYOND_NOISE`` times what a step is expected to take."""
         return min(seconds, self.BEYOND_NOISE * self.of(plan))
+
+    def _scale(self, ratio: float) -> None:
+        self.seconds, self.is_guess = {plan: ratio * t for plan, t in self.seconds.items()}, False
+        self._update()
 
     def _count(self, plan: Plan, seconds: float) -> None:
         self.n_counted[plan] = self.n_counted.get(plan, 0) + 1

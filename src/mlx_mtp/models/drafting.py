@@ -40,12 +40,14 @@ class Drafting:
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
-        depth (mlx_mtp.Depth, optional): What ``"auto"`` learned of this machine, kept from one generation to the next.
-        batch_depth (mlx_mtp.batch.depth.BatchDepth, optional): The same for several sequences at once.
+        times (StepTimes, optional): What steps of one sequence take on this machine, as measured for ``"auto"``.
+        batch_times (SizeTimes, optional): What those of several take.
+        turn (object): Of the generation that gave the device work last.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     attention_rows: int | None = None
-    depth: Any = None
-    batch_depth: Any = None
+    times: Any = None
+    batch_times: Any = None
+    turn: Any = None
