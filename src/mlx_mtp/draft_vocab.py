@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 from tqdm import tqdm
 
+from . import cli
 from .checkpoint.config import text_config_of
 from .checkpoint.files import check_target, write_atomic
 from .checkpoint.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
-from .cli import one_line_errors
 
 CHUNK = 1 << 20  # characters tokenized at once
 
@@ -120,9 +120,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = make_parser()
-    args = parser.parse_args()
-    with one_line_errors(parser.prog):
-        draft_vocab(**vars(args))
+    with cli.one_line_errors(parser.prog):
+        draft_vocab(**vars(cli.parse(parser)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ..cli import one_line_errors
+from .. import cli
 from .fitting import fit
 
 
@@ -44,9 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = make_parser()
-    args = parser.parse_args()
-    with one_line_errors(parser.prog):
-        comparison = fit(**vars(args))
+    with cli.one_line_errors(parser.prog):
+        comparison = fit(**vars(cli.parse(parser)))
     if not comparison.is_better:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)
