@@ -1,6 +1,8 @@
 """Small models and plain decoding for the tests."""
 
 import json
+import resource
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -111,6 +113,17 @@ def tensors(folder: Path) -> dict[str, mx.array]:
     for file in folder.glob("*.safetensors"):
         weights.update(mx.load(str(file)))
     return weights
+
+
+@contextmanager
+def full_disk(n_bytes):
+    """Files cannot grow beyond ``n_bytes``, and writing them fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def text_of(tokenizer, tokens) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import tempfile
+from pathlib import Path
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -15,13 +15,13 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from checkpoints import BAD, BAD_IDS, copied, write
-from helpers import DATA, mtp, plain, tensors, tiny_config, tiny_model
+from helpers import DATA, full_disk, mtp, plain, tensors, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.convert import acceptance, card, convert
+from mlx_mtp.convert import acceptance, card, conversion, convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.models.mtp import split_head
@@ -180,6 +180,23 @@ def test_failure_leaves_nothing(failure, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("where", ["mkdtemp", "write_text", "save_safetensors"])
+def test_errors_name_the_folder_that_the_user_gave(where, tmp_path, monkeypatch):
+    """It is written under another name at first."""
+
+    def fail(path="", *_, prefix="", **__):
+        if where == "save_safetensors":
+            raise RuntimeError(f"cannot open {path}")
+        raise PermissionError(13, "Permission denied", str(path) or f"{tmp_path}/{prefix}abc")
+
+    owner = {"mkdtemp": tempfile, "write_text": Path, "save_safetensors": mx}[where]
+    monkeypatch.setattr(owner, where, fail)
+    with pytest.raises(OSError, match=str(tmp_path / "out")) as error:
+        convert(str(DATA / "dense"), str(tmp_path / "out"))
+    assert f"{tmp_path}/." not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_truncated_shard_leaves_nothing(tmp_path):
     shutil.copytree(DATA / "moe35", tmp_path / "source")
     shard = tmp_path / "source" / "model-00002-of-00002.safetensors"
@@ -309,15 +326,60 @@ def test_bad_arguments_are_one_line(monkeypatch, capsys, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def full_disk(n_bytes):
-    """Files cannot grow beyond ``n_bytes``, and writing them fails as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_quantization_that_mlx_lacks_is_refused_before_loading(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(conversion, "load", lambda *_, **__: pytest.fail("loaded"))
+    model = ["--hf-path", DATA / "dense", "--mlx-path", tmp_path / "out"]
+    for flags, message in [
+        ("-q --q-group-size 48", "with --q-group-size 48: .* The supported group sizes are 32, 64, and 128"),
+        ("-q --q-group-size 0", "--q-group-size must be 1 or more, not 0"),
+        ("-q --q-group-size -32", "--q-group-size must be 1 or more, not -32"),
+        ("-q --q-bits 7", "with --q-bits 7: .* bits 7 is not supported"),
+        ("-q --q-bits 0", "with --q-bits 0: .* bits 0 is not supported"),
+        ("-q --q-mode mxfp4 --q-group-size 64", "with --q-group-size 64: .* requires group size 32 but got 64"),
+        ("-q --q-mode mxfp8 --q-bits 4", "with --q-bits 4: .* requires bits to be 8 but got 4"),
+        ("-q --quant-predicate mixed_3_6 --q-bits 4", "mixed_3_6 has 3 bits or more, not --q-bits 4: omit one"),
+        ("--mtp-bits 7", "with --mtp-group-size 64 --mtp-bits 7: "),
+        ("--mtp-bits 8 --mtp-group-size 48", "with --mtp-group-size 48 --mtp-bits 8: "),
+        ("--mtp-group-size 32", "--mtp-group-size requires --mtp-bits"),
+        ("--q-bits 4", "--q-bits requires --quantize"),
+        ("--q-group-size 64", "--q-group-size requires --quantize"),
+        ("--q-mode mxfp4", "--q-mode requires --quantize"),
+        ("--quant-predicate mixed_3_6", "--quant-predicate requires --quantize"),
+    ]:
+        status, _, err = run(monkeypatch, capsys, *model, *flags.split())
+        assert (status, err.count("\n")) == (2, 1), (flags, err)
+        assert re.search(message, err), (flags, err)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantization_that_changes_nothing_is_refused(monkeypatch, capsys, tmp_path):
+    narrow = dict(tree_flatten(tiny_model("qwen3_5", vocab_size=4096, dtype=mx.bfloat16).parameters()))
+    write(tmp_path / "narrow", tiny_config("qwen3_5", vocab_size=4096), narrow)  # its widths are 64
+    convert(str(tmp_path / "narrow"), str(tmp_path / "done"), quantize=True, mtp_bits=8, skip_check=True)
+    for source, flags, message in [
+        ("narrow", "-q --q-group-size 128", "no layer's width is a multiple of --q-group-size 128"),
+        ("narrow", "-q --mtp-bits 8 --mtp-group-size 128", "no layer's width is a multiple of --mtp-group-size 128"),
+        ("done", "-q --q-bits 8", "it is quantized already, so give the original, or --dequantize first"),
+        ("done", "--mtp-bits 4", "it is quantized already, so give the original, or --dequantize first"),
+    ]:
+        status, _, err = run(
+            monkeypatch, capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split()
+        )
+        assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp.convert: error: Nothing would be quantized: {message}.")
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_heads_group_size_is_its_own(tmp_path):
+    """The backbone's, 64 by default, does not say which layers of the head can be quantized."""
+    config = tiny_config("qwen3_5", vocab_size=4096, hidden_size=96)
+    model = tiny_model("qwen3_5", vocab_size=4096, hidden_size=96, dtype=mx.bfloat16)
+    write(tmp_path / "source", config, dict(tree_flatten(model.parameters())))
+    convert(str(tmp_path / "source"), str(tmp_path / "out"), mtp_bits=8, mtp_group_size=32, skip_check=True)
+    backbone, head = split_head(tensors(tmp_path / "out"))
+    assert {f"layers.0.self_attn.{name}_proj.scales" for name in "qkvo"} <= head.keys()
+    assert not any(name.endswith(".scales") for name in backbone)
+    assert mlx_mtp.load(str(tmp_path / "out"))[0].mtp.layers[0].self_attn.q_proj.group_size == 32
+    mlx_lm.load(str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(("what", "limit"), [("weights", 500_000), ("tokenizer", 250_000), ("a grafted head", 500_000)])

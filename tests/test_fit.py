@@ -19,6 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_mtp import convert, load, mtp_generate_step
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.fit import __main__ as command
+from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import measure as measuring
 from mlx_mtp.fit.answers import answer_all
@@ -129,12 +130,33 @@ def test_grafting_brings_the_unfitted_head_back(folder, fitted, tmp_path):
 
 
 def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        run(monkeypatch, folder, "same", "--iters", 1, "--learning-rate", 1e-9, "--max-tokens", 8)
-    assert end.value.code == 1
-    assert capsys.readouterr().err.endswith(
-        "The fitted head is not better by more than the uncertainty: nothing was written.\n"
-    )
+    """It is resumed after the training, and does not measure the head as it was again. The log is plain text."""
+    flags = ("--iters", 1, "--learning-rate", 1e-9, "--max-tokens", 8)
+    n_measured = 0
+
+    def count(*args):
+        nonlocal n_measured
+        n_measured += 1
+        return measure(*args)
+
+    def end(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "measure", count)
+    with monkeypatch.context() as ended, pytest.raises(SystemExit):
+        ended.setattr(fitting, "measure", end)
+        run(ended, folder, "same", *flags)
+    out, _ = capsys.readouterr()
+    assert n_measured == 1
+    assert "train_loss" in out
+    assert "\x1b" not in out
+    with pytest.raises(SystemExit) as status:
+        run(monkeypatch, folder, "same", *flags)
+    assert n_measured == 1
+    assert status.value.code == 1
+    out, err = capsys.readouterr()
+    assert "[INFO] It was measured by the run before" in out
+    assert err.endswith("The fitted head is not better by more than the uncertainty: nothing was written.\n")
     assert not (folder / "same").exists()
     assert not (folder / "same.fit").exists()
 

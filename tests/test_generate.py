@@ -420,6 +420,21 @@ def test_refuses_a_flag_that_does_not_fit_the_model(monkeypatch, capsys, mtp, fl
     assert message in err
 
 
+@pytest.mark.parametrize("token", ["no such token", "4096", "-1"])
+def test_refuses_a_stop_token_that_is_none(monkeypatch, capsys, token):
+    """mlx-lm takes the first for the unknown token, which in this vocabulary ends the text."""
+    status, out, err = run(monkeypatch, capsys, f"--extra-eos-token={token}", "-m", 1)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"--extra-eos-token {token} is not a token of the model" in err
+
+
+def test_stop_tokens_are_given_by_text_or_by_id(demo):
+    tokenizer = TokenizerWrapper(demo[1]._tokenizer, eos_token_ids=[0])
+    def_id = tokenizer.convert_tokens_to_ids("def")
+    command.add_eos_tokens(tokenizer, ["def", "4095"])
+    assert tokenizer.eos_token_ids == {0, def_id, 4095}
+
+
 def test_kv_bits_that_mlx_lm_cannot_pack_into_the_heads_are_refused():
     args = make_parser().parse_args(["--kv-bits", "3"])
     cli.check_model_flags(args, {"text_config": {"head_dim": 64}})

@@ -192,6 +192,15 @@ def test_rejects_another_models_head(change, bare, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_damaged_model_is_named_as_the_user_did(bare, tmp_path):
+    """The check loads the result from a folder of another name, which is removed."""
+    damaged = shutil.copytree(bare, tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=re.escape(f"The tokenizer of {damaged} is missing or damaged")):
+        graft(DATA / "dense", damaged, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["damaged"]
+
+
 def test_floor_separates_the_models_head_from_others(demo):
     model, tokenizer = demo
     counts, tokens = mlx_mtp.DraftCounts(), []

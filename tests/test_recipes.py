@@ -14,7 +14,7 @@ from published import ARCHITECTURES, model_of
 import mlx_mtp
 from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
-from mlx_mtp.convert.quantization import head_aware_predicate
+from mlx_mtp.convert.quantization import backbone_predicate
 from mlx_mtp.convert.recipe import named_recipes, read_recipe, recipe_flags
 
 README = Path(__file__).parents[1] / "convert" / "README.md"
@@ -48,7 +48,7 @@ def test_head_of_the_27b_has_the_published_size():
 def sizes(name, bits):
     """The GB of a published model converted to this many bits, and of its head."""
     model, config = model_of(name)
-    model, _ = quantize_model(model, config, None, bits, quant_predicate=head_aware_predicate(model, None))
+    model, _ = quantize_model(model, config, None, bits, quant_predicate=backbone_predicate(model))
     weights = tree_flatten(model.parameters())
     return sum(w.nbytes for _, w in weights) / 1e9, sum(w.nbytes for path, w in weights if is_head(path)) / 1e9
 

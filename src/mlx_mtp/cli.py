@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any, get_args
@@ -24,6 +24,17 @@ from .distributed.ranks import Ranks
 from .distributed.watch import watch
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
+BROKEN_PIPE = 141  # of one that SIGPIPE has ended
+# Text, of which there may be none. All other flags that take a word name something.
+TEXTS = (
+    "prompt",
+    "system_prompt",
+    "prefill_response",
+    "chat_template",
+    "chat_template_config",
+    "allowed_origins",
+    "api_key",
+)
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's quantization
 # The lowest and the highest value of each flag.
 LIMITS: dict[str, tuple[float, float]] = {
@@ -123,20 +134,38 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted.
+    """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and with 141 without a word
+    where what reads the output has ended: ``| head``.
 
     Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others end.
     """
     group = mx.distributed.init()
-    with rank_0_prints():
+    with _silent_where_nobody_reads(), rank_0_prints():
         try:
             with watch(Ranks(group) if group.size() > 1 else None):
                 yield
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError) as e:
             print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _silent_where_nobody_reads() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes what it could not write once more when it ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(BROKEN_PIPE)
 
 
 @contextmanager
@@ -147,6 +176,19 @@ def rank_0_prints() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags of the command line.
+
+    Raises:
+        ValueError: A flag that names something is empty.
+    """
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if name not in TEXTS and "" in (value if isinstance(value, list) else [value]):
+            raise ValueError(f"{_flag(name)} is empty: give it a value, or leave it out.")
+    return args
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +283,7 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy-drafts",
         metavar="auto|off|N",
-        type=lambda x: x if x in ("auto", "off") else int(x),
+        type=number_or("auto", "off"),
         help="Where the text repeats itself, draft what followed there: auto, wherever that is faster than the head's drafts, "
         f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
         "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
@@ -265,14 +307,21 @@ def drafts(args: argparse.Namespace) -> bool:
     return bool(args.mtp) or copies(args)
 
 
-def auto_or_number(text: str) -> str | int:
-    """The type of ``--num-draft-tokens``."""
-    return text if text == "auto" else int(text)
+def number_or(*words: str) -> Callable[[str], str | int]:
+    """The type of a flag that takes a number or one of these words."""
+
+    def convert(text: str) -> str | int:
+        try:
+            return text if text in words else int(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(f"must be {', '.join(words)} or a number, not {text!r}") from e
+
+    return convert
 
 
 # The flag --num-draft-tokens; mlx-lm's parsers may have it already.
 NUM_DRAFT_TOKENS: dict[str, Any] = {
-    "type": auto_or_number,
+    "type": number_or("auto"),
     "default": None,
     "help": f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS} (default: that of the settings, or auto: chosen at "
     "every step for speed; 3 for a draft model).",

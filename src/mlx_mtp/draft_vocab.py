@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 from tqdm import tqdm
 
+from . import cli
 from .checkpoint.config import text_config_of
 from .checkpoint.files import check_target, write_atomic
 from .checkpoint.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
-from .cli import finish, one_line_errors
 
 CHUNK = 1 << 20  # characters tokenized at once
 
@@ -115,14 +115,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", metavar="FILE", help=f"The file to write (default: {LIST_FILE} beside the checkpoint)."
     )
-    return finish(parser, {})
+    return cli.finish(parser, {})
 
 
 def main() -> None:
     parser = make_parser()
-    args = parser.parse_args()
-    with one_line_errors(parser.prog):
-        draft_vocab(**vars(args))
+    with cli.one_line_errors(parser.prog):
+        draft_vocab(**vars(cli.parse(parser)))
 
 
 if __name__ == "__main__":

@@ -104,9 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
     with cli.one_line_errors("mlx_mtp.benchmark"):
-        run(args)
+        run(cli.parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:

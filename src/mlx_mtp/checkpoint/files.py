@@ -1,8 +1,11 @@
-"""Small files that are written completely or not at all."""
+"""Files that are written completely or not at all."""
 
-import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import mlx.core as mx
 
 
 def check_target(file: Path) -> None:
@@ -16,13 +19,23 @@ def check_target(file: Path) -> None:
 
 
 def write_atomic(file: Path, text: str) -> None:
-    """Write or replace a file; a failure leaves the old one."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    """Write or replace a file; a failure, which is an OSError, leaves the old one."""
+    with _replacing(file) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def save_atomic(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """Write or replace a file of arrays; a failure, which is an OSError, leaves the old one."""
+    with _replacing(file) as new:
+        mx.save_safetensors(str(new), arrays, metadata=metadata or {})
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+        with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
+            new = Path(folder) / file.name
+            yield new
+            new.replace(file)
+    except (OSError, RuntimeError) as e:  # MLX's is a RuntimeError
+        raise OSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e

@@ -38,7 +38,9 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
 
 
 def check_path(path: str | Path) -> None:
-    """Raise a ValueError for a path that is not UTF-8, which MLX can neither read nor write."""
+    """Raise a ValueError for a path that is empty, or is not UTF-8, which MLX can neither read nor write."""
+    if path == "":
+        raise ValueError("The name of a model is empty: give a folder or a Hugging Face repo.")
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError as e:

@@ -5,9 +5,10 @@ import sys
 
 from mlx_lm.convert import configure_parser
 
-from ..cli import finish, one_line_errors
+from .. import cli
 from .conversion import convert
 from .inspect import inspect
+from .quantization import MTP_GROUP_SIZE
 from .recipe import recipe_flags
 
 GROUPS = {
@@ -33,7 +34,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits, and print what that costs."
     )
-    parser.add_argument("--mtp-group-size", type=int, default=64, help="Group size for --mtp-bits (default: 64).")
+    parser.add_argument(
+        "--mtp-group-size",
+        type=int,
+        default=MTP_GROUP_SIZE,
+        help=f"Group size for --mtp-bits (default: {MTP_GROUP_SIZE}).",
+    )
     parser.add_argument(
         "--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one."
     )
@@ -48,13 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
     )
-    return finish(parser, GROUPS)
+    return cli.finish(parser, GROUPS)
 
 
 def main() -> None:
     parser = make_parser()
-    args = vars(parser.parse_args())
-    with one_line_errors(parser.prog):
+    with cli.one_line_errors(parser.prog):
+        args = vars(cli.parse(parser))
         if (recipe := args.pop("recipe")) is not None:
             args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))  # the last of a flag wins
             del args["recipe"]

@@ -10,7 +10,7 @@ from ..checkpoint.load import load
 from ..decoding.loop import mtp_generate_step
 from ..decoding.pace import DraftCounts
 from ..prompts import PYTHON
-from .output import dtype_name
+from .output import dtype_name, naming
 
 # On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A head that knows nothing of the model is right
 # no more often than the model's most frequent token occurs, 0.1 to 0.15 there; random heads and other models' reach 0 to 0.03.
@@ -33,7 +33,8 @@ def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
     """Raise a ValueError if the model rejects nearly all drafts of the head that was grafted onto it."""
     print("[INFO] Checking the head on built-in text")
     try:
-        loaded, tokenizer = load(str(folder))
+        with naming(folder, model):
+            loaded, tokenizer = load(str(folder))
         acceptance = measure_acceptance(loaded, tokenizer, CHECK_TOKENS)
     except RuntimeError as e:
         raise ValueError(f"{model} cannot be run here ({e}): --skip-check skips the check of its head.") from e

@@ -18,7 +18,7 @@ from .acceptance import print_cost
 from .card import USAGE, upload, write_card
 from .graft import graft
 from .output import atomic_directory, check_new, describe_head, describe_no_head
-from .quantization import Quantization, QuantPredicate, cast
+from .quantization import MTP_GROUP_SIZE, Quantization, QuantPredicate, cast
 from .shards import max_shard_bytes, write_model
 
 
@@ -39,7 +39,7 @@ def convert(
     adapter_path: str | None = None,
     mtp: bool = True,
     mtp_bits: int | None = None,
-    mtp_group_size: int = 64,
+    mtp_group_size: int = MTP_GROUP_SIZE,
     graft_mtp_from: str | None = None,
     graft_revision: str | None = None,
     skip_check: bool = False,

@@ -33,9 +33,13 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     """
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        yield folder
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as e:
+        raise OSError(f"{target} cannot be written: {e.strerror}") from e
+    try:
+        with naming(folder, str(target)):
+            yield folder
         folder.chmod(0o755)  # mkdtemp's own is for the user alone
         folder.rename(target)
     except BaseException:
@@ -44,6 +48,18 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             with suppress(OSError):  # another program has put something there
                 parent.rmdir()
         raise
+
+
+@contextmanager
+def naming(folder: Path, name: str) -> Iterator[None]:
+    """Inside, errors that name this folder, which is temporary, name what the user knows."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        if str(folder) not in str(e):
+            raise
+        kind = OSError if isinstance(e, OSError) else ValueError
+        raise kind(str(e).replace(str(folder), name)) from e
 
 
 def save(file: Path, weights: dict[str, mx.array]) -> None:

@@ -16,6 +16,8 @@ from ..checkpoint.head_formats import is_head
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
 
+MTP_GROUP_SIZE = 64
+
 
 def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
     """Cast what is not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
@@ -48,25 +50,54 @@ class Quantization:
 
     @property
     def changes_weights(self) -> bool:
-        return bool(self.quantize or self.dequantize or self.predicate or self.mtp_bits is not None)
+        return bool(self.quantize or self.dequantize or self._of_quantize() or self.mtp_bits is not None)
+
+    def _of_quantize(self) -> list[str]:
+        """The flags given that say how to quantize."""
+        given = {
+            "--q-bits": self.bits is not None,
+            "--q-group-size": self.group_size is not None,
+            "--q-mode": self.mode != "affine",
+            "--quant-predicate": self.predicate is not None,
+        }
+        return [flag for flag in given if given[flag]]
 
     def check(self, mtp: bool) -> None:
-        """Raise a ValueError if arguments contradict each other."""
+        """Raise a ValueError if arguments contradict each other, or MLX cannot quantize so."""
         if self.quantize and self.dequantize:
             raise ValueError("Choose either quantize or dequantize, not both.")
+        if not self.quantize and (flags := self._of_quantize()):
+            raise ValueError(f"{flags[0]} requires --quantize.")
+        if self.mtp_bits is None and self.mtp_group_size != MTP_GROUP_SIZE:
+            raise ValueError("--mtp-group-size requires --mtp-bits.")
         if self.mtp_bits is not None and not mtp:
             raise ValueError("Choose either --mtp-bits or --no-mtp, not both.")
-        if isinstance(self.predicate, str) and self.mode != "affine":
-            raise ValueError("Quant predicates only support 'affine' quantization.")
+        if isinstance(self.predicate, str):
+            if self.mode != "affine":
+                raise ValueError("Quant predicates only support 'affine' quantization.")
+            low = int(self.predicate.split("_")[1])  # of mixed_LOW_HIGH
+            if self.bits not in (None, low):
+                raise ValueError(
+                    f"--quant-predicate {self.predicate} has {low} bits or more, not --q-bits {self.bits}: omit one."
+                )
+        check_format("--q-group-size", self.group_size, "--q-bits", self.bits, self.mode)
+        if self.mtp_bits is not None:
+            check_format("--mtp-group-size", self.mtp_group_size, "--mtp-bits", self.mtp_bits, "affine")
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and say so in its config."""
-        if self.quantize or self.mtp_bits is not None:
+        """Quantize or dequantize a model, and say so in its config.
+
+        Raises:
+            ValueError: There is nothing to quantize.
+        """
+        if self.quantize:
             print("[INFO] Quantizing")
-            user = self._user_predicate(model) if self.quantize else lambda *_: False
-            predicate = head_aware_predicate(model, user, self.mtp_bits, self.mtp_group_size)
-            model, config = quantize_model(
-                model, config, self.group_size, self.bits, mode=self.mode, quant_predicate=predicate
+            predicate = backbone_predicate(model, self._user_predicate(model))
+            model, config = quantize(model, config, "--q-group-size", self.group_size, self.bits, self.mode, predicate)
+        if self.mtp_bits is not None:
+            print("[INFO] Quantizing the head")
+            model, config = quantize(
+                model, config, "--mtp-group-size", self.mtp_group_size, self.mtp_bits, "affine", head_predicate(model)
             )
         if self.dequantize:
             print("[INFO] Dequantizing")
@@ -82,22 +113,67 @@ class Quantization:
         return built
 
 
-def head_aware_predicate(
-    model: nn.Module, user: QuantPredicate | None, mtp_bits: int | None = None, mtp_group_size: int = 64
-) -> QuantPredicate:
-    """Combine the user's predicate for the backbone, the model's for its routers, and ``mtp_bits`` for the head."""
-    own: QuantPredicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+def check_format(size_flag: str, group_size: int | None, bits_flag: str, bits: int | None, mode: str) -> None:
+    """Raise a ValueError if MLX has no such quantization; ``None`` is the mode's own."""
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"{size_flag} must be 1 or more, not {group_size}.")
+    try:
+        mx.quantize(mx.zeros((1, group_size or 128)), group_size, bits, mode)
+    except ValueError as e:
+        given = " ".join(f"{flag} {n}" for flag, n in ((size_flag, group_size), (bits_flag, bits)) if n is not None)
+        raise ValueError(f"MLX cannot quantize with {given or f'--q-mode {mode}'}: {e}") from e
+
+
+def quantize(
+    model: Any,
+    config: Config,
+    size_flag: str,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    predicate: QuantPredicate,
+) -> tuple[Any, Config]:
+    """mlx-lm's ``quantize_model``, which leaves out every layer whose width is no multiple of the group size.
+
+    Raises:
+        ValueError: It leaves out all.
+    """
+    before = _quantized(model)
+    model, config = quantize_model(model, config, group_size, bits, mode=mode, quant_predicate=predicate)
+    if len(_quantized(model)) == len(before):
+        reason = f"no layer's width is a multiple of {size_flag} {group_size or 'of this mode'}"
+        if any(predicate(path, module) for path, module in before.items()):
+            reason = "it is quantized already, so give the original, or --dequantize first"
+        raise ValueError(f"Nothing would be quantized: {reason}.")
+    return model, config
+
+
+def _quantized(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
+
+
+def backbone_predicate(model: nn.Module, user: QuantPredicate | None = None) -> QuantPredicate:
+    """Combine the user's predicate for the backbone with the model's for its routers. The head is left alone."""
+    own = _own_predicate(model)
 
     def predicate(path: str, module: nn.Module) -> Decision:
-        by_model = own(path, module)
-        is_router = isinstance(by_model, dict)
         if is_head(path):
-            if mtp_bits is None or is_router or ".layers." not in path:
-                return False
-            return {"group_size": mtp_group_size, "bits": mtp_bits, "mode": "affine"}
+            return False
+        by_model = own(path, module)
         if user is None:
             return by_model
         by_user = user(path, module)
-        return by_model if is_router and by_user else by_user
+        return by_model if isinstance(by_model, dict) and by_user else by_user
 
     return predicate
+
+
+def head_predicate(model: nn.Module) -> QuantPredicate:
+    """The head's decoder layer, but for its routers."""
+    own = _own_predicate(model)
+    return lambda path, module: is_head(path) and ".layers." in path and not isinstance(own(path, module), dict)
+
+
+def _own_predicate(model: nn.Module) -> QuantPredicate:
+    """The model's, which says how to quantize its routers."""
+    return getattr(model, "quant_predicate", None) or (lambda path, module: True)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ..cli import finish, one_line_errors
+from .. import cli
 from .fitting import fit
 
 GROUPS = {
@@ -45,14 +45,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
     add("--cache-gb", type=float, default=8.0, help="The most that may be recorded on disk.")
     add("--seed", type=int, default=0, help="The PRNG seed")
-    return finish(parser, GROUPS)
+    return cli.finish(parser, GROUPS)
 
 
 def main() -> None:
     parser = make_parser()
-    args = parser.parse_args()
-    with one_line_errors(parser.prog):
-        comparison = fit(**vars(args))
+    with cli.one_line_errors(parser.prog):
+        comparison = fit(**vars(cli.parse(parser)))
     if not comparison.is_better:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)

@@ -22,7 +22,7 @@ from .checkpoint import write_checkpoint
 from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
-from .measure import Comparison, compare, measure
+from .measure import Comparison, compare, measure, measure_once
 from .recording import record
 from .texts import Parts, split
 from .training import Schedule, make_trainable, train_head
@@ -100,7 +100,7 @@ def fit(
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
-    before = measure(loaded, tokenizer, starts, drafts, max_tokens)
+    before = measure_once(loaded, tokenizer, starts, drafts, max_tokens, work / f"measured-{drafts}.json")
     best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
     print("[INFO] Measuring the fitted head on the same texts")
     comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))

@@ -1,7 +1,9 @@
 """How many drafts the decoding loop accepts on texts that nothing was trained on, and how sure that is."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +11,8 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
+from ..checkpoint.config import read_json
+from ..checkpoint.files import write_atomic
 from ..decoding.loop import mtp_generate_step
 from ..decoding.pace import DraftCounts
 
@@ -51,6 +55,18 @@ def measure(
         drafted[i, : len(counts.drafted)] = counts.drafted
         accepted[i, : len(counts.accepted)] = counts.accepted
     return Measured(drafted, accepted)
+
+
+def measure_once(
+    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int, file: Path
+) -> Measured:
+    """``measure``, or what a run before has measured and left in a file."""
+    if file.exists():
+        print("[INFO] It was measured by the run before")
+        return Measured(**{name: np.array(counts) for name, counts in read_json(file).items()})
+    measured = measure(model, tokenizer, prompts, n_drafts, max_tokens)
+    write_atomic(file, json.dumps({name: counts.tolist() for name, counts in vars(measured).items()}))
+    return measured
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What the backbone says of a text, computed once and kept on disk: a step of training is then the head's alone."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from ..checkpoint.files import save_atomic
 from ..models.protocol import MTPModel
 from .texts import Text
 
@@ -38,7 +38,7 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
         for i in range(0, len(missing), batch_size):
             batch = missing[i : i + batch_size]
             for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
-                _save(file, arrays)
+                save_atomic(file, arrays)
                 bar.update(n)
             mx.clear_cache()
     return files
@@ -87,12 +87,3 @@ def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
     probabilities = mx.softmax(mx.take_along_axis(logits, ids, axis=-1), axis=-1).astype(mx.float16)
     mx.eval(ids, probabilities)  # one chunk of logits at a time
     return ids, probabilities
-
-
-def _save(file: Path, arrays: dict[str, mx.array]) -> None:
-    part = file.with_name(f"part-{file.name}")
-    try:
-        mx.save_safetensors(str(part), arrays)
-        os.replace(part, file)
-    except RuntimeError as e:
-        raise OSError(f"{file} could not be written: {e}") from e

@@ -1,13 +1,16 @@
 """Training the head on recorded texts, with mlx-lm's trainer."""
 
+import io
 import json
 import math
-import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,12 +21,14 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 
+from ..checkpoint.files import save_atomic
 from ..models.draft_lm_head import ROUTERS
 from .lora import Lora, add_lora
 from .loss import DraftLoss
 from .recording import read
 
 PAD_TO = 32  # as mlx-lm does: fewer lengths are fewer graphs to compile
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BETAS = (0.9, 0.95)
 
 
@@ -82,9 +87,7 @@ class Progress(TrainingCallback):
         parts = {"head": self._weights(), "best": self.best, "optimizer": dict(tree_flatten(self.optimizer.state))}
         arrays = {f"{part}.{name}": w for part, weights in parts.items() for name, w in weights.items()}
         numbers = json.dumps({"iters": iters, "best_iters": self.best_iters, "losses": self.losses})
-        new = self.file.with_name(f"part-{self.file.name}")
-        mx.save_safetensors(str(new), arrays, metadata={"progress": numbers})
-        os.replace(new, self.file)
+        save_atomic(self.file, arrays, {"progress": numbers})
 
     def _resume(self) -> None:
         loaded: Any = mx.load(str(self.file), return_metadata=True)
@@ -129,22 +132,47 @@ def train_head(
     first = progress.start * how.batch_size
     try:
         if n_left > 0:
-            train(
-                mtp,
-                optimizer,
-                train_files,
-                valid_files,
-                args,
-                loss=loss,
-                iterate_batches=partial(iterate_batches, first=first, shuffle_seed=how.seed),
-                training_callback=progress,
-            )
+            with plain_output():
+                train(
+                    mtp,
+                    optimizer,
+                    train_files,
+                    valid_files,
+                    args,
+                    loss=loss,
+                    iterate_batches=partial(iterate_batches, first=first, shuffle_seed=how.seed),
+                    training_callback=progress,
+                )
     except KeyboardInterrupt:
         print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
     args.adapter_file.unlink(missing_ok=True)  # the best is kept, not the last
     mtp.eval()
     mtp.load_weights(list(progress.best.items()), strict=False)
     return progress
+
+
+class _Plain(io.TextIOBase):
+    """Writes text to a stream, without the codes for a terminal's colours."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(COLOURS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Print without colours, unless to a terminal: mlx-lm's trainer writes them into files, too."""
+    if sys.stdout.isatty():
+        yield
+    else:
+        with redirect_stdout(_Plain(sys.stdout)):
+            yield
 
 
 def iterate_batches(

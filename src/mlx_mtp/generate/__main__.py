@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,9 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
     with cli.one_line_errors("mlx_mtp.generate"):
-        run(args)
+        run(cli.parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -136,10 +136,29 @@ def load_model(
         mx.random.seed(args.seed)
         load_as(mtp=False, lazy=True)
     cli.check_model_flags(args, config)
-    for eos_token in args.extra_eos_token:
-        tokenizer.add_eos_token(eos_token)
+    add_eos_tokens(tokenizer, args.extra_eos_token)
     cli.report_settings(args, model)
     return model, tokenizer, config
+
+
+def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
+    """Let these tokens, or the tokens of these ids, stop the generation.
+
+    Raises:
+        ValueError: One is not in the vocabulary; mlx-lm would take the token for unknown text in its place.
+    """
+    vocab = tokenizer.get_vocab()
+    ids = set(vocab.values())
+    for token in tokens:
+        try:
+            is_known = int(token) in ids
+        except ValueError:
+            is_known = token in vocab
+        if not is_known:
+            raise ValueError(
+                f"--extra-eos-token {token} is not a token of the model: give one of its vocabulary, or its id."
+            )
+        tokenizer.add_eos_token(token)
 
 
 def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:

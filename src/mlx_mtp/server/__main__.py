@@ -78,11 +78,11 @@ def _allow_open_files() -> None:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with cli.one_line_errors("mlx_mtp.server"):
+        args = cli.parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         try:
             run(args, ranks)

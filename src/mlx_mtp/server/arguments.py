@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
@@ -43,7 +44,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--use-default-chat-template", action="store_true", help="Use the default chat template")
     add(
         "--chat-template-args",
-        type=json.loads,
+        type=_json,
         default="{}",
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
@@ -124,12 +125,19 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
+
+
 def _size(text: str) -> int:
     """mlx-lm's sizes, such as 10GB."""
     try:
         return int(_parse_size(text))
-    except (ArithmeticError, KeyError) as e:
-        raise ValueError(text) from e
+    except (ArithmeticError, KeyError, ValueError) as e:
+        raise argparse.ArgumentTypeError(f"must be a size such as 10GB, not {text!r}") from e
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,0 +1,39 @@
+"""Small files are written completely or not at all, and errors name them."""
+
+import mlx.core as mx
+import pytest
+from helpers import full_disk
+
+from mlx_mtp.checkpoint.files import save_atomic, write_atomic
+
+WRITES = {
+    "text": lambda file, n: write_atomic(file, "a" * n),
+    "arrays": lambda file, n: save_atomic(file, {"a": mx.zeros(n)}, {"key": "value"}),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_full_disk_leaves_the_old_file_and_is_an_error_that_names_it(tmp_path, write):
+    file = tmp_path / "file.safetensors"
+    write(file, 10)
+    before = file.read_bytes()
+    with full_disk(1000), pytest.raises(OSError, match=f"^{file} could not be written: "):
+        write(file, 10_000)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+    write(file, 11)
+    assert file.read_bytes() != before
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_missing_folder_is_an_error_that_names_the_file(tmp_path, write):
+    file = tmp_path / "none" / "file.safetensors"
+    with pytest.raises(OSError, match=f"^{file} could not be written: No such file or directory$"):
+        write(file, 10)
+
+
+def test_arrays_and_their_metadata_are_read_back(tmp_path):
+    WRITES["arrays"](tmp_path / "file.safetensors", 3)
+    arrays, metadata = mx.load(str(tmp_path / "file.safetensors"), return_metadata=True)
+    assert mx.array_equal(arrays["a"], mx.zeros(3))
+    assert metadata == {"key": "value"}
