@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from checkpoints import configure, copied, edit
 from helpers import DATA, plain
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
+from mlx_mtp.benchmark import tune
+from mlx_mtp.benchmark.recommend import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.loop import step_times
@@ -208,6 +211,22 @@ def test_command_prints_the_settings(monkeypatch, capsys, tuned_demo, flags, sai
         assert "Drafts: none" in out
     elif flags != ["--check"]:
         assert "accepted by position" in out
+
+
+def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatch, tmp_path):
+    """`--tune` writes them for a model and a head of its own, and loading the two finds them."""
+    head = copied(tmp_path / "head")
+    edit(head, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
+    configure(head, model_type="qwen3_5_mtp")
+    hub.publish("me/head", head)
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: [Measured(TUNED, [1.0])])
+    monkeypatch.setattr(
+        sys, "argv", ["mlx_mtp.benchmark", "--model", str(DATA / "dense"), "--mtp", "me/head", "--tune"]
+    )
+    benchmark.main()
+    monkeypatch.chdir(tmp_path)
+    assert mlx_mtp.load(str(DATA / "dense"), mtp="me/head")[0].drafting.tuned == TUNED
+    assert mlx_mtp.load(str(DATA / "dense"))[0].drafting.tuned is None
 
 
 def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
