@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+from helpers import assert_cache_of, mtp, plain
 
 from mlx_mtp.batch.generator import BatchGenerator, Response
 
@@ -70,8 +71,6 @@ def run(generator: BatchGenerator, texts: dict[int, Text] | None = None, n_steps
 
 def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGenerator, list[int]]:
     """A generator with a head that is right where ``right(uid, i)``, of prompts whose texts it makes out first."""
-    from helpers import plain
-
     truth = {uid: p + plain(p, model, max_tokens=n + 10) for uid, (p, n) in enumerate(zip(prompts, max_tokens))}
     wrapped = ScriptedRows(model, truth, right)
     insert = {
@@ -80,3 +79,49 @@ def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGener
     generator = BatchGenerator(wrapped, num_draft_tokens=k, **kwargs)
     wrapped.batch = generator.batch
     return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)
+
+
+class Fault(Exception):
+    pass
+
+
+class Faulty:
+    """Allows even tokens after an even number of tokens and odd ones after an odd; raises at the n-th use of a hook.
+
+    Args:
+        hook (str): ``call``, ``copy`` or ``rollback``.
+        n (int): Its uses before the one that raises.
+        has (Collection[str]): The hooks beside ``call`` that it has.
+        left (List[int]): Shared with the copies.
+    """
+
+    def __init__(self, hook: str, n: int, has=()):
+        self.hook, self.left, self.has = hook, [n], has
+
+    def _use(self, hook):
+        if hook == self.hook:
+            self.left[0] -= 1
+            if self.left[0] < 0:
+                raise Fault(hook)
+
+    def __getattr__(self, name):
+        if name in ("copy", "rollback") and name in self.__dict__.get("has", ()):
+            return getattr(self, f"_{name}")
+        raise AttributeError(name)
+
+    def __call__(self, tokens, logits):
+        self._use("call")
+        return mx.where(mx.arange(logits.shape[-1]) % 2 == len(tokens) % 2, logits, -mx.inf)
+
+    def _copy(self):
+        self._use("copy")
+        return self
+
+    def _rollback(self, n):
+        self._use("rollback")
+
+
+def assert_goes_on(model, prompt_cache, tokens):
+    """A complete prompt cache, which goes on as these tokens do."""
+    assert_cache_of(model, prompt_cache, len(tokens))
+    assert mtp([7], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=4)

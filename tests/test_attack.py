@@ -1,7 +1,11 @@
 """A few cases of each attack in scripts/attack."""
 
-from attack import loop
+from attack import batch, loop
 
 
 def test_fuzzed_loop():
     assert loop.attack(count=8, seed=7) == 0
+
+
+def test_fuzzed_batch():
+    assert batch.attack(count=4, seed=7) == 0

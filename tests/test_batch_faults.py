@@ -4,8 +4,8 @@ import functools
 
 import mlx.core as mx
 import pytest
-from batch_helpers import run, scripted
-from helpers import assert_cache_of, mtp, plain, tiny_model
+from batch_helpers import Fault, Faulty, assert_goes_on, run, scripted
+from helpers import plain, tiny_model
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
@@ -15,52 +15,6 @@ from mlx_mtp.batch.generator import BatchGenerator
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 N = 12
 model_of = functools.cache(tiny_model)
-
-
-class Fault(Exception):
-    pass
-
-
-class Faulty:
-    """Allows even tokens after an even number of tokens and odd ones after an odd; raises at the n-th use of a hook.
-
-    Args:
-        hook (str): ``call``, ``copy`` or ``rollback``.
-        n (int): Its uses before the one that raises.
-        has (Collection[str]): The hooks beside ``call`` that it has.
-        left (List[int]): Shared with the copies.
-    """
-
-    def __init__(self, hook: str, n: int, has=()):
-        self.hook, self.left, self.has = hook, [n], has
-
-    def _use(self, hook):
-        if hook == self.hook:
-            self.left[0] -= 1
-            if self.left[0] < 0:
-                raise Fault(hook)
-
-    def __getattr__(self, name):
-        if name in ("copy", "rollback") and name in self.__dict__.get("has", ()):
-            return getattr(self, f"_{name}")
-        raise AttributeError(name)
-
-    def __call__(self, tokens, logits):
-        self._use("call")
-        return mx.where(mx.arange(logits.shape[-1]) % 2 == len(tokens) % 2, logits, -mx.inf)
-
-    def _copy(self):
-        self._use("copy")
-        return self
-
-    def _rollback(self, n):
-        self._use("rollback")
-
-
-def assert_is_cache_of(model, prompt_cache, tokens):
-    """A complete prompt cache, which goes on as these tokens do."""
-    assert_cache_of(model, prompt_cache, len(tokens))
-    assert mtp([7], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=4)
 
 
 CASES = [
@@ -92,7 +46,7 @@ def test_hook_that_raises_ends_its_own_text(hook, has, k, at, failing):
         text, last = texts[uid].tokens, texts[uid].last
         assert text == want[i][: len(text)]
         assert last.all_tokens == prompt + text
-        assert_is_cache_of(model, last.prompt_cache, prompt + text)
+        assert_goes_on(model, last.prompt_cache, prompt + text)
         if i == failing:
             assert last.finish_reason == "error"
             assert isinstance(last.error, Fault)

@@ -38,7 +38,7 @@ class Sequence:
         stop (StopSequences.Matcher): Recognizes the last token.
         prompt_cache (List[Any]): The cache of ``tokens``; updated in place, or replaced.
         tokens (List[int]): The tokens in the cache, whenever no step is running.
-        num_draft_tokens (Union[int, str, Depth], optional): As in ``mtp_generate_step``.
+        num_draft_tokens (Union[int, str], optional): As in ``mtp_generate_step``.
         counts (DraftCounts): Counts drafts as the steps go.
         copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
     """
