@@ -2,7 +2,7 @@
 
     python scripts/results_table.py
 
-Each file is what ``python -m mlx_mtp.benchmark --model M --report FILE`` wrote on one machine.
+Each file is what ``mlx_mtp.benchmark --model M --report FILE`` wrote on one machine.
 """
 
 import argparse

@@ -410,7 +410,7 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
         (["--assume-acceptance", "0.5"], "--assume-acceptance requires --synthetic"),
         (["--synthetic", "4b-4bit", "--assume-acceptance", "1.5"], "from 0 to 1, not 1.5"),
         (["--synthetic", "4b-4bit", "--model", "x"], "remove --model"),
-        (["--synthetic", "4b-4bit", "--report", "r.json"], "remove --model, --prompts and --report"),
+        (["--synthetic", "4b-4bit", "--report", "r.json"], "remove --model, --mtp, --prompts and --report"),
         (["--report", "r.json", "--compare-depths"], "remove --compare-depths"),
         (["--report", "r.json", "--tune"], "remove --report"),
         (["--report", "/no/such/folder/r.json"], "There is no folder /no/such/folder"),
