@@ -2,36 +2,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
+from tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 from mlx_mtp.server.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from mlx_mtp.server.values import Types, is_string, to_json
-
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
-STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
-SCHEMAS = {
-    "write": {"properties": {"path": STRING, "content": STRING}},
-    "add": {"properties": {"a": INTEGER, "b": INTEGER}},
-    "set": {"properties": {"value": {"type": ["string", "null"]}, "options": OBJECT}},
-    "now": {"type": "object", "properties": {}},
-}
-
-
-def render(name: str, arguments: dict, json_scalars: bool = False) -> str:
-    """A call as the template writes it."""
-    return rendered("", [(name, arguments)], json_scalars)
-
-
-def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = False) -> str:
-    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
-    message = {"role": "assistant", "content": content, "tool_calls": calls}
-    text = render_jinja_template([[message]], chat_template=TEMPLATE, json_scalars=json_scalars)[0][0]
-    return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
 
 
 def pieces_of(text: str, sizes: list[int]) -> list[str]:
@@ -78,7 +56,17 @@ def calls_of(text: str, sizes=(1,), schemas=SCHEMAS) -> tuple[str, list[tuple[st
 # What the template writes
 
 QUOTE = render("write", {"path": "a", "content": "b\n"}) + "\n" + render("add", {"a": 1})
-TAGS = ["<tool_call>", "</tool_call>", "<function=add>", "</function>", "</parameter>", "\n", " ", "```", '{"name": "add"']
+TAGS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "</parameter>",
+    "\n",
+    " ",
+    "```",
+    '{"name": "add"',
+]
 AMBIGUOUS = re.compile(r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))")
 
 words = st.text(max_size=8)
@@ -86,7 +74,11 @@ strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join).filte
 texts = strings | st.tuples(words, words).map(lambda around: f"{around[0]}\n{QUOTE}\n{around[1]}")
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | words,
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=6,
 )
@@ -109,8 +101,12 @@ TYPED = [
 ]
 
 
-contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5).map(lambda s: "".join(s).strip())
-contents = contents.filter(lambda s: not re.search(r"^ {0,3}(```|~~~)", s, re.MULTILINE))  # a code block would quote the calls
+contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5).map(
+    lambda s: "".join(s).strip()
+)
+contents = contents.filter(
+    lambda s: not re.search(r"^ {0,3}(```|~~~)", s, re.MULTILINE)
+)  # a code block would quote the calls
 
 
 @st.composite
@@ -145,8 +141,26 @@ test_reads_2000_answers = pytest.mark.slow(
 
 # Any text
 
-PARTS = [*TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[", "]"]
-PARTS += ["<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>"]
+PARTS = [
+    *TAGS,
+    "<function=",
+    "<parameter=",
+    "<parameter=a>",
+    "<parameter=value>",
+    ">",
+    "true",
+    "12",
+    '"',
+    "}",
+    "{",
+    "[",
+    "]",
+]
+PARTS += [
+    "<tool_call>\n<function=add>\n<parameter=a>\n",
+    "\n</parameter>\n",
+    "\n</parameter>\n</function>\n</tool_call>",
+]
 PARTS += ['<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n"]
 
 
@@ -196,7 +210,7 @@ def test_several_functions_in_one_block():
         ('{"name": "add", "arguments": {"a": 1, "b": 12345678901234567890}}', [("add", {"a": 1, "b": 12345678901234567890})]),
         ('{"name": "now"}', [("now", {})]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [("add", {"a": 1})]),
-        ('{"name": "write", "arguments": {"path": "</tool_call>\\" <tool_call>"}}', [("write", {"path": '</tool_call>" <tool_call>'})]),
+        ('{"name": "write", "arguments": {"path": "</tool_call>\\""}}', [("write", {"path": '</tool_call>"'})]),
         ('{"name": "write", "arguments": {"path": "a\nb"}}', [("write", {"path": "a\nb"})]),
         ("{'name': 'set', 'arguments': {'value': None}}", [("set", {"value": None})]),
         ('[{"name": "now"}, {"name": "add", "parameters": {"a": 1}}]', [("now", {}), ("add", {"a": 1})]),
@@ -238,7 +252,8 @@ def test_what_is_no_call_is_content(text):
     [
         "</tool_call>", "</function>", "</parameter>", "a</parameter>b", "\n</parameter>\n", "</parameter>\n</function>\n",
         "<parameter=b>", "x\n<parameter=b>", "\n", "\n\n", " \t", "",
-        QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...", "<parameter=city>\nRome\n</parameter>\n<parameter=day>\n1\n</parameter>",
+        QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...",
+        "<parameter=city>\nRome\n</parameter>\n<parameter=day>\n1\n</parameter>",
     ],
 )  # fmt: skip
 def test_tags_in_a_value(value):
@@ -250,7 +265,10 @@ def test_tags_in_a_value(value):
 
 @pytest.mark.parametrize("value", ["<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"])
 def test_a_quotation_left_open_ends_with_the_text(value):
-    assert calls_of(render("write", {"path": "a", "content": value})) == ("", [("write", {"path": "a", "content": value})])
+    assert calls_of(render("write", {"path": "a", "content": value})) == (
+        "",
+        [("write", {"path": "a", "content": value})],
+    )
 
 
 def test_a_key_comes_once():
@@ -281,8 +299,9 @@ def test_cut_call_keeps_its_beginning(n):
 def test_strings_come_as_they_are_written():
     parser = ToolCallParser(SCHEMAS)
     text = render("set", {"value": "one\ntwo three", "options": {"a": [1]}})
-    arguments = [[e.text for e in parser.add(piece) if isinstance(e, CallArguments)] for piece in re.findall(r"\s*\S+", text)]
-    assert [a for a in arguments if a] == [['{"value": '], ['"one'], ["\\ntwo"], [" three"], ['", "options": '], ['{"a": [1]}}']]
+    events = [event for piece in re.findall(r"\s*\S+", text) for event in parser.add(piece)]
+    arguments = [event.text for event in events if isinstance(event, CallArguments)]
+    assert arguments == ['{"value": ', '"one', "\\ntwo", " three", '", "options": ', '{"a": [1]}}']
 
 
 # Values
@@ -360,12 +379,26 @@ def test_parameters_without_a_schema_are_strings():
 def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
-    for schema in ("x", 5, None, [], {"type": 5}, {"type": [{}]}, {"anyOf": 5}, {"enum": {}}, {"$ref": 5}, {"properties": 5}):
+    for schema in (
+        "x",
+        5,
+        None,
+        [],
+        {"type": 5},
+        {"type": [{}]},
+        {"anyOf": 5},
+        {"enum": {}},
+        {"$ref": 5},
+        {"properties": 5},
+    ):
         assert "string" in types(schema)
         assert Types(schema).of("p")
 
 
-@given(st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"]), st.text(max_size=6), st.sampled_from([t for t, _ in TYPED]))
+starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])
+
+
+@given(starts, st.text(max_size=6), st.sampled_from([schema for schema, _ in TYPED]))
 @settings(laws, max_examples=200)
 def test_what_is_known_to_be_a_string_is_one(start, rest, schema):
     allowed = types(schema, {"count": INTEGER})

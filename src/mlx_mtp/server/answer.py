@@ -41,13 +41,14 @@ class Answer:
     Args:
         reader (Reader): What takes the text apart.
         stop_words (List[str]): What ends the text, and is no part of it.
+        is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
     """
 
-    def __init__(self, reader: Reader, stop_words: list[str]):
+    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True):
         self.reader = reader
         self.stop = _StopWords(stop_words)
         self.n_calls = 0
-        self._reasoning, self._text = _Edges(skips=True), _Edges()
+        self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """The next piece of the text -> what it says, and why the answer ends here, if it does.
@@ -98,10 +99,11 @@ class _Edges:
 
     Args:
         skips (bool): Whether those that come next are. Default: ``False``.
+        holds (bool): Whether those behind it may be. Default: ``True``.
     """
 
-    def __init__(self, skips: bool = False):
-        self.skips = skips
+    def __init__(self, skips: bool = False, holds: bool = True):
+        self.skips, self.holds = skips, holds
         self._has_text = False
         self._breaks = ""  # at the end of what came last
 
@@ -115,7 +117,7 @@ class _Edges:
     def add(self, text: str) -> str:
         """The next piece -> what is known to be the text's."""
         text = self._breaks + text
-        kept = text.rstrip("\n")
+        kept = text.rstrip("\n") if self.holds else text
         self._breaks = text[len(kept) :]
         self._has_text |= bool(kept)
         return kept
@@ -191,8 +193,7 @@ class QwenReader:
             self._thought += self._rest
             last = [Reasoning(self._rest)] if self._rest else []
             return last + ([] if cut else self._calls_at_end())
-        events = self._text()
-        return events + self._calls.finish(cut) if self._calls is not None else events
+        return [*self._text(), *(self._calls.finish(cut) if self._calls is not None else [])]
 
     def _beginning(self) -> list[Event]:
         start = self._rest.lstrip()
@@ -303,7 +304,7 @@ def make_answer(
         stop_words (List[str]): The request's.
     """
     if request.request_type == "text":
-        return Answer(QwenReader(None, False, None), stop_words)
+        return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
     ours = (None, qwen3_coder.parse_tool_call, json_tools.parse_tool_call)
     if tokenizer.tool_parser not in ours or tokenizer.structural_markers or tokenizer.response_transitions:
         return Answer(StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words)

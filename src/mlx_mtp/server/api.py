@@ -102,7 +102,9 @@ class APIHandler(stock.APIHandler):
         bearer = re.sub("^bearer +", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE)
         given = (bearer, self.headers.get("x-api-key", ""))
         if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
-            raise ApiError(401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY.")
+            raise ApiError(
+                401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
+            )
 
     def _read_body(self) -> bytes:
         n = self._content_length()

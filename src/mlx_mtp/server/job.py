@@ -62,7 +62,7 @@ class Job:
         self.request.n_tokens += 1
         self.request.n_accepted += event.from_draft
         events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
-        logprob = event.logprobs[event.token].item() if self.args.logprobs else 0.0
+        logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
         top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
         self.queue.put(Step(events, event.token, logprob, top, finish_reason))
         return finish_reason is not None

@@ -12,8 +12,8 @@ The format is that of Qwen3.5 and Qwen3-Coder. Older Qwen models, and Qwen3-Next
 
 A block may hold several functions. What is no call is content, and nothing of the text is lost. The rules:
 
-- A block begins where ``<tool_call>`` begins a line, or follows a block, and a function with its first parameter (or its end) or
-  JSON follows. So the words in prose are content, and so is what a fenced code block (an open ``` or ~~~) quotes.
+- A block begins where ``<tool_call>`` begins a line, or follows a block, and JSON or a function with its first parameter (or
+  its end) follows. So the tag in prose is content, and so is what a fenced code block (an open ``` or ~~~) quotes.
 - Of the line breaks around a value, one on either side is the format's. The rest is the value's.
 - A value may hold the format's own tags. ``</parameter>`` ends it only before the next ``<parameter=KEY>``, or before
   ``</function>`` and then ``</tool_call>`` or the next function. A key that the call has already is not the next one.
@@ -21,8 +21,8 @@ A block may hold several functions. What is no call is content, and nothing of t
   ``</parameter>`` closes. That one ends the value only if the text ends with this block, or if a parameter follows that the
   tool's schema declares and the quotation has not named a function. What no reader could tell apart: a value that holds a whole
   end of a block and not its beginning.
-- A JSON block ends at the first ``</tool_call>`` outside its strings. One that is not JSON is content, and the text behind it is
-  read again.
+- A JSON block ends at the first ``</tool_call>`` outside its strings. One that is not JSON is content, and the text behind its
+  first tag is read again.
 - The arguments of Qwen's format come as they are written: strings piece by piece, other values when they are complete, typed by
   the tool's schema (see ``values``). Joined, they are the JSON of an object. Those of a JSON block come at once.
 - A call that the text does not complete keeps its beginning: its arguments end within a string, so that they are never JSON.
@@ -75,9 +75,7 @@ _FUNCTION = rf"<function=(?P<name>[^\s<>]+)>\s*(?:{_KEY}|(?P<empty></function>))
 _END = "</tool_call>"
 BLOCK = regex.compile(rf" {{0,3}}<tool_call>\s*(?:{_FUNCTION}|(?P<json>(?:\[\s*)?\{{\s*[\"']))")
 FENCE = regex.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
-IN_VALUE = regex.compile(
-    r"(?P<quoted>\n(?P<function><function=[^\s<>]+>\n)?<parameter=[^\n<>]+>\n)|\n?</parameter>"
-)
+IN_VALUE = regex.compile(r"(?P<quoted>\n(?P<function><function=[^\s<>]+>\n)?<parameter=[^\n<>]+>\n)|\n?</parameter>")
 CLOSED = "</parameter>"
 AFTER_VALUE = regex.compile(rf"\s*(?:{_KEY}|</function>\s*(?:(?P<end>{_END})|{_FUNCTION}))")
 LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
