@@ -1,38 +1,16 @@
 """Tool calls, reasoning and stop words as a client of the server gets them, from a model whose answer is written down."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-from checkpoints import write
-from helpers import tiny_config, tiny_model
-from mlx.utils import tree_flatten
+from attack.answers import attack
 from openai import OpenAI
 from server_process import serve
-from tool_texts import SCHEMAS, TEMPLATE, render
-
-from mlx_mtp.checkpoint.load import DEMO
+from tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 ADD = render("add", {"a": 1, "b": 2})
-
-
-def make_model(folder: Path) -> Path:
-    """A tiny model with the demo's tokenizer, Qwen's marks for reasoning in the vocabulary, and a template with tools."""
-    changes = {"vocab_size": 4096}
-    write(folder, tiny_config("qwen3_5", **changes), dict(tree_flatten(tiny_model("qwen3_5", **changes).parameters())))
-    shutil.copy(DEMO / "tokenizer_config.json", folder)
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    for mark in ("</think>", "<think>"):
-        token = max(vocabulary, key=vocabulary.get)
-        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocabulary.pop(token), "content": mark})
-        merges.pop()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +203,7 @@ def test_history_is_taken_as_clients_send_it(server, arguments, rendered):
         assert status == 200, content
         counts.append(content["usage"]["prompt_tokens"])
     assert counts[0] == counts[1]
+
+
+def test_attack(server):
+    assert attack(server, seed=0, count=10) == []

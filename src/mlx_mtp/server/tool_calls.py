@@ -70,16 +70,20 @@ class CallEnds:
 
 Event = Text | CallBegins | CallArguments | CallEnds
 
-_KEY = r"<parameter=(?P<key>[^\n<>]+)>"
-_FUNCTION = rf"<function=(?P<name>[^\s<>]+)>\s*(?:{_KEY}|(?P<empty></function>))"
+# Bounded, so that no text is held for long, and matched again with each piece.
+_S, _NAME = r"\s{0,64}", r"[^\s<>]{1,256}"
+_KEY = r"<parameter=(?P<key>[^\n<>]{1,256})>"
+_FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
 _END = "</tool_call>"
-BLOCK = regex.compile(rf" {{0,3}}<tool_call>\s*(?:{_FUNCTION}|(?P<json>(?:\[\s*)?\{{\s*[\"']))")
+BLOCK = regex.compile(rf" {{0,3}}<tool_call>{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}[\"']))")
 FENCE = regex.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
-IN_VALUE = regex.compile(r"(?P<quoted>\n(?P<function><function=[^\s<>]+>\n)?<parameter=[^\n<>]+>\n)|\n?</parameter>")
+IN_VALUE = regex.compile(
+    rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,256}}>\n)|\n?</parameter>"
+)
 CLOSED = "</parameter>"
-AFTER_VALUE = regex.compile(rf"\s*(?:{_KEY}|</function>\s*(?:(?P<end>{_END})|{_FUNCTION}))")
+AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{_END})|{_FUNCTION}))")
 LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
-AFTER_FUNCTION = regex.compile(rf"\s*(?:(?P<end>{_END})|{_FUNCTION})")
+AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{_END})|{_FUNCTION})")
 IN_JSON = regex.compile(rf'\\.|"|{_END}', regex.DOTALL)
 
 
