@@ -89,6 +89,12 @@ SIGNATURES = [
     (generate.BatchGenerator.next, "self"),
     (generate.batch_generate, "model tokenizer prompts prompt_caches max_tokens verbose return_prompt_caches "
                               "return_token_ids return_logprobs kwargs"),
+    (generate.TextStateMachine.make_state, "self initial"),
+    (generate.TextStateMachine.split, "state text"),
+    (generate.TextStateMachine.flush, "state"),
+    (server.APIHandler.handle_completion, "self request stop_words"),
+    (server.APIHandler.generate_response, "self text finish_reason prompt_token_count completion_token_count "
+                                          "prompt_cache_count token_logprobs top_tokens tokens tool_calls reasoning_text"),
     (generate.StopSequences.__init__, "self stop_sequences"),
     (generate.StopSequences.Matcher.advance, "self token"),
     (cache.LRUPromptCache.fetch_nearest_cache, "self model tokens"),
@@ -187,6 +193,9 @@ def test_responses():
                                    "prompt_cache_count _should_stop"),
         (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
                                      "seed chat_template_kwargs"),
+        (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),
+        (server.LogitsProcessorArguments, "logit_bias repetition_penalty repetition_context_size presence_penalty "
+                                          "presence_context_size frequency_penalty frequency_context_size"),
         (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),
         (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
         (generate.BatchResponse, "texts stats caches token_ids logprobs"),

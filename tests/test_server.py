@@ -349,11 +349,11 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         client = OpenAI(base_url=s.url, api_key="sesame")
         assert [m.id for m in client.models.list()] == [str(DEMO), str(OTHER)]
         for key in ("", "sesam", "sesame2", "sésame"):
-            headers = {"Authorization": f"Bearer {key}".encode()}
-            status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
-            assert (status, content["error"]["type"]) == (401, "authentication_error")
+            for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
+                status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
+                assert (status, content["error"]["type"]) == (401, "authentication_error")
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
-        assert s.request("/health")[0] == 200
+        assert s.request("/health")[0] == s.request("/v1/models", headers={"x-api-key": "sesame"})[0] == 200
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter
         for name in (str(OTHER), "default_model", str(OTHER)):
             body = {"model": name, "prompt": PROMPT, "max_tokens": 5}

@@ -51,6 +51,9 @@ MESSAGES = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": [{"type": "text", "text": "Sort a list."}]},
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": [1'}}, TOOL]},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+    {"role": "tool", "content": "1", "tool_calls": None},
     {"role": "user", "content": "Now in C."},
 ]
 BODIES: list[tuple[str, dict[str, Any]]] = [

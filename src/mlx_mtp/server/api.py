@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import cli
 from .body import parse
+from .chat_completions import Message, deltas
 from .engine import ResponseGenerator
+from .job import Step
 from .request import ApiError, Request
 
 MAX_BODY = 16 << 20  # bytes
@@ -96,9 +99,12 @@ class APIHandler(stock.APIHandler):
 
     def _authorize(self) -> None:
         key = self.server.api_key
-        given = re.sub("^bearer +", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE)
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            raise ApiError(401, "The API key is missing or wrong: send it as Authorization: Bearer KEY.")
+        bearer = re.sub("^bearer +", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE)
+        given = (bearer, self.headers.get("x-api-key", ""))
+        if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
+            raise ApiError(
+                401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
+            )
 
     def _read_body(self) -> bytes:
         n = self._content_length()
@@ -139,6 +145,65 @@ class APIHandler(stock.APIHandler):
     def _request(self, request: stock.CompletionRequest) -> Request:
         self.request_info = Request(**vars(request), connection=self.connection, copy_drafts=self.copy_drafts)
         return self.request_info
+
+    def handle_completion(self, request: stock.CompletionRequest, stop_words: list[str]) -> None:
+        """mlx-lm's method, with the answer as events: its own parses tool calls, and loses those that it cannot parse."""
+        ctx, steps = self.response_generator.generate(request, self._arguments(stop_words), self._keep_alive)
+        try:
+            if self.stream:
+                self._set_stream_headers(200)
+                self.end_headers()
+                self._stream(ctx, steps)
+            else:
+                self._send_json(self._whole_answer(ctx, [*steps]))
+        finally:
+            ctx.stop()
+
+    def _arguments(self, stop_words: list[str]) -> stock.GenerationArguments:
+        """What mlx-lm's ``do_POST`` has read."""
+        model = stock.ModelDescription(self.requested_model, self.requested_draft_model, self.adapter)
+        parts = {"model": model, "stop_words": stop_words}
+        for name, cls in (("sampling", stock.SamplingArguments), ("logits", stock.LogitsProcessorArguments)):
+            parts[name] = cls(**{f.name: getattr(self, f.name) for f in fields(cls)})
+        others = [f.name for f in fields(stock.GenerationArguments) if f.name not in parts]
+        return stock.GenerationArguments(**parts, **{name: getattr(self, name) for name in others})
+
+    def _keep_alive(self, n_read: int, n_prompt: int) -> None:
+        logging.info(f"Prompt processing progress: {n_read}/{n_prompt}")
+        if self.stream:
+            self.wfile.write(f": keepalive {n_read}/{n_prompt}\n\n".encode())
+
+    def _stream(self, ctx: stock.GenerationContext, steps: Iterator[Step]) -> None:
+        n_tokens, finish_reason = 0, "stop"
+        for step in steps:
+            n_tokens += 1
+            for delta in deltas(step.events):
+                self._send_chunk(self.generate_response(finish_reason=None, **delta))
+            finish_reason = step.finish_reason or finish_reason
+        self._send_chunk(self.generate_response("", finish_reason))
+        if self.stream_options is not None and self.stream_options["include_usage"]:
+            self._send_chunk(self.completion_usage_response(len(ctx.prompt), n_tokens, ctx.prompt_cache_count))
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send_chunk(self, content: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+
+    def _whole_answer(self, ctx: stock.GenerationContext, steps: list[Step]) -> dict[str, Any]:
+        message = Message()
+        for step in steps:
+            message.add(step.events)
+        return self.generate_response(
+            message.text,
+            steps[-1].finish_reason if steps else "stop",
+            len(ctx.prompt),
+            len(steps),
+            ctx.prompt_cache_count,
+            token_logprobs=[step.logprob for step in steps] if self.logprobs else [],
+            top_tokens=[step.top_tokens for step in steps] if self.top_logprobs > 0 else [],
+            tokens=[step.token for step in steps],
+            reasoning_text=message.reasoning,
+            tool_calls=message.tool_calls,
+        )
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_details(super().generate_response(*args, **kwargs))

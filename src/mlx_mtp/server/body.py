@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -99,7 +100,7 @@ SCHEMA = {
             "properties": {
                 "role": STRING,
                 "content": {"anyOf": [*TEXT["anyOf"], {"type": "null"}]},
-                "tool_calls": {"type": "array", "items": {"$ref": "#/$defs/tool"}},
+                "tool_calls": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/tool"}}, {"type": "null"}]},
             },
             "required": ["role"],
         },
@@ -138,6 +139,8 @@ def parse(raw: bytes) -> dict[str, Any]:
             body[name] = float(value)
     if "stream_options" in body:
         body["stream_options"] = {"include_usage": False, **body["stream_options"]}
+    for message in body.get("messages", []):
+        _read_calls(message)
     return body
 
 
@@ -158,6 +161,25 @@ def _check_supported(body: dict[str, Any]) -> None:
                 raise ApiError(
                     400, f"messages[{i}].content: {kind[:50]} is not supported: send text.", param="messages"
                 )
+
+
+def _read_calls(message: dict[str, Any]) -> None:
+    """Give the chat template the calls of a message as it takes them: a list, if there is one, with arguments as objects."""
+    calls = message.pop("tool_calls", None)
+    if calls is not None:
+        message["tool_calls"] = calls
+    for call in calls or []:
+        call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a call in a message, as an object. What is none, such as JSON that was cut, is kept as text."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(value) if value.strip() else None
+            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # what a template can write
+            value = read
+    return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, Queue
 from typing import Any
 
@@ -17,8 +17,9 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from .. import cli
 from ..decoding import sampling
+from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
-from .job import Job
+from .job import Job, Step
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
 from .provider import ModelKey, ModelProvider
@@ -72,13 +73,19 @@ class ResponseGenerator(stock.ResponseGenerator):
         request: Request,
         generation_args: stock.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
-    ) -> tuple[stock.GenerationContext, Iterator[stock.Response]]:
-        """mlx-lm's method, with its errors as ``ApiError``."""
+    ) -> tuple[stock.GenerationContext, Iterator[Step]]:
+        """mlx-lm's method, with its errors as ``ApiError``, and with steps for its responses."""
 
-        def responses() -> Iterator[stock.Response]:
+        def steps() -> Iterator[Step]:
             for response in incoming:
-                if not isinstance(response, tuple):
+                if isinstance(response, Step):
                     yield response
+                elif not isinstance(response, tuple):  # of mlx-lm's own loop, which does not look for stop words
+                    events, finish_reason = answer.step(response.text, response.finish_reason)
+                    yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason)
+                    if finish_reason is not None:
+                        ctx.stop()
+                        return
                 elif progress_callback is not None:
                     progress_callback(*response)
 
@@ -89,7 +96,9 @@ class ResponseGenerator(stock.ResponseGenerator):
             tokenizer = next(self._submit(request, generation_args))
         request.encoded = self._encode(tokenizer, request, generation_args)
         incoming = self._submit(request, generation_args)
-        return next(incoming), responses()
+        ctx = next(incoming)
+        answer = make_answer(tokenizer, ctx.text_sm, ctx.initial_state, request, generation_args.stop_words)
+        return ctx, steps()
 
     def _submit(self, request: Request, args: stock.GenerationArguments) -> Iterator[Any]:
         """Queue a request -> what the generation thread answers."""
@@ -197,7 +206,8 @@ class ResponseGenerator(stock.ResponseGenerator):
                 return
             self.is_exclusive = self._is_exclusive(args)
             if self._is_single():
-                self._serve_single(entry, mx.default_stream(mx.default_device()))
+                unstopped = replace(args, stop_words=[])
+                self._serve_single((queue, request, unstopped), mx.default_stream(mx.default_device()))
                 return
             sequence, job = self._prepare(queue, request, request.encoded, args)
         except ApiError as e:
@@ -276,8 +286,8 @@ class ResponseGenerator(stock.ResponseGenerator):
         cache, rest = self.prompt_cache.fetch_nearest_cache(key, prompt.tokens[:-1])
         n_cached = len(prompt.tokens) - 1 - len(rest)
         prompt.skip(n_cached)
-        end_of_text, _ = self._make_state_machine(key, tokenizer, [])
-        _, text_sm = self._make_state_machine(key, tokenizer, args.stop_words)
+        end_of_text, text_sm = self._make_state_machine(key, tokenizer, [])
+        answer = make_answer(tokenizer, text_sm, prompt.initial_state, request, args.stop_words)
         ctx = stock.GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
@@ -299,7 +309,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             request.counts,
             request.copy_drafts,
         )
-        return sequence, Job(queue, request, args, ctx, tokenizer, prompt.segment_types[::-1])
+        return sequence, Job(queue, request, args, ctx, answer, tokenizer, prompt.segment_types[::-1])
 
     def _make_sampler(self, args: stock.GenerationArguments) -> Any:
         tokenizer, s = self.model_provider.tokenizer, args.sampling

@@ -7,8 +7,28 @@ from typing import Any
 
 from mlx_lm import server as stock
 
+from .answer import Answer, Event
 from .batch import Token
 from .request import Request
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a token adds to an answer.
+
+    Args:
+        events (List[Event]): What it says.
+        token (int): The token.
+        logprob (float): Its own.
+        top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
+        finish_reason (str, optional): Why the answer ends here, if it does.
+    """
+
+    events: list[Event]
+    token: int
+    logprob: float
+    top_tokens: tuple[dict[str, Any], ...]
+    finish_reason: str | None
 
 
 @dataclass
@@ -16,10 +36,11 @@ class Job:
     """A request that is being generated.
 
     Args:
-        queue (Queue): Takes what the client gets: responses, an ``ApiError``, or ``None`` at the end.
+        queue (Queue): Takes what the client gets: steps, an ``ApiError``, or ``None`` at the end.
         request (Request): The request.
         args (GenerationArguments): mlx-lm's.
         ctx (GenerationContext): mlx-lm's.
+        answer (Answer): What reads its text.
         tokenizer (TokenizerWrapper): mlx-lm's.
         segment_types (List[str]): Of the segments that are not in the cache yet, the last first.
     """
@@ -28,49 +49,33 @@ class Job:
     request: Request
     args: stock.GenerationArguments
     ctx: stock.GenerationContext
+    answer: Answer
     tokenizer: Any
     segment_types: list[str]
 
     def __post_init__(self) -> None:
         self.detokenizer = self.tokenizer.detokenizer
-        self.tail = ""  # of the text, where a stop word may have begun
         self.first_token: float | None = None  # when it came
 
     def respond(self, event: Token, finish_reason: str | None) -> bool:
         """Send a token to the client -> whether it is the last."""
         self.request.n_tokens += 1
         self.request.n_accepted += event.from_draft
-        text, finish_reason = self._text_of(event.token, finish_reason)
-        logprob = event.logprobs[event.token].item() if self.args.logprobs else 0.0
-        # A response without a reason ends as "stop" in mlx-lm's handler; one with "stop" would lose its text there.
-        reason = None if finish_reason == "stop" else finish_reason
+        events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
+        logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
         top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(stock.Response(text, event.token, logprob, reason, top))
+        self.queue.put(Step(events, event.token, logprob, top, finish_reason))
         return finish_reason is not None
 
-    def _text_of(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
+    def _text_of(self, token: int, finish_reason: str | None) -> str:
         if finish_reason != "stop":  # the token that ends the text has no text
             self.detokenizer.add_token(token)
         if finish_reason is not None:
             self.detokenizer.finalize()
-        text = self.detokenizer.last_segment
-        stop_words = self.args.stop_words
-        if (cut := _to_stop_word(self.tail, text, stop_words)) is not None:
-            text, finish_reason = cut, "stop"
-        self.tail = (self.tail + text)[-max([1, *map(len, stop_words)]) :]
-        return text, finish_reason
+        text: str = self.detokenizer.last_segment
+        return text
 
     def tokens_per_second(self) -> float | None:
         """After the first token; ``None`` if there is no second."""
         n = self.request.n_tokens - 1
         return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
-
-
-def _to_stop_word(tail: str, text: str, words: list[str]) -> str | None:
-    """What follows ``tail``, up to the end of the first stop word; ``None`` if there is none.
-
-    mlx-lm compares tokens and misses a word that is tokenized differently in the text.
-    """
-    both = tail + text
-    ends = [both.index(word) + len(word) for word in words if word and word in both]
-    return text[: min(ends) - len(tail)] if ends else None

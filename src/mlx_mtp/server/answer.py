@@ -1,0 +1,320 @@
+"""A model's text, piece by piece, as events: reasoning, text and tool calls, without the marks of its chat template.
+
+Knows the tokenizer's marks and what the client asked for, and nothing of HTTP. The line breaks that a template writes around
+reasoning and calls are not the answer's. Stop words end the answer's text; in the reasoning and in calls they mean nothing.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mlx_lm import server as stock
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+
+from . import tool_calls
+from .tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What the model says to itself."""
+
+    text: str
+
+
+Event = Reasoning | tool_calls.Event
+
+
+class Reader(Protocol):
+    """Takes a text apart, piece by piece; see ``ToolCallParser``."""
+
+    def add(self, text: str) -> list[Event]: ...
+
+    def finish(self, cut: bool) -> list[Event]: ...
+
+
+class Answer:
+    """
+    Args:
+        reader (Reader): What takes the text apart.
+        stop_words (List[str]): What ends the text, and is no part of it.
+        is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
+    """
+
+    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True):
+        self.reader = reader
+        self.stop = _StopWords(stop_words)
+        self.n_calls = 0
+        self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
+
+    def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
+        """The next piece of the text -> what it says, and why the answer ends here, if it does.
+
+        Args:
+            text (str): The piece.
+            finish_reason (str, optional): "stop" or "length", with the last piece.
+
+        Returns:
+            (List[Event], str): The events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
+        """
+        events = self._clean(self.reader.add(text))
+        if finish_reason is not None:
+            events += self._clean(self.reader.finish(cut=finish_reason == "length"))
+            if not self.stop.is_found:
+                events += _texts(self._text.add(self.stop.rest()) + self._text.rest())
+        if self.stop.is_found:
+            finish_reason = "stop"
+        return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
+
+    def _clean(self, found: list[Event]) -> list[Event]:
+        """Up to a stop word, and without the template's line breaks."""
+        events: list[Event] = []
+        for event in found:
+            if self.stop.is_found:
+                break
+            if isinstance(event, Text):
+                if text := self._text.skip(event.text):
+                    events += _texts(self._text.add(self.stop.add(text)))
+            elif isinstance(event, Reasoning):
+                self._text.skips = True
+                events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
+            else:
+                if isinstance(event, CallBegins):
+                    self.n_calls += 1
+                    events += _texts(self._text.add(self.stop.rest()))
+                    self._text.leave()
+                events.append(event)
+        return events
+
+
+def _texts(text: str) -> list[Event]:
+    return [Text(text)] if text else []
+
+
+class _Edges:
+    """A text that comes in pieces, without the line breaks at its edges that are the template's.
+
+    Args:
+        skips (bool): Whether those that come next are. Default: ``False``.
+        holds (bool): Whether those behind it may be. Default: ``True``.
+    """
+
+    def __init__(self, skips: bool = False, holds: bool = True):
+        self.skips, self.holds = skips, holds
+        self._has_text = False
+        self._breaks = ""  # at the end of what came last
+
+    def skip(self, text: str) -> str:
+        """The next piece, without the breaks that come next."""
+        if self.skips:
+            text = text.lstrip("\n")
+            self.skips = not text
+        return text
+
+    def add(self, text: str) -> str:
+        """The next piece -> what is known to be the text's."""
+        text = self._breaks + text
+        kept = text.rstrip("\n") if self.holds else text
+        self._breaks = text[len(kept) :]
+        self._has_text |= bool(kept)
+        return kept
+
+    def leave(self) -> None:
+        """Something else follows, so breaks on both sides of it are the template's; text behind it keeps those before it."""
+        self.skips = True
+        if not self._has_text:
+            self._breaks = ""
+
+    def rest(self) -> str:
+        """The breaks that the text ends with."""
+        return "" if self.skips else self._breaks
+
+
+class _StopWords:
+    def __init__(self, words: list[str]):
+        self.words = [word for word in words if word]
+        self.is_found = False
+        self._held = ""  # what may be the beginning of one
+
+    def add(self, text: str) -> str:
+        """The next piece of a text -> what of it comes before a stop word."""
+        text = self._held + text
+        found = [i for word in self.words if (i := text.find(word)) >= 0]
+        self.is_found = bool(found)
+        n = min(found) if found else len(text) - max((_overlap(text, word) for word in self.words), default=0)
+        self._held = text[n:]
+        return text[:n]
+
+    def rest(self) -> str:
+        """What was no beginning of one after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, word: str) -> int:
+    """How many characters at the end of the text may begin the word."""
+    i = max(0, len(text) - len(word) + 1)
+    while (i := text.find(word[0], i)) >= 0:
+        if word.startswith(text[i:]):
+            return len(text) - i
+        i += 1
+    return 0
+
+
+class QwenReader:
+    """Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
+
+    Reasoning is what ``<think>`` begins, at the beginning of the answer or in the prompt. Where the model ends its turn with a
+    tool call and without ``</think>``, the call is one, though its text has been given as reasoning.
+
+    Args:
+        think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.
+        in_reasoning (bool): Whether the prompt has begun it.
+        schemas (Mapping[str, Any], optional): See ``ToolCallParser``. ``None``: no tool call is one.
+    """
+
+    def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
+        self.begin, self.end = think or ("", "")
+        self.schemas = schemas
+        self._calls = None if schemas is None else ToolCallParser(schemas)
+        self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
+        self._rest = ""  # that has not been read
+        self._thought = ""  # so far
+
+    def add(self, text: str) -> list[Event]:
+        self._rest += text
+        return self._read()
+
+    def finish(self, cut: bool) -> list[Event]:
+        if self._read == self._thoughts:
+            self._thought += self._rest
+            last = [Reasoning(self._rest)] if self._rest else []
+            return last + ([] if cut else self._calls_at_end())
+        return [*self._text(), *(self._calls.finish(cut) if self._calls is not None else [])]
+
+    def _beginning(self) -> list[Event]:
+        start = self._rest.lstrip()
+        if self.begin.startswith(start) and start != self.begin:
+            return []
+        if start.startswith(self.begin):
+            self._rest, self._read = start.removeprefix(self.begin), self._thoughts
+        else:
+            self._read = self._text
+        return self._read()
+
+    def _thoughts(self) -> list[Event]:
+        thought, end, rest = self._rest.partition(self.end)
+        if not end:
+            n = len(thought) - _overlap(thought, self.end)
+            thought, rest = thought[:n], thought[n:]
+        self._thought += thought
+        self._rest = rest
+        events: list[Event] = [Reasoning(thought)] if thought or end else []
+        if end:
+            self._read = self._text
+            events += self._read()
+        return events
+
+    def _text(self) -> list[Event]:
+        text, self._rest = self._rest, ""
+        return list(self._calls.add(text)) if self._calls is not None else _texts(text)
+
+    def _calls_at_end(self) -> list[Event]:
+        """The complete calls behind the last words of the reasoning."""
+        if self.schemas is None:
+            return []
+        parser = ToolCallParser(self.schemas)
+        found = parser.add(self._thought) + parser.finish(cut=False)
+        words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
+        calls = [event for event in found[max(words, default=-1) + 1 :] if not isinstance(event, Text)]
+        if not calls or not isinstance(calls[-1], CallEnds):
+            return []
+        return [replace(call, index=call.index - calls[0].index) for call in calls]
+
+
+class StockReader:
+    """mlx-lm's own parsers, for models with other marks. What they cannot parse is text.
+
+    Args:
+        tokenizer (TokenizerWrapper): mlx-lm's.
+        text_sm (TextStateMachine): mlx-lm's for this tokenizer, without stop words.
+        initial_state (str): Its state where the answer begins.
+        tools (List[Any], optional): The request's.
+    """
+
+    def __init__(self, tokenizer: Any, text_sm: Any, initial_state: str, tools: list[Any] | None):
+        self.tokenizer, self.tools = tokenizer, tools
+        self.state = text_sm.make_state(initial_state)
+        self.block: str | None = None  # the text of a tool call
+        self.n_calls = 0
+
+    def add(self, text: str) -> list[Event]:
+        self.state, segments = TextStateMachine.split(self.state, text)
+        return [event for state, segment in segments for event in self._events(state, segment)]
+
+    def finish(self, cut: bool) -> list[Event]:
+        self.state, text, state = TextStateMachine.flush(self.state)
+        events = self._events(state, text)
+        if self.block is None:
+            return events
+        is_complete = not cut and not self.tokenizer.tool_call_end
+        return events + (self._end(self.tokenizer.tool_call_end or "") if is_complete else self._give_up())
+
+    def _events(self, state: str | None, text: str) -> list[Event]:
+        if state == "tool":
+            self.block = (self.block or "") + text
+            return []
+        ended = [] if self.block is None else self._end(self.tokenizer.tool_call_end)
+        return ended + ([Reasoning(text)] if state == "reasoning" else [Text(text)] if text else [])
+
+    def _give_up(self, end: str = "") -> list[Event]:
+        block, self.block = self.block, None
+        return [Text(f"{self.tokenizer.tool_call_start}{block}{end}")]
+
+    def _end(self, end: str) -> list[Event]:
+        events: list[Event] = []
+        if not self.tools:
+            return self._give_up(end)
+        try:  # any error of a parser that takes the model's text as it comes
+            calls = self.tokenizer.tool_parser(self.block, self.tools)
+            for i, call in enumerate(calls if isinstance(calls, list) else [calls], self.n_calls):
+                arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
+                events += [CallBegins(i, call["name"], call.get("id")), CallArguments(i, arguments), CallEnds(i)]
+        except Exception as e:
+            logging.warning(f"A tool call could not be parsed, and is text: {type(e).__name__}: {e}")
+            return self._give_up(end)
+        self.block = None
+        self.n_calls += len(events) // 3
+        return events
+
+
+def make_answer(
+    tokenizer: Any, text_sm: Any, initial_state: str, request: stock.CompletionRequest, stop_words: list[str]
+) -> Answer:
+    """What reads the answer to a request.
+
+    Args:
+        tokenizer (TokenizerWrapper): mlx-lm's.
+        text_sm (TextStateMachine): mlx-lm's for this tokenizer, without stop words.
+        initial_state (str): "reasoning" if the prompt has begun it, as mlx-lm names it.
+        request (CompletionRequest): The request. Without tools no text is a call.
+        stop_words (List[str]): The request's.
+    """
+    if request.request_type == "text":
+        return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
+    ours = (None, qwen3_coder.parse_tool_call, json_tools.parse_tool_call)
+    if tokenizer.tool_parser not in ours or tokenizer.structural_markers or tokenizer.response_transitions:
+        return Answer(StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words)
+    think = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
+    can_call = request.tools and tokenizer.has_tool_calling
+    reader = QwenReader(think, initial_state == "reasoning", schemas_of(request.tools) if can_call else None)
+    return Answer(reader, stop_words)
+
+
+def schemas_of(tools: list[Any]) -> dict[str, Any]:
+    """OpenAI's tools -> their names and the JSON schemas of their parameters."""
+    functions = [tool["function"] for tool in tools]
+    return {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}

@@ -1,0 +1,209 @@
+"""Tool calls, reasoning and stop words as a client of the server gets them, from a model whose answer is written down."""
+
+import json
+
+import pytest
+from attack.answers import attack
+from openai import OpenAI
+from server_process import serve
+from tool_texts import SCHEMAS, make_model, render
+
+CHAT = "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+ADD = render("add", {"a": 1, "b": 2})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with serve(folder / "log", "--model", str(make_model(folder / "model")), module="scripted_server") as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+def say(server, text: str, thinking: bool = False, tools=TOOLS, **body) -> dict:
+    """The choice of an answer, which must be the same in a stream."""
+    kwargs = {"say": text, "enable_thinking": thinking}
+    messages = body.pop("messages", [{"role": "user", "content": "a"}])
+    body = {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 900, **body}
+    if tools is not None:
+        body["tools"] = tools
+    status, answer = server.request(CHAT, body)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    streamed = joined(chunks_of(server, body))
+    ids = [call.pop("id") for call in choice["message"].get("tool_calls", [])]
+    assert len({*ids}) == len(ids)
+    assert streamed == choice
+    return choice
+
+
+def chunks_of(server, body: dict) -> list[dict]:
+    status, text = server.request(CHAT, {**body, "stream": True})
+    assert status == 200, text
+    *chunks, last = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert last == "[DONE]"
+    return [json.loads(chunk)["choices"][0] for chunk in chunks]
+
+
+def joined(chunks: list[dict]) -> dict:
+    """What a client makes of the chunks."""
+    message = {"role": "assistant", "content": ""}
+    for chunk in chunks:
+        delta = chunk["delta"]
+        for key in ("content", "reasoning"):
+            if key in delta:
+                message[key] = message.get(key, "") + delta[key]
+        for call in delta.get("tool_calls", []):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                assert call["index"] == len(calls)
+                assert call["function"]["arguments"] == ""
+                calls.append({key: call[key] for key in ("type", "function")})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return {
+        "index": 0,
+        "finish_reason": chunks[-1]["finish_reason"],
+        "message": {**message, "content": message["content"] or None},
+    }
+
+
+def calls_in(choice: dict) -> list[tuple[str, dict]]:
+    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+
+
+def test_calls_arrive_with_their_values(server):
+    text = "\n\n" + ADD + "\n" + render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
+    choice = say(server, text)
+    assert calls_in(choice) == [("add", {"a": 1, "b": 2}), ("set", {"value": None, "options": {"x": True}})]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+
+
+def test_line_breaks_of_the_template_are_not_content(server):
+    choice = say(server, f"\nHm.\n</think>\n\nI add.\n\nThen?\n\n{ADD}\n{ADD}\nDone.\n", thinking=True)
+    assert choice["message"]["reasoning"] == "Hm."
+    assert choice["message"]["content"] == "I add.\n\nThen?\n\nDone.\n"
+    assert calls_in(choice) == [("add", {"a": 1, "b": 2})] * 2
+    choice = say(server, "<think>\nHm.\n</think>\n\nYes.")  # begun by the model itself
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes.")
+    assert say(server, "\n\n  Yes. </think> <think>\n")["message"]["content"] == "\n\n  Yes. </think> <think>\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\nnothing\n</tool_call>",
+        '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>',
+        "A <tool_call> in prose, and more.",
+        "A <tool",
+    ],
+)
+def test_what_is_no_call_is_content(server, text):
+    choice = say(server, text)
+    assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+
+
+def test_without_tools_no_text_is_a_call(server):
+    assert say(server, ADD, tools=None)["message"] == {"role": "assistant", "content": ADD}
+
+
+def test_wrong_values_are_strings(server):
+    text = ADD.replace("\n1\n", "\nabc\n").replace("\n2\n", "\n1e400\n") + render("set", {"options": "{1,2}"})
+    want = [("add", {"a": "abc", "b": "1e400"}), ("set", {"options": "{1,2}"})]
+    assert calls_in(say(server, text)) == want
+
+
+def test_cut_call_keeps_what_was_written(server):
+    text = render("write", {"path": "a", "content": "import os\n" * 30})
+    choice = say(server, text, max_tokens=60)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "write"
+    assert call["function"]["arguments"].startswith('{"path": "a", "content": "import os\\nimport')
+    assert choice["finish_reason"] == "length"
+
+
+def test_arguments_come_token_by_token(server):
+    text = render("write", {"content": "import os\n" * 40})
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 900}
+    chunks = chunks_of(server, {**body, "chat_template_kwargs": {"say": text, "enable_thinking": False}})
+    pieces = [c["delta"]["tool_calls"][0]["function"]["arguments"] for c in chunks if "tool_calls" in c["delta"]]
+    assert len(pieces) > 40
+    assert max(map(len, pieces)) < 20
+
+
+def test_call_in_reasoning_that_is_not_closed(server):
+    choice = say(server, f"I shall add.\n\n{ADD}", thinking=True)
+    assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
+    assert choice["message"]["reasoning"] == f"I shall add.\n\n{ADD}"
+    choice = say(server, f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", thinking=True)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "No.")
+
+
+def test_stop_words_end_the_content_alone(server):
+    text = f"One.\nTwo.</think>\n\n{ADD}\nThree, four.\nFive."
+    choice = say(server, text, thinking=True, stop="\n")
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three, four.")
+    assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
+    choice = say(server, text, thinking=True, stop=["\n\n", "four", "</parameter>", "One"])
+    assert choice["message"]["content"] == "Three, "
+    assert say(server, "A word and a wor", stop=["word!"])["message"]["content"] == "A word and a wor"
+
+
+def test_in_the_loop_of_mlx_lm(server, tmp_path):
+    """The same answers, where a request is generated alone."""
+    model = server.process.args[server.process.args.index("--model") + 1]
+    flags = ["--model", model, "--kv-bits", "8", "--kv-group-size", "32"]
+    with serve(tmp_path / "log", *flags, module="scripted_server") as s:
+        choice = say(s, f"One.\nTwo.</think>\n\n{ADD}\nThree.\nFour.", thinking=True, stop="\n")
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three.")
+        assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
+        assert "Traceback" not in s.log.read_text()
+
+
+def test_openai_client_gets_the_calls(server):
+    client = OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "a"}]
+    extra = {"chat_template_kwargs": {"say": ADD, "enable_thinking": False}}
+    stream = {"model": "default_model", "messages": messages, "tools": TOOLS, "extra_body": extra}
+    with client.chat.completions.stream(**stream) as events:
+        (call,) = events.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ("", ""),
+        ("  ", ""),
+        ("null", ""),
+        (None, ""),
+        ("{}", ""),
+        ({"a": 1}, "<parameter=a>\n1\n</parameter>\n"),
+        ('{"a": 1}', "<parameter=a>\n1\n</parameter>\n"),
+        ('{"a": 1', '<parameter=arguments>\n{"a": 1\n</parameter>\n'),
+        ("[1]", "<parameter=arguments>\n[1]\n</parameter>\n"),
+        ('{"a": NaN}', '<parameter=arguments>\n{"a": NaN}\n</parameter>\n'),
+        ('{"a": "\\ud800"}', '<parameter=arguments>\n{"a": "\\ud800"}\n</parameter>\n'),
+        ("[" * 1200, f"<parameter=arguments>\n{'[' * 1200}\n</parameter>\n"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_history_is_taken_as_clients_send_it(server, arguments, rendered):
+    """The prompt's tokens are those of the same text."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answers = [{"content": None, "tool_calls": [call]}]
+    answers.append({"content": f"<tool_call>\n<function=f>\n{rendered}</function>\n</tool_call>", "tool_calls": None})
+    counts = []
+    for answer in answers:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}, {"role": "tool", "content": "b"}]
+        status, content = server.request(CHAT, {"messages": messages, "max_tokens": 1})
+        assert status == 200, content
+        counts.append(content["usage"]["prompt_tokens"])
+    assert counts[0] == counts[1]
+
+
+def test_attack(server):
+    assert attack(server, seed=0, count=10) == []

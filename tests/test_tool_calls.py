@@ -1,0 +1,406 @@
+"""The laws of the tool calls' parser: what Qwen's template writes is read back, and of any other text nothing is lost."""
+
+import json
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
+
+from mlx_mtp.server.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
+from mlx_mtp.server.values import Types, is_string, to_json
+
+
+def pieces_of(text: str, sizes: list[int]) -> list[str]:
+    """The text in pieces of these sizes, over and over."""
+    pieces, i = [], 0
+    while i < len(text):
+        n = sizes[len(pieces) % len(sizes)]
+        pieces.append(text[i : i + n])
+        i += n
+    return pieces
+
+
+def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS) -> list:
+    """The events of a text, joined: content, or (name, JSON of the arguments, whether the call is complete)."""
+    parser, found = ToolCallParser(schemas), []
+    events = [event for piece in pieces_of(text, list(sizes)) for event in parser.add(piece)] + parser.finish(cut)
+    for event in events:
+        if isinstance(event, Text):
+            assert event.text
+            found = [*found[:-1], found[-1] + event.text] if found and type(found[-1]) is str else [*found, event.text]
+        elif isinstance(event, CallBegins):
+            assert event.index == sum(type(f) is list for f in found)
+            found.append([event.name, "", False])
+        elif isinstance(event, CallArguments):
+            assert event.text
+            assert not found[-1][2]
+            found[-1][1] += event.text
+        else:
+            assert isinstance(event, CallEnds)
+            found[-1][2] = True
+            assert type(json.loads(found[-1][1])) is dict
+    assert parser.n_calls == sum(type(f) is list for f in found)
+    return found
+
+
+def calls_of(text: str, sizes=(1,), schemas=SCHEMAS) -> tuple[str, list[tuple[str, dict]]]:
+    """(content, calls), of which all must be complete."""
+    found = parse(text, sizes, schemas=schemas)
+    assert all(f[2] for f in found if type(f) is list)
+    content = "".join(f for f in found if type(f) is str)
+    return content, [(f[0], json.loads(f[1])) for f in found if type(f) is list]
+
+
+# What the template writes
+
+QUOTE = render("write", {"path": "a", "content": "b\n"}) + "\n" + render("add", {"a": 1})
+TAGS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "</parameter>",
+    "\n",
+    " ",
+    "```",
+    '{"name": "add"',
+]
+AMBIGUOUS = re.compile(r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))")
+
+words = st.text(max_size=8)
+strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join).filter(lambda s: not AMBIGUOUS.search(s))
+texts = strings | st.tuples(words, words).map(lambda around: f"{around[0]}\n{QUOTE}\n{around[1]}")
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(words, values, max_size=3)
+# A schema, and the values that it allows and that a text can tell apart.
+TYPED = [
+    (STRING, texts),
+    (INTEGER, st.integers(-(10**20), 10**20)),
+    ({"type": "number"}, st.floats(allow_nan=False, allow_infinity=False) | st.integers()),
+    ({"type": "boolean"}, st.booleans()),
+    ({"type": "null"}, st.none()),
+    (OBJECT, objects),
+    ({"type": "array"}, st.lists(values, max_size=3)),
+    ({"type": ["string", "null"]}, st.none() | texts.filter(lambda s: s.strip().lower() not in ("null", "none"))),
+    ({"anyOf": [INTEGER, {"type": "null"}]}, st.none() | st.integers()),
+    ({"oneOf": [OBJECT, STRING]}, objects | texts.filter(lambda s: s.strip()[:1] not in ("{", "[", "("))),
+    ({"$ref": "#/$defs/count"}, st.integers()),
+    ({"enum": ["a", "b", None]}, st.sampled_from(["a", "b", None])),
+    ({}, st.booleans() | st.integers() | objects),
+]
+
+
+contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5).map(
+    lambda s: "".join(s).strip()
+)
+contents = contents.filter(
+    lambda s: not re.search(r"^ {0,3}(```|~~~)", s, re.MULTILINE)
+)  # a code block would quote the calls
+
+
+@st.composite
+def answers(draw) -> tuple[str, list, dict, str]:
+    """(content, calls, schemas, what the template writes)"""
+    schemas, calls = {}, []
+    for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
+        typed = draw(st.dictionaries(names, st.sampled_from(TYPED), max_size=4))
+        properties = {key: schema for key, (schema, _) in typed.items()}
+        schemas[name] = {"type": "object", "properties": properties, "$defs": {"count": INTEGER}}
+        calls.append((name, {key: draw(of) for key, (_, of) in typed.items()}))
+    content = draw(contents)
+    return content, calls, schemas, rendered(content, calls, draw(st.booleans()))
+
+
+def reads_what_the_template_writes(answer, sizes):
+    content, calls, schemas, text = answer
+    found, read = calls_of(text, sizes, schemas)
+    assert read == calls
+    assert found.strip() == content
+
+
+sizes_ = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+laws = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+test_reads_what_the_template_writes = settings(laws, max_examples=50)(
+    given(answers(), sizes_)(reads_what_the_template_writes)
+)
+test_reads_2000_answers = pytest.mark.slow(
+    settings(laws, max_examples=2000)(given(answers(), sizes_)(reads_what_the_template_writes))
+)
+
+
+# Any text
+
+PARTS = [
+    *TAGS,
+    "<function=",
+    "<parameter=",
+    "<parameter=a>",
+    "<parameter=value>",
+    ">",
+    "true",
+    "12",
+    '"',
+    "}",
+    "{",
+    "[",
+    "]",
+]
+PARTS += [
+    "<tool_call>\n<function=add>\n<parameter=a>\n",
+    "\n</parameter>\n",
+    "\n</parameter>\n</function>\n</tool_call>",
+]
+PARTS += ['<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n"]
+
+
+@st.composite
+def any_texts(draw) -> tuple[str, list[str]]:
+    """(text, the words in it)"""
+    parts, marks = draw(st.lists(st.sampled_from(PARTS) | st.just(""), max_size=25)), []
+    for i, part in enumerate(parts):
+        if not part:
+            marks.append(f"w{i}w")
+            parts[i] = marks[-1]
+    return "".join(parts), marks
+
+
+def loses_nothing(texts, sizes, cut):
+    text, marks = texts
+    found = parse(text, sizes, cut)
+    assert found == parse(text, [len(text) + 1], cut)
+    if not any(type(f) is list for f in found):
+        assert found == [text] * bool(text)
+    said = " ".join(f if type(f) is str else f"{f[0]} {f[1]}" for f in found)
+    assert [mark for mark in marks if mark not in said] == []
+    for f in found:
+        if type(f) is list and not f[2]:
+            with pytest.raises(ValueError, match="Unterminated string"):
+                json.loads(f[1])
+
+
+test_loses_nothing = settings(laws, max_examples=150)(given(any_texts(), sizes_, st.booleans())(loses_nothing))
+test_loses_nothing_of_2000_texts = pytest.mark.slow(
+    settings(laws, max_examples=2000)(given(any_texts(), sizes_, st.booleans())(loses_nothing))
+)
+
+
+# Cases
+
+
+def test_several_functions_in_one_block():
+    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n<function=now>\n</function>\n"
+    text += "<function=write>\n<parameter=path>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert calls_of(text) == ("", [("add", {"a": 1}), ("now", {}), ("write", {"path": "x"})])
+
+
+@pytest.mark.parametrize(
+    ("block", "want"),
+    [
+        ('{"name": "add", "arguments": {"a": 1, "b": 12345678901234567890}}', [("add", {"a": 1, "b": 12345678901234567890})]),
+        ('{"name": "now"}', [("now", {})]),
+        ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [("add", {"a": 1})]),
+        ('{"name": "write", "arguments": {"path": "</tool_call>\\""}}', [("write", {"path": '</tool_call>"'})]),
+        ('{"name": "write", "arguments": {"path": "a\nb"}}', [("write", {"path": "a\nb"})]),
+        ("{'name': 'set', 'arguments': {'value': None}}", [("set", {"value": None})]),
+        ('[{"name": "now"}, {"name": "add", "parameters": {"a": 1}}]', [("now", {}), ("add", {"a": 1})]),
+        ('{"name": "now"}\n{"name": "add", "arguments": {"a": 1e400}}', [("now", {}), ("add", {"a": "1e400"})]),
+    ],
+)  # fmt: skip
+def test_json_in_a_block(block, want):
+    call = render("now", {})
+    assert calls_of(f"Well.\n<tool_call>\n{block}\n</tool_call>\n{call}") == ("Well.\n\n", [*want, ("now", {})])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\nnothing\n</tool_call>",
+        '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>',
+        '<tool_call>\n{"name": 5}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"a": "b"}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": "',
+        "<tool_call>\n<function=add>\nno parameter\n</function>\n</tool_call>",
+        "<tool_call>\n<function=add>\n",
+        "Write <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call> to call it.",
+        "The tag <tool_call> begins a call,\n<tool_call> too, and `</tool_call>` ends it.",
+        "```xml\n" + render("now", {}) + "\n```",
+        "~~~~\n~~~\n" + render("now", {}),
+        "    " + render("now", {}),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_is_content(text):
+    assert calls_of(text) == (text, [])
+    # and what follows it is read again
+    text += "\n~~~~\n" if text.startswith("~~~~") else "\n"
+    assert calls_of(text + render("add", {"a": 1})) == (text, [("add", {"a": 1})])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "</tool_call>", "</function>", "</parameter>", "a</parameter>b", "\n</parameter>\n", "</parameter>\n</function>\n",
+        "<parameter=b>", "x\n<parameter=b>", "\n", "\n\n", " \t", "",
+        QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...",
+        "<parameter=city>\nRome\n</parameter>\n<parameter=day>\n1\n</parameter>",
+    ],
+)  # fmt: skip
+def test_tags_in_a_value(value):
+    for arguments in ({"path": value, "content": "c"}, {"path": "p", "content": value}):
+        for after in ([], [("now", {})], [("write", {"path": value})]):
+            calls = [("write", arguments), *after]
+            assert calls_of(rendered("", calls))[1] == calls
+
+
+@pytest.mark.parametrize("value", ["<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"])
+def test_a_quotation_left_open_ends_with_the_text(value):
+    assert calls_of(render("write", {"path": "a", "content": value})) == (
+        "",
+        [("write", {"path": "a", "content": value})],
+    )
+
+
+def test_a_key_comes_once():
+    text = render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>")
+    assert calls_of(text) == ("", [("add", {"a": "1\n</parameter>\n<parameter=a>\n2"})])
+
+
+def test_tags_on_one_line():
+    text = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
+    assert calls_of(text + text) == ("", [("add", {"a": 1, "b": 2})] * 2)
+
+
+def test_text_ends_without_the_last_tag():
+    text = render("add", {"a": 1}).removesuffix("\n</tool_call>")
+    assert parse(text) == [["add", '{"a": 1}', True]]
+    assert parse(text, cut=True) == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
+
+
+@pytest.mark.parametrize("n", range(51, 90))
+def test_cut_call_keeps_its_beginning(n):
+    text = render("write", {"path": "src", "content": "one two"})[:n]
+    ((name, arguments, is_complete),) = parse(text, cut=True)
+    assert (name, is_complete) == ("write", False)
+    written = text.partition("<parameter=path>\n")[2]
+    assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
+
+
+def test_strings_come_as_they_are_written():
+    parser = ToolCallParser(SCHEMAS)
+    text = render("set", {"value": "one\ntwo three", "options": {"a": [1]}})
+    events = [event for piece in re.findall(r"\s*\S+", text) for event in parser.add(piece)]
+    arguments = [event.text for event in events if isinstance(event, CallArguments)]
+    assert arguments == ['{"value": ', '"one', "\\ntwo", " three", '", "options": ', '{"a": [1]}}']
+
+
+# Values
+
+
+def types(schema, defs=None):
+    return Types({"properties": {"p": schema}, "$defs": defs or {}}).of("p")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "want"),
+    [
+        (INTEGER, "12345678901234567890", 12345678901234567890),
+        (INTEGER, " 7\n", 7),
+        (INTEGER, "7.0", 7),
+        (INTEGER, "1e3", 1000),
+        (INTEGER, "0e999999999", 0),
+        (INTEGER, "7.5", "7.5"),
+        (INTEGER, "abc", "abc"),
+        (INTEGER, "1e400", "1e400"),
+        (INTEGER, "9" * 5000, "9" * 5000),
+        (INTEGER, "1_000", "1_000"),
+        (INTEGER, "None", None),
+        ({"type": "number"}, "1e400", "1e400"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "-1.5e-3", -0.0015),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "yes", "yes"),
+        (STRING, "null", "null"),
+        (STRING, " 5 ", " 5 "),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "nullable", "nullable"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"oneOf": [STRING, {"type": "array"}]}, "[1]", [1]),
+        ({"allOf": [{"type": ["string", "integer"]}, INTEGER]}, "5", 5),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "auto"]}, "1", 1),
+        ({"const": True}, "True", True),
+        ({"type": "int"}, "5", 5),
+        (OBJECT, '{"a": 1}', {"a": 1}),
+        (OBJECT, "{'a': True, 'b': (1, None)}", {"a": True, "b": [1, None]}),
+        (OBJECT, '{"a": "b\nc"}', {"a": "b\nc"}),
+        (OBJECT, '{"a": 1e400, "b": NaN}', {"a": "1e400", "b": "NaN"}),
+        (OBJECT, "{'a': 1e400}", "{'a': 1e400}"),
+        (OBJECT, "{1,2}", "{1,2}"),
+        (OBJECT, "[1]", "[1]"),
+        (OBJECT, "{" * 100_000, "{" * 100_000),
+        ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+        ({"type": "array"}, "[" + "-" * 100_000 + "1]", "[" + "-" * 100_000 + "1]"),
+        ({"type": "array"}, "(1, 2)", [1, 2]),
+        ({}, "5", 5),
+        ({"description": "anything"}, '{"a": null}', {"a": None}),
+        (True, "text", "text"),
+        ({"$ref": "#/$defs/n"}, "5", 5),
+        ({"$ref": "#/nowhere"}, "text", "text"),
+        ({"$ref": "#/$defs/loop"}, "text", "text"),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_values_by_schema(schema, text, want):
+    defs = {"n": INTEGER, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
+    got = json.loads(to_json(text, types(schema, defs)))
+    assert (got, type(got)) == (want, type(want))
+
+
+def test_parameters_without_a_schema_are_strings():
+    assert calls_of(render("unknown", {"a": 5, "b": True})) == ("", [("unknown", {"a": "5", "b": "True"})])
+    assert calls_of(render("add", {"a": 5, "c": 5})) == ("", [("add", {"a": 5, "c": "5"})])
+    assert Types({"additionalProperties": INTEGER}).of("c") == {"integer"}
+
+
+def test_hostile_schemas():
+    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
+    assert "string" in types({"$ref": "#/$defs/d0"}, chain)
+    for schema in (
+        "x",
+        5,
+        None,
+        [],
+        {"type": 5},
+        {"type": [{}]},
+        {"anyOf": 5},
+        {"enum": {}},
+        {"$ref": 5},
+        {"properties": 5},
+    ):
+        assert "string" in types(schema)
+        assert Types(schema).of("p")
+
+
+starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])
+
+
+@given(starts, st.text(max_size=6), st.sampled_from([schema for schema, _ in TYPED]))
+@settings(laws, max_examples=200)
+def test_what_is_known_to_be_a_string_is_one(start, rest, schema):
+    allowed = types(schema, {"count": INTEGER})
+    if is_string(start, allowed):
+        assert json.loads(to_json(start + rest, allowed)) == start + rest

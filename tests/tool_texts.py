@@ -1,0 +1,49 @@
+"""Tool calls as Qwen's chat template writes them, and a model with that template."""
+
+import json
+import shutil
+from pathlib import Path
+
+from checkpoints import write
+from helpers import tiny_config, tiny_model
+from mlx.utils import tree_flatten
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mlx_mtp.checkpoint.load import DEMO
+
+TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
+STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+SCHEMAS = {
+    "write": {"properties": {"path": STRING, "content": STRING}},
+    "add": {"properties": {"a": INTEGER, "b": INTEGER}},
+    "set": {"properties": {"value": {"type": ["string", "null"]}, "options": OBJECT}},
+    "now": {"type": "object", "properties": {}},
+}
+
+
+def render(name: str, arguments: dict, json_scalars: bool = False) -> str:
+    """A call as the template writes it."""
+    return rendered("", [(name, arguments)], json_scalars)
+
+
+def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = False) -> str:
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    text = render_jinja_template([[message]], chat_template=TEMPLATE, json_scalars=json_scalars)[0][0]
+    return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny model with the demo's tokenizer, Qwen's marks for reasoning in the vocabulary, and a template with tools."""
+    changes = {"vocab_size": 4096}
+    write(folder, tiny_config("qwen3_5", **changes), dict(tree_flatten(tiny_model("qwen3_5", **changes).parameters())))
+    shutil.copy(DEMO / "tokenizer_config.json", folder)
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for mark in ("</think>", "<think>"):
+        token = max(vocabulary, key=vocabulary.get)
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocabulary.pop(token), "content": mark})
+        merges.pop()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
