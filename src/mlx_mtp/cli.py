@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, get_args
 
@@ -38,15 +38,15 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
+def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
     """Exit with status 2 and one line for an error of the user's, and with 130 when interrupted.
 
-    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others end.
+    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
     """
     group = mx.distributed.init()
     with rank_0_prints():
         try:
-            with watch(Ranks(group) if group.size() > 1 else None):
+            with watch(Ranks(group) if group.size() > 1 else None, on_loss=on_loss):
                 yield
         except (ValueError, OSError) as e:
             print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)

@@ -138,7 +138,18 @@ class APIHandler(stock.APIHandler):
 
     def _request(self, request: stock.CompletionRequest) -> Request:
         self.request_info = Request(**vars(request), connection=self.connection, copy_drafts=self.copy_drafts)
+        if self.streaming:
+            self.request_info.begin = self._begin_stream
         return self.request_info
+
+    def _begin_stream(self) -> None:
+        """Send the headers of a streamed answer, unless they have been: mlx-lm does so once generation begins."""
+        self._set_stream_headers()
+        self.end_headers()
+
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        if not self.started:
+            super()._set_stream_headers(status_code)
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_details(super().generate_response(*args, **kwargs))
@@ -219,6 +230,8 @@ class APIHandler(stock.APIHandler):
         super().send_response(code, message)
 
     def end_headers(self) -> None:
+        if self.started:
+            return
         super().end_headers()
         self.started = True
         self.response_generator.metrics.requests.labels(self.status).inc()
