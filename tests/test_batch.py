@@ -1,6 +1,7 @@
 """Switching between the loop and a batch generator: each token once, every cache right."""
 
 import copy
+import math
 from collections import Counter
 from functools import cache
 
@@ -21,7 +22,9 @@ model_of = cache(tiny_model)
 
 
 def scheduler_of(model, **kwargs) -> Scheduler:
-    options = dict(mtp=True, on_switch=lambda to: None, kv_options={}, stream=STREAM, prefill_step_size=8)
+    # Prompts are read whenever there are some, whatever the clock says.
+    pace = dict(prefill_step_size=8, max_token_gap=math.inf, min_decode_share=0.0)
+    options = dict(mtp=True, on_switch=lambda to: None, kv_options={}, stream=STREAM, **pace)
     return Scheduler(model, **{**options, **kwargs})
 
 

@@ -22,7 +22,7 @@ from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import News
-from mlx_mtp.server.ranks import RankGenerator
+from mlx_mtp.server.ranks import EVERY, RankGenerator
 
 PROMPTS = [f"class Tree{i}:\n" for i in range(9)]
 LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
@@ -202,6 +202,12 @@ def test_news_are_read_one_exchange_later(rank_1):
     assert queue.empty()  # nobody reads it
 
 
+def test_news_are_read_at_once_behind_a_part_of_a_prompt(rank_1):
+    rank_1.numbers[0][0], rank_1.n_turns = 1, EVERY
+    assert rank_1._news().gone == {5}
+    assert not rank_1._news()
+
+
 def test_all_drop_a_cache_where_one_is_full(rank_1):
     rank_1.numbers[0][2] = 1
     for _ in range(8):
@@ -241,16 +247,22 @@ def test_refuses_what_ranks_cannot_serve(monkeypatch, flags, message):
 
 @pytest.mark.slow
 def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
-    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s, ThreadPoolExecutor(1) as pool:
         with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
             unfinished.sendall(stream_request(5000))
             assert unfinished.recv(4).startswith(b"HTTP")
+            whole = pool.submit(s.request, "/v1/completions", {"prompt": PROMPTS[1], "max_tokens": 5000})
+            while s.metrics()["mlx_mtp_requests_in_flight"] < 2:
+                time.sleep(0.02)
             s.processes[1].kill()
             answer = b""
-            with suppress(ConnectionError):
-                while chunk := unfinished.recv(65536):
-                    answer += chunk
-        assert b'"finish_reason": "length"' not in answer
-        assert b'"finish_reason": "stop"' not in answer
+            while chunk := unfinished.recv(65536):
+                answer += chunk
+        *_, last, done = re.findall(rb"^data: (.*)$", answer, re.MULTILINE)
+        assert done == b"[DONE]"
+        assert json.loads(last)["error"]["type"] == "server_error"
+        status, content = whole.result()
+        assert status >= 500
+        assert content["error"]["type"] == "server_error"
         assert 0 not in s.statuses()
         assert "Rank 1" in s.log.read_text()

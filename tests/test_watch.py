@@ -101,6 +101,14 @@ def test_a_rank_that_is_killed_ends_the_others_with_one_line_that_names_it(size,
     assert out == []
 
 
+def test_the_others_are_told_before_they_end():
+    with Group("wait and tell", "wait and tell", "wait") as group:
+        group.kill(2, signal.SIGKILL)
+        statuses, _, out = group.end()
+    assert out == [f"Rank 2 ({HOST}) has died."] * 2
+    assert statuses == [1, 1, -signal.SIGKILL]
+
+
 @CULPRITS
 def test_a_rank_that_is_stopped_ends_the_others_and_is_killed(size, culprit):
     with Group(*["wait"] * size) as group:

@@ -75,7 +75,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "requests": (
         "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "decode_concurrency",
-        "prompt_concurrency",
+        "prompt_concurrency", "max_token_gap", "min_decode_share",
     ),
     "machines": ("pipeline",),
 }  # fmt: skip
@@ -133,16 +133,16 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
+def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
     """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and with 141 without a word
     where what reads the output has ended: ``| head``.
 
-    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others end.
+    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
     """
     group = mx.distributed.init()
     with _silent_where_nobody_reads(), rank_0_prints():
         try:
-            with watch(Ranks(group) if group.size() > 1 else None):
+            with watch(Ranks(group) if group.size() > 1 else None, on_loss=on_loss):
                 yield
         except BrokenPipeError:
             raise

@@ -44,6 +44,7 @@ def fail() -> None:
 
 DEEDS = {
     "wait": wait,
+    "wait and tell": wait,
     "fail": fail,
     "fail late": lambda: (time.sleep(0.1), fail()),
     "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -59,7 +60,8 @@ DEEDS = {
 if __name__ == "__main__":
     fd, rank, size, beat, patience, deed = sys.argv[1:]
     ranks = Ranks(int(rank), int(size), socket.socket(fileno=int(fd)))
-    with watch(ranks, float(beat), float(patience)):
+    on_loss = [print, lambda _: sys.stdout.flush()] if deed == "wait and tell" else []
+    with watch(ranks, float(beat), float(patience), on_loss):
         ranks.share("inside")
         DEEDS[deed]()
     print("whole")

@@ -1,5 +1,6 @@
 """``batch_generate``: mlx-lm's, with drafts."""
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ def batch_generate(
     """
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]
+    kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # nobody waits for a token
     kwargs |= {
         "num_draft_tokens": num_draft_tokens,
         "copy_drafts": copy_drafts,

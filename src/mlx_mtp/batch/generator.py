@@ -25,6 +25,7 @@ from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
 from .depth import BatchPace, NumDraftTokens, resolve_batch_number
+from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 from .row import Row
 
 CLEAR_EVERY = 512  # steps, as mlx-lm
@@ -143,6 +144,10 @@ class BatchGenerator:
           ``num_draft_tokens`` is given as a number.
         completion_batch_size (int): The most sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The most prompt tokens to read between two steps. Default: ``2048``.
+        max_token_gap (float): The target for the time between two tokens of a sequence while prompts are read, in seconds:
+          fewer are read between two steps where it would be longer. Default: ``0.5``.
+        min_decode_share (float): The share of the time that steps get while prompts are read, from 0 to below 1.
+          Default: ``0.33``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
         stream (mx.Stream, optional): Where to run. Default: ``None``, mlx-lm's generation stream.
 
@@ -164,13 +169,16 @@ class BatchGenerator:
         copy_drafts: CopyDrafts | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
+        max_token_gap: float = MAX_TOKEN_GAP,
+        min_decode_share: float = MIN_DECODE_SHARE,
         return_prompt_caches: bool = True,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         self.model: Any = check_model(model)
         self.max_tokens = _check_count("max_tokens", max_tokens)
         self.completion_batch_size = _check_count("completion_batch_size", completion_batch_size)
-        self.prefill_step_size = _check_count("prefill_step_size", prefill_step_size)
+        _check_count("prefill_step_size", prefill_step_size)
+        self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
         self.pace = BatchPace(self.model, num_draft_tokens)
@@ -386,17 +394,25 @@ class BatchGenerator:
         return [p for p in self.prompts if p.is_read][: max(n_free, 0)]
 
     def _read_prompts(self, ready: list[Prompt]) -> list[PromptResponse]:
-        start, n_left = time.perf_counter(), self.prefill_step_size
+        waiting = [prompt for prompt in self.prompts if not prompt.is_read]
+        if not waiting:
+            return []
+        is_running = bool(ready) or any(row.finish_reason is None for row in self.batch.rows)
+        n_cached = waiting[0].cache.n_tokens
+        n_left = n = self.prefill.next(n_cached, is_running)
         responses: list[PromptResponse] = []
-        for prompt in self.prompts:
-            if not prompt.is_read and n_left > 0:
+        start = time.perf_counter()
+        for prompt in waiting:
+            if n_left > 0:
                 n_before = prompt.n_read
                 responses.append(prompt.read(self.model, n_left))
                 n_left -= prompt.n_read - n_before
         if responses:
+            seconds = time.perf_counter() - start
+            self.prefill.record_chunk(n - n_left, n_cached, seconds)
             self.pace.clock.interrupt()
-            self._counters.prompt_tokens += self.prefill_step_size - n_left
-            self._counters.prompt_time += time.perf_counter() - start
+            self._counters.prompt_tokens += n - n_left
+            self._counters.prompt_time += seconds
         return responses
 
     def _step(self, ready: list[Prompt]) -> list[Response]:
@@ -433,6 +449,8 @@ class BatchGenerator:
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._counters.generation_tokens += n_tokens
         self._counters.decode_time += seconds
+        if n_tokens > 0:
+            self.prefill.record_step(seconds)
         self._counters.generation_steps += n_tokens > 0
         if self._counters.generation_steps % CLEAR_EVERY == CLEAR_EVERY - 1:
             mx.clear_cache()

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -21,7 +21,9 @@ LONGEST_ERROR = 500  # characters of an exception that the others are told
 
 
 @contextmanager
-def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iterator[None]:
+def watch(
+    ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0, on_loss: Sequence[Callable[[str], None]] = ()
+) -> Iterator[None]:
     """
     Watch over all ranks: where one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that
     names it.
@@ -34,6 +36,8 @@ def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iter
         ranks (Ranks, optional): Who runs the program. Nothing is watched in a single process, ``None``.
         beat (float): Seconds between two signs of life. Default: ``1.0``.
         patience (float): Seconds of silence, or of being stopped, after which a rank is lost. Default: ``5.0``.
+        on_loss (Sequence[Callable[[str], None]]): Called in another thread before this process is ended, with a sentence that
+          names the rank that is lost. Together they have two seconds. Default: ``()``.
 
     Raises:
         ConnectionError: The ranks cannot connect to rank 0.
@@ -58,7 +62,7 @@ def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iter
         for sock in (theirs, *(sock for sock, *_ in others)):
             sock.close()  # the watcher's
         is_over = Event()
-        Thread(target=_obey, args=(ours, ranks.rank, is_over), daemon=True).start()
+        Thread(target=_obey, args=(ours, ranks.rank, is_over, on_loss), daemon=True).start()
         last = ["bye"]
         try:
             yield
@@ -73,17 +77,20 @@ def watch(ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0) -> Iter
             watcher.wait()
 
 
-def _obey(sock: socket.socket, rank: int, is_over: Event) -> None:
+def _obey(sock: socket.socket, rank: int, is_over: Event, on_loss: Sequence[Callable[[str], None]]) -> None:
     """End the process when its watcher says so, or is lost itself."""
     try:
         with sock.makefile() as messages:
             message = messages.readline()
     except OSError:
         message = ""
-    if "over" in message:
+    kind, *rest = json.loads(message) if message else ("lost",)
+    if kind == "over":
         is_over.set()
         return
-    if not message:
-        error = f"The watcher of rank {rank} ({socket.gethostname()}) has died."
+    error = rest[0] if rest else f"The watcher of rank {rank} ({socket.gethostname()}) has died."
+    if kind == "lost":
         print(f"mlx_mtp: error: {error}", file=sys.stderr, flush=True)
+    for tell in on_loss:
+        tell(error)
     os._exit(1)  # the main thread may wait in a collective

@@ -167,7 +167,7 @@ class Watcher:
             self._shut_down()
             if fault.is_exception:  # it is printed first: mlx.launch ends all ranks as soon as one has ended
                 self.own.drain(2 * self.beat)
-            self._end_rank()
+            self._end_rank(fault.what)
             self.close(fault.rank)
 
     def _tell(self, fault: Fault) -> None:
@@ -192,8 +192,8 @@ class Watcher:
                 break
         return None
 
-    def _end_rank(self) -> None:
-        self.own.send("end")
+    def _end_rank(self, why: str) -> None:
+        self.own.send("end", why)
         if not is_stopped(self.parent):
             self.own.drain(LAST_WORDS)
         if os.getppid() == self.parent:

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -22,12 +23,15 @@ from .engine import ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
 from .ranks import RankGenerator
+from .request import ApiError
 
 LAST_ANSWERS = 5.0  # seconds to send them when the server ends
+LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
 OPEN_FILES = 4096
+ANY_NUMBER = 1 << 31  # of prompt caches
 
 
-def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
+def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
     check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
@@ -36,7 +40,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
         generator.loaded.result()
         check_model(args, generator.model_provider)
         if ranks is None or ranks.rank == 0:
-            serve(args, generator)
+            serve(args, generator, on_loss)
         else:
             with suppress(KeyboardInterrupt):  # then it asks the others to end as well
                 generator.join()
@@ -48,18 +52,20 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
 
 def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
     metrics, provider = Metrics(), ModelProvider(args)
+    # Limited by bytes, which the generator counts.
+    prompt_cache = LRUPromptCache(ANY_NUMBER if args.prompt_cache_size is None else args.prompt_cache_size)
     if ranks is not None:
-        return RankGenerator(ranks, provider, LRUPromptCache(args.prompt_cache_size), metrics)
-    kwargs = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
-    return ResponseGenerator(provider, LRUPromptCache(args.prompt_cache_size, **kwargs), metrics)
+        return RankGenerator(ranks, provider, prompt_cache, metrics)
+    return ResponseGenerator(provider, prompt_cache, metrics)
 
 
-def serve(args: argparse.Namespace, generator: ResponseGenerator) -> None:
-    """Answer requests until interrupted, then end those that are open."""
+def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:
+    """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
     infos = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     Server.address_family, _, _, _, address = infos[0]
     handler = partial(APIHandler, generator, system_fingerprint=get_system_fingerprint())
     with Server(address, handler, api_key=args.api_key) as httpd:
+        on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: httpd.wait(LAST_WORDS)]
         logging.info(f"Starting httpd at {args.host} on port {httpd.server_port}...")
         try:
             httpd.serve_forever()
@@ -81,11 +87,12 @@ def main() -> None:
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with cli.one_line_errors("mlx_mtp.server"):
+    on_loss: list[Callable[[str], None]] = []
+    with cli.one_line_errors("mlx_mtp.server", on_loss):
         args = cli.parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         try:
-            run(args, ranks)
+            run(args, ranks, on_loss)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread
             os._exit(cli.INTERRUPTED)
 

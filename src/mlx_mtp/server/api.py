@@ -144,6 +144,8 @@ class APIHandler(stock.APIHandler):
 
     def _request(self, request: stock.CompletionRequest) -> Request:
         self.request_info = Request(**vars(request), connection=self.connection, copy_drafts=self.copy_drafts)
+        if self.streaming:
+            self.request_info.begin = self._begin_stream
         return self.request_info
 
     def handle_completion(self, request: stock.CompletionRequest, stop_words: list[str]) -> None:
@@ -151,8 +153,7 @@ class APIHandler(stock.APIHandler):
         ctx, steps = self.response_generator.generate(request, self._arguments(stop_words), self._keep_alive)
         try:
             if self.stream:
-                self._set_stream_headers(200)
-                self.end_headers()
+                self._begin_stream()
                 self._stream(ctx, steps)
             else:
                 self._send_json(self._whole_answer(ctx, [*steps]))
@@ -204,6 +205,12 @@ class APIHandler(stock.APIHandler):
             reasoning_text=message.reasoning,
             tool_calls=message.tool_calls,
         )
+
+    def _begin_stream(self) -> None:
+        """Send the headers of a streamed answer, unless they have been."""
+        if not self.started:
+            self._set_stream_headers(200)
+            self.end_headers()
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_details(super().generate_response(*args, **kwargs))
@@ -284,6 +291,8 @@ class APIHandler(stock.APIHandler):
         super().send_response(code, message)
 
     def end_headers(self) -> None:
+        if self.started:
+            return
         super().end_headers()
         self.started = True
         self.response_generator.metrics.requests.labels(self.status).inc()

@@ -10,6 +10,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
 from .. import cli
+from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE
 from ..checkpoint.load import DEMO
 from .body import RESERVED
 from .provider import ModelProvider
@@ -99,6 +100,22 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help="When a request is batchable then process that many prompts in parallel",
     )
     add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
+    add(
+        "--max-token-gap",
+        type=float,
+        default=MAX_TOKEN_GAP,
+        metavar="SECONDS",
+        help="Read less of a prompt at a time where running answers would wait longer than this for their next token; inf for "
+        f"no such limit (default: {MAX_TOKEN_GAP})",
+    )
+    add(
+        "--min-decode-share",
+        type=float,
+        default=MIN_DECODE_SHARE,
+        metavar="SHARE",
+        help="The share of the time that running answers get while prompts are read, from 0 to below 1 "
+        f"(default: {MIN_DECODE_SHARE})",
+    )
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,10 +123,14 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        default=10,
-        help="Maximum number of distinct KV caches to hold in the prompt cache",
+        help="Maximum number of distinct KV caches to hold in the prompt cache. Defaults to any number.",
     )
-    add("--prompt-cache-bytes", type=_size, help="Maximum size in bytes of the KV caches")
+    add(
+        "--prompt-cache-bytes",
+        type=_size,
+        help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
+        "the model leaves.",
+    )
     add(
         "--kv-bits",
         type=int,
@@ -156,6 +177,10 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
+    if not args.max_token_gap > 0:
+        raise ValueError(f"--max-token-gap must be more than 0 seconds, not {args.max_token_gap}.")
+    if not 0 <= args.min_decode_share < 1:
+        raise ValueError(f"--min-decode-share must be from 0 to below 1, not {args.min_decode_share}.")
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")

@@ -9,6 +9,7 @@ A model without a head is generated in mlx-lm's ``BatchGenerator``, which has sa
 """
 
 import copy
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..batch.generator import BatchGenerator, Response
+from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 from ..decoding.loop import CopyDrafts, has_head, mtp_generate_step, prefill
 from ..decoding.pace import DraftCounts, NumDraftTokens
 from ..decoding.sampling import SeededSampler
@@ -116,8 +118,8 @@ Event = Progress | Token | Failure
 class Alone:
     """One sequence, in steps of a part of the prompt or a token."""
 
-    def __init__(self, model: Any, sequence: Sequence, options: dict[str, Any]):
-        self.model, self.sequence, self.options = model, sequence, options
+    def __init__(self, model: Any, sequence: Sequence, pace: PrefillPace, options: dict[str, Any]):
+        self.model, self.sequence, self.pace, self.options = model, sequence, pace, options
         self.steps: Generator[tuple[int, mx.array, bool], None, None] | None = None
 
     def next(self) -> Event:
@@ -135,9 +137,13 @@ class Alone:
 
     def _prefill(self) -> Progress:
         s = self.sequence
-        n = min(len(s.segments[0]), self.options["prefill_step_size"])
+        n_cached = len(s.tokens)
+        with mx.stream(self.options["stream"]):
+            n = self.pace.next(n_cached, is_running=False)
         tokens, s.segments[0] = s.segments[0][:n], s.segments[0][n:]
+        start = time.perf_counter()
         prefill(mx.array(tokens), self.model, prompt_cache=s.prompt_cache, **self._drafts(), **self.options)
+        self.pace.record_chunk(len(tokens), n_cached, time.perf_counter() - start)
         s.tokens += tokens
         if s.segments[0]:
             return Progress(s, len(s.tokens), None, None)
@@ -183,6 +189,37 @@ def _with_history(before: mx.array, processor: LogitsProcessor) -> LogitsProcess
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
 
 
+class StockBatches(StockBatchGenerator):
+    """mlx-lm's batch generator, for models without a head. It reads prompts at the pace of ours, several at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        prefill_step_size: int,
+        max_token_gap: float = MAX_TOKEN_GAP,
+        min_decode_share: float = MIN_DECODE_SHARE,
+        **kwargs: Any,
+    ):
+        super().__init__(model, prefill_step_size=prefill_step_size, **kwargs)
+        self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, getattr(model, "ranks", None))
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        waiting = [*self._prompt_batch.tokens, *(tokens for *_, tokens, _, _, _ in self._unprocessed_sequences)]
+        n_prompts, is_running = min(len(waiting), self.prefill_batch_size), len(self._generation_batch) > 0
+        n_cached = max(map(len, waiting), default=0)
+        with mx.stream(self.stream):
+            n = self.prefill.next(n_cached, is_running) if waiting else 0
+        self.prefill_step_size = max(n // n_prompts, 1) if n > 0 else 0  # of each prompt
+        with self.stats() as stats:
+            read, generated = super().next()
+        if generated:
+            self.prefill.record_step(stats.generation_time)
+        if stats.prompt_tokens > 0:
+            self.prefill.record_chunk(stats.prompt_tokens, n_cached, stats.prompt_time)
+        return [r for r in read if n > 0 or r.end_of_prompt], generated
+
+
 class Scheduler:
     """Generates any number of sequences: one in the loop, several in a batch.
 
@@ -191,7 +228,7 @@ class Scheduler:
         mtp (bool): Draft; ``False`` generates everything in mlx-lm's batch generator.
         on_switch (Callable[[str], None]): Called with ``"mtp"`` or ``"batch"`` when a sequence switches.
         kv_options (Dict[str, Any]): ``kv_bits`` and the like. A sequence with a quantized cache must be alone.
-        kwargs: Those of mlx-lm's ``BatchGenerator``.
+        kwargs: Those of ``mlx_mtp.BatchGenerator``, and mlx-lm's ``prefill_batch_size``.
     """
 
     def __init__(
@@ -212,7 +249,7 @@ class Scheduler:
             kwargs.pop("prefill_batch_size", None)  # prompts are read one by one
             self.batch = BatchGenerator(model, stream=stream, **kwargs)
         else:
-            self.batch = StockBatchGenerator(model, stream=stream, **kwargs)
+            self.batch = StockBatches(model, stream=stream, **kwargs)
         self.batched: dict[int, Sequence] = {}
         self.alone: Alone | None = None
         self.ready: list[Event] = []  # made by a switch
@@ -233,7 +270,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         if self.mtp and len(self) == 0:
-            self.alone = Alone(self.model, sequence, self.options)
+            self.alone = Alone(self.model, sequence, self.batch.prefill, self.options)
             return
         if self.alone is not None:
             self._switch_to_batch(self.alone)
@@ -324,7 +361,7 @@ class Scheduler:
 
     def _switch_to_alone(self) -> None:
         (s,) = self.batched.values()
-        alone = Alone(self.model, s, self.options)
+        alone = Alone(self.model, s, self.batch.prefill, self.options)
         if self.drafts_in_batch:
             self.remove(s)
             goes_on = self._emit_chosen(alone)

@@ -20,11 +20,14 @@ from ..decoding import sampling
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
 from .job import Job, Step
+from .memory import cache_budget
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
 from .provider import ModelKey, ModelProvider
 from .request import ApiError, Prompt, Request
 
+KEEP_ALIVE = 5.0  # seconds of waiting after which a client is told how far its prompt is read
+POLL = 1.0  # seconds between two looks whether the generation thread lives
 Entry = tuple["Queue[Any]", Request, stock.GenerationArguments]  # a request, and where its responses go
 
 
@@ -44,6 +47,23 @@ class News:
         return bool(self.arrived or self.gone)
 
 
+@dataclass
+class SingleQueue:
+    """Where the responses of mlx-lm's own loop go. It never asks whether the client is there: this ends it.
+
+    Raises:
+        ApiError: The client has hung up.
+    """
+
+    queue: "Queue[Any]"
+    request: Request
+
+    def put(self, response: Any) -> None:
+        if self.request.is_gone():
+            raise ApiError(400, "The client has hung up.")
+        self.queue.put(response)
+
+
 class ResponseGenerator(stock.ResponseGenerator):
     """mlx-lm's generation thread with another loop.
 
@@ -55,10 +75,12 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
         self.metrics = metrics
+        self.open: set[Queue[Any]] = set()  # where responses are awaited
         self.waiting: deque[Entry] = deque()
         self.jobs: dict[Sequence, Job] = {}
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
+        self.max_cache_bytes = 0  # of prompt caches, with that model
         self.is_exclusive = False  # the one job must stay alone
         self.acceptance = model_provider.cli_args.acceptance
         self.error: BaseException | None = None  # what has ended the thread where several ranks run the model
@@ -74,48 +96,78 @@ class ResponseGenerator(stock.ResponseGenerator):
         generation_args: stock.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[stock.GenerationContext, Iterator[Step]]:
-        """mlx-lm's method, with its errors as ``ApiError``, and with steps for its responses."""
+        """mlx-lm's method, with its errors as ``ApiError``, and with steps for its responses.
+
+        The callback is called by the clock while a client waits.
+        """
+
+        def keep_alive(n_read: int, n_tokens: int) -> None:
+            if progress_callback is not None:
+                request.begin()
+                progress_callback(n_read, n_tokens)
 
         def steps() -> Iterator[Step]:
             for response in incoming:
                 if isinstance(response, Step):
                     yield response
-                elif not isinstance(response, tuple):  # of mlx-lm's own loop, which does not look for stop words
-                    events, finish_reason = answer.step(response.text, response.finish_reason)
-                    yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason)
-                    if finish_reason is not None:
-                        ctx.stop()
-                        return
-                elif progress_callback is not None:
-                    progress_callback(*response)
+                    continue
+                # Of mlx-lm's own loop, which does not look for stop words.
+                events, finish_reason = answer.step(response.text, response.finish_reason)
+                yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason)
+                if finish_reason is not None:
+                    ctx.stop()
+                    return
 
         provider = self.model_provider
         provider.check(generation_args.model)
         tokenizer = provider.tokenizers.get(provider.key_of(generation_args.model))
         if tokenizer is None:  # go through the queue once to load the model
-            tokenizer = next(self._submit(request, generation_args))
+            tokenizer = next(self._submit(request, generation_args, keep_alive))
         request.encoded = self._encode(tokenizer, request, generation_args)
-        incoming = self._submit(request, generation_args)
+        incoming = self._submit(request, generation_args, keep_alive)
         ctx = next(incoming)
         answer = make_answer(tokenizer, ctx.text_sm, ctx.initial_state, request, generation_args.stop_words)
         return ctx, steps()
 
-    def _submit(self, request: Request, args: stock.GenerationArguments) -> Iterator[Any]:
+    def _submit(
+        self, request: Request, args: stock.GenerationArguments, keep_alive: Callable[[int, int], None]
+    ) -> Iterator[Any]:
         """Queue a request -> what the generation thread answers."""
         queue: Queue[Any] = Queue()
-        self.requests.put((queue, request, args))
+        self.open.add(queue)
+        try:
+            self.requests.put((queue, request, args))
+            while (response := self._await(queue, keep_alive)) is not None:
+                if isinstance(response, Exception):  # from mlx-lm's methods
+                    raise ApiError(400, str(response)) from response
+                if isinstance(response, ApiError):
+                    raise response
+                yield response
+        finally:
+            self.open.discard(queue)
+
+    def _await(self, queue: "Queue[Any]", keep_alive: Callable[[int, int], None]) -> Any:
+        """The next response that is not about the prompt's progress, which is told every few seconds."""
+        progress, due = (0, 0), time.monotonic() + KEEP_ALIVE
         while True:
+            is_alive = self.generation_available()
             try:
-                response = self._await_response(queue)
-            except RuntimeError as e:
-                raise ApiError(503, f"The server is stopping: {e}.") from e
-            if response is None:
-                return
-            if isinstance(response, Exception):  # from mlx-lm's methods
-                raise ApiError(400, str(response)) from response
-            if isinstance(response, ApiError):
-                raise response
-            yield response
+                response = queue.get(timeout=max(min(POLL, due - time.monotonic()), 0))
+            except Empty:
+                if not is_alive:
+                    raise ApiError(503, "The server is stopping.") from None
+                response = progress
+            if not isinstance(response, tuple):
+                return response
+            progress = response
+            if time.monotonic() >= due:
+                keep_alive(*progress)
+                due = time.monotonic() + KEEP_ALIVE
+
+    def fail_all(self, error: ApiError) -> None:
+        """End all open answers; for any thread, whatever the generation thread is waiting for."""
+        for queue in self.open.copy():
+            queue.put(error)
 
     def _encode(self, tokenizer: BoundedTokenizer, request: Request, args: stock.GenerationArguments) -> Prompt:
         try:
@@ -206,8 +258,9 @@ class ResponseGenerator(stock.ResponseGenerator):
                 return
             self.is_exclusive = self._is_exclusive(args)
             if self._is_single():
-                unstopped = replace(args, stop_words=[])
-                self._serve_single((queue, request, unstopped), mx.default_stream(mx.default_device()))
+                single = SingleQueue(queue, request), request, replace(args, stop_words=[])
+                self._serve_single(single, mx.default_stream(mx.default_device()))
+                self._make_room()
                 return
             sequence, job = self._prepare(queue, request, request.encoded, args)
         except ApiError as e:
@@ -237,8 +290,7 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _make_room(self) -> None:
         """Keep ``--prompt-cache-bytes``, those of the running requests included."""
-        if (most := self.cli_args.prompt_cache_bytes) is not None:
-            self.prompt_cache.trim_to(n_bytes=most - self.scheduler.nbytes)
+        self.prompt_cache.trim_to(n_bytes=self.max_cache_bytes - self.scheduler.nbytes)
 
     def _switch_to(self, model: stock.ModelDescription) -> None:
         key = self.model_provider.key_of(model)
@@ -251,7 +303,15 @@ class ResponseGenerator(stock.ResponseGenerator):
             logging.exception("A model could not be loaded.")
             raise ApiError(404, f"The model could not be loaded: {e}", param="model", code="model_not_found") from e
         self.scheduled = key
+        self.max_cache_bytes = self._max_cache_bytes()
+        logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
         self._open_scheduler()
+
+    def _max_cache_bytes(self) -> int:
+        if self.cli_args.prompt_cache_bytes is not None:
+            return int(self.cli_args.prompt_cache_bytes)
+        provider = self.model_provider
+        return cache_budget(*(model for model in (provider.model, provider.draft_model) if model is not None))
 
     def _open_scheduler(self) -> None:
         args = self.cli_args
@@ -268,6 +328,8 @@ class ResponseGenerator(stock.ResponseGenerator):
             completion_batch_size=args.decode_concurrency,
             prefill_batch_size=args.prompt_concurrency,
             prefill_step_size=args.prefill_step_size,
+            max_token_gap=args.max_token_gap,
+            min_decode_share=args.min_decode_share,
         )
 
     def _close_scheduler(self) -> None:
@@ -387,6 +449,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _save(self, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
         if tokens:
             self.prompt_cache.insert_cache(self.model_provider.model_key, tokens, prompt_cache, cache_type=cache_type)
+            self._make_room()
 
     def _end(self) -> None:
         """End every request: those that have begun with one last token."""

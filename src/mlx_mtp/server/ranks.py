@@ -23,6 +23,7 @@ from .batch import Event, Progress, Token
 from .engine import News, ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
+from .request import ApiError
 
 EVERY = 4  # turns between two exchanges while tokens are generated
 REST_AFTER = 100  # exchanges without a request, about ten seconds,
@@ -58,7 +59,7 @@ class RankGenerator(ResponseGenerator):
         self.n_turns += 1
         if self.jobs and self.n_turns < EVERY:
             return News()
-        self.n_turns = 0
+        is_reading, self.n_turns = self.n_turns > EVERY, 0
         self.n_idle = 0 if self.jobs else self.n_idle + 1
         if self.ranks.rank == 0:
             new = self._look(wait=not self.jobs and not self.untold)
@@ -66,18 +67,27 @@ class RankGenerator(ResponseGenerator):
         news = self._hear()
         if news is None:
             return None
+        self._tell()
+        if not is_reading:
+            return news
+        # No pass is in flight behind which the exchange would wait, and a chunk of a prompt would delay what it says.
+        more = self._hear()
+        return None if more is None else News(news.arrived + more.arrived, news.gone | more.gone)
+
+    def _tell(self) -> None:
+        """Begin an exchange."""
         if self.n_idle > REST_AFTER and self.ranks.rank != 0:
             time.sleep(REST)  # before the exchange begins: MLX's ring waits in a loop that takes all of a core
         mine = [bool(self.untold), self._stop, self._is_full(), self.checksum]
         self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
         mx.async_eval(self.sent)
-        return news
 
     def _hear(self) -> News | None:
         """Read the last exchange."""
         if self.sent is None:
             return News()
         sent: Any = self.sent.tolist()
+        self.sent = None
         has_news, stop, is_full, checksum = zip(*sent)
         if others := unlike_rank_0(checksum):
             raise RuntimeError(f"{others} have generated other tokens than rank 0.")
@@ -101,10 +111,9 @@ class RankGenerator(ResponseGenerator):
 
     def _is_full(self) -> bool:
         """Whether a prompt cache must be dropped."""
-        most = self.cli_args.prompt_cache_bytes
-        if most is None or self.scheduled is None or len(self.prompt_cache) == 0:
+        if self.scheduled is None or len(self.prompt_cache) == 0:
             return False
-        return bool(self.prompt_cache.nbytes + self.scheduler.nbytes > most)
+        return bool(self.prompt_cache.nbytes + self.scheduler.nbytes > self.max_cache_bytes)
 
     def _reseed(self) -> None:
         """After a failure, which all ranks have had alike, or this one ends."""
@@ -147,5 +156,6 @@ class RankGenerator(ResponseGenerator):
             self._generation_failed = True
             if not self.loaded.done():
                 self.loaded.set_exception(e)
+            self.fail_all(ApiError(503, f"The server is stopping: {e}"))
         if self.ranks.rank == 0 and self.loaded.exception() is None and not self._stop:
             _thread.interrupt_main()  # it serves HTTP

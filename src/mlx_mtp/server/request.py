@@ -3,6 +3,7 @@
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -53,6 +54,7 @@ class Request(stock.CompletionRequest):
 
     connection: socket.socket
     copy_drafts: CopyDrafts | None
+    begin: Callable[[], None] = lambda: None  # sends the headers of a streamed answer, unless they have been
     number: int = field(default_factory=count().__next__)
     arrived: float = field(default_factory=time.perf_counter)
     encoded: Prompt | None = None
@@ -62,7 +64,7 @@ class Request(stock.CompletionRequest):
 
     def __getstate__(self) -> dict[str, Any]:
         """What the other ranks need: the client is rank 0's, and its text is tokenized."""
-        return vars(self) | {"connection": None, "prompt": "", "messages": []}
+        return vars(self) | {"connection": None, "begin": None, "prompt": "", "messages": []}
 
     @property
     def param(self) -> str:
