@@ -23,7 +23,7 @@ from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
-from .depth import BatchPace, NumDraftTokens
+from .depth import BatchPace, NumDraftTokens, resolve_depth
 from .row import Row
 
 CLEAR_EVERY = 512  # steps, as mlx-lm
@@ -164,7 +164,7 @@ class BatchGenerator:
         self.max_tokens = max_tokens
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(self.model, num_draft_tokens)
+        self.pace = BatchPace(self.model, resolve_depth(self.model, num_draft_tokens))
         self.max_copies = most_copies(num_draft_tokens, copy_drafts)
         self.completion_batch_size, self.prefill_step_size = completion_batch_size, prefill_step_size
         self.stream = stream or generation_stream
@@ -371,7 +371,7 @@ class BatchGenerator:
                 responses.append(prompt.read(self.model, n_left))
                 n_left -= prompt.n_read - n_before
         if responses:
-            self.pace.clock.interrupt()
+            self.pace.interrupt()
             self._counters.prompt_tokens += self.prefill_step_size - n_left
             self._counters.prompt_time += time.perf_counter() - start
         return responses
