@@ -10,7 +10,7 @@ they know of their texts, and the times stay with the model.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from ..decoding.clock import Clock
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
@@ -148,16 +148,12 @@ class BatchPace:
 
     Args:
         model (MTPModel): Where several ranks run it, the depth learns from rank 0's clock.
-        num_draft_tokens (Union[int, str], optional): As in ``BatchGenerator``.
-
-    Raises:
-        ValueError: The number is out of range.
+        depth (Union[int, BatchDepth]): A fixed number of drafts, or what chooses it.
     """
 
-    def __init__(self, model: MTPModel, num_draft_tokens: NumDraftTokens | None):
-        number = resolve_batch_number(model, num_draft_tokens)
-        self.fixed = number if isinstance(number, int) else 0
-        self.depth = _make_depth(model, number)
+    def __init__(self, model: MTPModel, depth: int | BatchDepth):
+        self.fixed = depth if isinstance(depth, int) else 0
+        self.depth = depth if isinstance(depth, BatchDepth) else None
         times = None if self.depth is None else self.depth.times
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
         # Of steps: rows, drafts, those accepted, a row's mean.
@@ -174,6 +170,10 @@ class BatchPace:
     def begin(self, rows: list[Row], n_drafts: int) -> None:
         """Call when a window begins. Copies of which a row has a number of its own may make it wider than was asked for."""
         self.windows = [*self.windows[-2:], Window(rows, n_drafts, n_drafts > self.planned)]
+
+    def interrupt(self) -> None:
+        """Something else than steps took time."""
+        self.clock.interrupt()
 
     def record(self, step: Step) -> None:
         """Call when the tokens of a step are known: of one without drafts, while the device runs the next."""
@@ -203,16 +203,19 @@ def resolve_batch_number(model: MTPModel, num_draft_tokens: NumDraftTokens | Non
     return number
 
 
-def _make_depth(model: MTPModel, number: NumDraftTokens) -> BatchDepth | None:
+def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> int | BatchDepth:
+    """A fixed number of drafts, or a ``BatchDepth`` with the times that a model keeps from one batch to the next.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
+    number = resolve_batch_number(model, num_draft_tokens)
     if number == 0:
         return BatchDepth(
             SizeTimes()
         )  # of copies alone, which cost no pass of the head: what steps take is no one else's
-    return None if isinstance(number, int) else BatchDepth(size_times(model))
-
-
-def size_times(model: MTPModel) -> SizeTimes:
-    """What steps of several rows take, which a model keeps from one batch to the next."""
-    tuned = model.drafting.tuned or Settings()
-    model.drafting.batch_times = model.drafting.batch_times or SizeTimes(tuned.seconds)
-    return cast(SizeTimes, model.drafting.batch_times)
+    if isinstance(number, int):
+        return number
+    drafting = model.drafting
+    drafting.batch_times = drafting.batch_times or SizeTimes((drafting.tuned or Settings()).seconds)
+    return BatchDepth(drafting.batch_times)

@@ -24,7 +24,7 @@ from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
 from .decoder import Batch, Step
-from .depth import BatchPace, NumDraftTokens, resolve_batch_number
+from .depth import BatchPace, NumDraftTokens, resolve_batch_number, resolve_depth
 from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 from .row import Row
 
@@ -181,7 +181,7 @@ class BatchGenerator:
         self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(self.model, num_draft_tokens)
+        self.pace = BatchPace(self.model, resolve_depth(self.model, num_draft_tokens))
         self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
         default_copies(num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
@@ -410,7 +410,7 @@ class BatchGenerator:
         if responses:
             seconds = time.perf_counter() - start
             self.prefill.record_chunk(n - n_left, n_cached, seconds)
-            self.pace.clock.interrupt()
+            self.pace.interrupt()
             self._counters.prompt_tokens += n - n_left
             self._counters.prompt_time += seconds
         return responses
