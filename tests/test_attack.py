@@ -1,7 +1,11 @@
 """A few cases of each attack in scripts/attack."""
 
-from attack import loop
+from attack import caches, loop
 
 
 def test_fuzzed_loop():
     assert loop.attack(count=8, seed=7) == 0
+
+
+def test_fuzzed_prompt_cache_files():
+    assert caches.attack(count=40, seed=7) == 0
