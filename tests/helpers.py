@@ -15,6 +15,10 @@ from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
 from mlx_mtp import mtp_generate_step
+from mlx_mtp.decoding import loop
+from mlx_mtp.decoding.copies import CopyDrafter
+from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
+from mlx_mtp.decoding.drafter import Drafts
 from mlx_mtp.decoding.sampling import for_one_text
 from mlx_mtp.models.cache import ArraysCache
 
@@ -189,10 +193,15 @@ class Scripted:
     def __call__(self, *args, **kwargs):
         return self._model(*args, **kwargs)
 
-    def mtp(self, embeddings, hidden, cache, last_only=False):
-        out = self._model.mtp(embeddings, hidden, cache, last_only)
-        self._rows = cache.offset
-        return out
+    @property
+    def mtp(self):
+        def head(embeddings, hidden, cache, last_only=False):
+            out = self._model.mtp(embeddings, hidden, cache, last_only)
+            self._rows = cache.offset
+            return out
+
+        head.layers = self._model.mtp.layers
+        return head
 
     def draft_logits(self, hidden):
         logits = self._model.draft_logits(hidden)
@@ -200,6 +209,21 @@ class Scripted:
         i = self._rows + 1
         draft = self._truth[i] if self._right(i) else (self._truth[i] + 1) % logits.shape[-1]
         return 0 * logits + 10 * (mx.arange(logits.shape[-1]) == draft)
+
+
+def script_copies(monkeypatch, truth: list[int], offer) -> None:
+    """Copies are offered where ``offer(i)`` is not None, for the first of them at token i, and right where it is True."""
+
+    class ScriptedCopies(CopyDrafter):
+        def odds(self, n_unread):
+            return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
+
+        def propose(self, k, n_unread):
+            first = len(self.text) + n_unread
+            tokens = [truth[i] if offer(i) else (truth[i] + 1) % 32 for i in range(first, first + k)]
+            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+
+    monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
 
 
 def mtp(prompt, model, **kwargs):

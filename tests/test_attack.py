@@ -1,6 +1,6 @@
 """A few cases of each attack in scripts/attack."""
 
-from attack import batch, loop
+from attack import batch, caches, loop
 
 
 def test_fuzzed_loop():
@@ -9,3 +9,7 @@ def test_fuzzed_loop():
 
 def test_fuzzed_batch():
     assert batch.attack(count=4, seed=7) == 0
+
+
+def test_fuzzed_prompt_cache_files():
+    assert caches.attack(count=40, seed=7) == 0

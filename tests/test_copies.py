@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, STOPS, Scripted, assert_cache_of, mtp, plain, tiny_model
+from helpers import PROMPT, STOPS, Scripted, assert_cache_of, mtp, plain, script_copies, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
@@ -14,10 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.decoding import loop
 from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.drafter import Drafts
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import PLAIN, Plan
 
@@ -130,21 +128,6 @@ def test_keeps_the_text_of_a_prompt_cache(before, prompt, n_unknown):
 # The loop
 
 
-def script(monkeypatch, truth: list[int], offer) -> None:
-    """Copies are offered where ``offer(i)`` is not None, for the first of them at token i, and right where it is True."""
-
-    class ScriptedCopies(CopyDrafter):
-        def odds(self, n_unread):
-            return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
-
-        def propose(self, k, n_unread):
-            first = len(self.text) + n_unread
-            tokens = [truth[i] if offer(i) else (truth[i] + 1) % 32 for i in range(first, first + k)]
-            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
-
-    monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
-
-
 @settings(max_examples=10, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -163,7 +146,7 @@ def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_toke
     prompt_cache, counts = make_prompt_cache(model), DraftCounts()
     options = dict(num_draft_tokens=depth, copy_drafts=n_copies, prompt_cache=prompt_cache, counts=counts)
     with pytest.MonkeyPatch.context() as m:
-        script(m, text, lambda i: copies[i % len(copies)])
+        script_copies(m, text, lambda i: copies[i % len(copies)])
         tokens = mtp(PROMPT, scripted, max_tokens=max_tokens, **options)
     assert tokens == truth[:max_tokens]
     assert_cache_of(model, prompt_cache, len(PROMPT) + max_tokens)
@@ -199,7 +182,7 @@ def test_resumes_after_any_stop_as_from_a_cold_start(n_copies, stops, monkeypatc
     for n in stops:
         prompt_cache = make_prompt_cache(model)
         with monkeypatch.context() as m:
-            script(m, REPEATS + truth, lambda i: i % 7 != 0)
+            script_copies(m, REPEATS + truth, lambda i: i % 7 != 0)
             steps = mtp_generate_step(mx.array(REPEATS), model, max_tokens=-1, prompt_cache=prompt_cache, **options)
             assert [next(steps)[0] for _ in range(n)] == truth[:n]
             steps.close()
@@ -276,7 +259,7 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(monkeypatch):
         options = dict(max_tokens=40, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
         truth = plain(REPEATS, model, **options)
         with monkeypatch.context() as m:
-            script(m, REPEATS + truth + [0] * 20, lambda i: i % 5 != 0)
+            script_copies(m, REPEATS + truth + [0] * 20, lambda i: i % 5 != 0)
             assert mtp(REPEATS, model, num_draft_tokens=1, copy_drafts=6, **options) == truth
 
 
@@ -414,7 +397,7 @@ class Grammar:
 def test_processors(make, monkeypatch):
     model = model_of("qwen3_5")
     truth = plain(REPEATS, model, max_tokens=40, logits_processors=[make()])
-    script(monkeypatch, REPEATS + truth + [0] * 20, lambda i: i % 4 != 0)
+    script_copies(monkeypatch, REPEATS + truth + [0] * 20, lambda i: i % 4 != 0)
     counts = DraftCounts()
     options = dict(num_draft_tokens=2, copy_drafts=5, counts=counts)
     assert mtp(REPEATS, model, max_tokens=40, logits_processors=[make()], **options) == truth

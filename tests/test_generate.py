@@ -298,6 +298,22 @@ def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
     )
     assert (status, err.count("\n")) == (2, 1)
 
+    cache[-1][2] = mx.array([4_000_000], mx.uint32)
+    save_prompt_cache(str(tmp_path / "damaged.safetensors"), cache, metadata)
+    for flags in (["--check"], []):
+        status, _, err = run(
+            monkeypatch,
+            capsys,
+            *args,
+            *flags,
+            "--prompt-cache-file",
+            tmp_path / "damaged.safetensors",
+            "--prompt",
+            more,
+        )
+        assert (status, err.count("\n")) == (2, 1)
+        assert "has the token 4000000, and the vocabulary ends at 4095" in err
+
 
 def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []

@@ -1,10 +1,15 @@
 """Ctrl-C at any point of the loop: the prompt cache holds exactly what was handed out."""
 
+import copy
+import functools
 import linecache
+import re
 import sys
 
+import mlx.core as mx
 import pytest
 from helpers import PROMPT, Scripted, assert_cache_of, deep_model, mtp, plain
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, drafter, loop
@@ -14,37 +19,57 @@ from mlx_mtp.models import prompt_cache as prompt_cache_module
 FILES = {module.__file__ for module in (cache, prompt_cache_module, decoder, drafter, loop)}
 
 
-def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
-    """The tokens of a generator that Ctrl-C stops at the n-th line of the loop, and whether it came so far."""
-    count = 0
+class Interrupts:
+    """Ctrl-C at the n-th line of the loop, or of ``finalize`` and what it calls."""
 
-    def call(frame, event, arg):
-        inside, outer = frame.f_code.co_filename in FILES, frame
-        while inside and outer is not None:
-            inside = outer.f_code.co_name != "finalize"  # what comes after
+    def __init__(self, n: int, in_finalize: bool):
+        self.n, self.in_finalize = n, in_finalize
+        self.count, self.came = 0, False
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def _call(self, frame, event, arg):
+        outer, in_finalize = frame, False
+        while outer is not None and not in_finalize:
+            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == decoder.__file__
             outer = outer.f_back
-        return line if inside else None
+        return self._line if frame.f_code.co_filename in FILES and in_finalize == self.in_finalize else None
 
-    def line(frame, event, arg):
-        nonlocal count
+    def _line(self, frame, event, arg):
         # Between the line before and that of a yield there is no call, and so none of the points where signals are handled.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event == "line" and not text.startswith(("yield token", "decoder.finalize()")):
-            count += 1
-            if count == n:
+            self.count += 1
+            if self.count == self.n:
+                self.came = True
                 raise KeyboardInterrupt
-        return line
+        return self._line
 
-    tokens = []
-    sys.settrace(call)
-    try:
-        for token, _, _ in steps:
-            tokens.append(token)
-    except KeyboardInterrupt:
-        return tokens, True
-    finally:
-        sys.settrace(None)
-    return tokens, False
+
+def head_rows(prompt_cache):
+    head = prompt_cache[-2]
+    return [] if head.keys is None else [x[:, :, : head.offset] for x in (head.keys, head.values)]
+
+
+def assert_head_rows(prompt_cache, want):
+    """The head's keys and values are these, up to rounding."""
+    rows = head_rows(prompt_cache)
+    assert [x.shape for x in rows] == [x.shape for x in want]
+    assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(rows, want))
+
+
+def uninterrupted(model, text):
+    """What follows in a cache of this text, and the head's rows in it."""
+    prompt_cache = make_prompt_cache(model)
+    if text:
+        loop.prefill(mx.array(text), model, prompt_cache=prompt_cache)
+    return plain([*text, 7, 2], model, max_tokens=4), head_rows(prompt_cache)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +77,7 @@ def interrupted_at(n: int, steps) -> tuple[list[int], bool]:
     [pytest.param(0, False, marks=pytest.mark.slow), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
 )
 def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
-    model = deep_model("qwen3_5")
-    truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
+    model, truth = model_and_truth()
     head = Scripted(model, truth, lambda i: i % 3 > 0)
     after = {}
     n, came = 1, True
@@ -62,7 +86,11 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
         options = dict(
             max_tokens=8, num_draft_tokens=depth, exact=exact, prefill_step_size=6, prompt_cache=prompt_cache
         )
-        tokens, came = interrupted_at(n, mtp_generate_step(PROMPT, head, **options))
+        tokens = []
+        with Interrupts(n, in_finalize=False) as interrupts:
+            for token, _, _ in mtp_generate_step(PROMPT, head, **options):
+                tokens.append(token)
+        came = interrupts.came
         n_cached = len(PROMPT) + len(tokens)
         if not tokens:
             n_cached = prompt_cache_module.n_tokens(prompt_cache)
@@ -70,8 +98,96 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
         if n_cached > 0:
             assert_cache_of(model, prompt_cache, n_cached)
         if n_cached not in after:
-            after[n_cached] = plain([*truth[:n_cached], 7, 2], model, max_tokens=4)
-        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == after[n_cached]
+            after[n_cached] = uninterrupted(model, truth[:n_cached])
+        want, rows = after[n_cached]
+        if n_cached > 0:
+            assert_head_rows(prompt_cache, rows)
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == want
         n += 17  # over the steps, which differ in length, most lines come
     assert n > 500
     assert len(after) > 8
+
+
+NOT_KNOWN = "What this prompt cache holds is not known.*make it anew"
+
+
+@functools.cache
+def model_and_truth():
+    model = deep_model("qwen3_5")
+    return model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
+
+
+def begun(prompt_cache, n_tokens):
+    """A generation that has handed over this many tokens, of windows with drafts that were accepted or not; and its text."""
+    model, truth = model_and_truth()
+    head = Scripted(model, truth, lambda i: i % 3 > 0)
+    steps = mtp_generate_step(
+        PROMPT, head, max_tokens=40, num_draft_tokens=3, prefill_step_size=6, prompt_cache=prompt_cache
+    )
+    assert [next(steps)[0] for _ in range(n_tokens)] == truth[len(PROMPT) : len(PROMPT) + n_tokens]
+    return steps, truth[: len(PROMPT) + n_tokens]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "stride"),
+    [
+        *((n, 11) for n in (1, 3, 6)),
+        *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(1, 12)),
+    ],
+)
+def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
+    """It is finished all the same; but for a line before it begins, where the cache says that it is lost."""
+    model, after, came, n, lost = model_and_truth()[0], None, True, 1, {}
+    while came:
+        prompt_cache = make_prompt_cache(model)
+        steps, text = begun(prompt_cache, n_tokens)
+        with Interrupts(n, in_finalize=True) as interrupts:
+            steps.close()
+        came = interrupts.came
+        try:
+            prompt_cache_module.open_prompt_cache(model, prompt_cache)
+        except ValueError as e:
+            lost[n] = str(e)
+        else:
+            assert_cache_of(model, prompt_cache, len(text))
+            want, rows = after = after or uninterrupted(model, text)
+            assert_head_rows(prompt_cache, rows)
+            assert mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache)) == want
+        n += stride
+    assert n > 50
+    assert list(lost) == [1]
+    assert re.match(NOT_KNOWN, lost[1])
+
+
+def test_an_end_that_is_interrupted_twice_is_known_as_such(monkeypatch, tmp_path):
+    """So is a copy of the cache, one from a file, and one that is copied while the generation is open."""
+    model, file = model_and_truth()[0], str(tmp_path / "turn.safetensors")
+    prompt_cache = make_prompt_cache(model)
+    steps, _ = begun(prompt_cache, 3)
+    earlier = copy.deepcopy(prompt_cache)
+    save_prompt_cache(file, prompt_cache)
+    for entries in (prompt_cache, earlier):
+        with pytest.raises(ValueError, match="A generation is open"):
+            mtp([7, 2], model, prompt_cache=entries)
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(decoder.Decoder, "_finalize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            steps.close()
+    for entries in (prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file)):
+        with pytest.raises(ValueError, match=NOT_KNOWN):
+            mtp([7, 2], model, prompt_cache=entries)
+
+
+def test_a_copy_of_an_open_cache_stays_unknown_when_the_other_is_closed():
+    model, _ = model_and_truth()
+    prompt_cache = make_prompt_cache(model)
+    steps, text = begun(prompt_cache, 3)
+    earlier = copy.deepcopy(prompt_cache)
+    steps.close()
+    with pytest.raises(ValueError, match=NOT_KNOWN):
+        mtp([7, 2], model, prompt_cache=earlier)
+    assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*text, 7, 2], model, max_tokens=4)

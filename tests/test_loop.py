@@ -2,7 +2,6 @@
 
 import copy
 import json
-import threading
 from functools import cache
 
 import mlx.core as mx
@@ -532,20 +531,6 @@ def test_rejects_a_cache_in_use(depth):
     assert next(steps)[0] == truth[3]  # and goes on
     steps.close()
     assert mtp([truth[4]], model, max_tokens=5, prompt_cache=cache) == truth[5:10]
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_closes_in_another_thread(depth, n):
-    model = model_of("qwen3_5")
-    cache, truth = make_prompt_cache(model), plain(PROMPT, model, max_tokens=30)
-    steps = mtp_generate_step(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=cache)
-    assert [next(steps)[0] for _ in range(n)] == truth[:n]
-    thread = threading.Thread(target=steps.close)
-    thread.start()
-    thread.join()
-    assert_cache_of(model, cache, len(PROMPT) + n)
-    assert mtp([truth[n]], model, max_tokens=5, prompt_cache=cache) == truth[n + 1 : n + 6]
 
 
 def test_leaves_the_callers_stream_alone():

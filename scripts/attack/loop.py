@@ -9,6 +9,7 @@ fills with the same tokens: both must go on alike. Exit status 1 and the case's 
 import argparse
 import random
 import sys
+import threading
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -19,6 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.decoding.drafter import HeadDrafter
 from mlx_mtp.models.draft_lm_head import DraftLMHead
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -27,6 +29,38 @@ VOCAB = 32
 
 class Interrupted(Exception):
     pass
+
+
+def close(steps) -> None:
+    steps.close()
+
+
+def close_elsewhere(steps) -> None:
+    """In another thread."""
+    thread = threading.Thread(target=steps.close)
+    thread.start()
+    thread.join()
+
+
+def interrupt_twice(steps) -> None:
+    """Close, and interrupt that."""
+    original = HeadDrafter.finalize
+
+    def interrupted(self, n_tokens):
+        HeadDrafter.finalize = original
+        original(self, n_tokens)
+        raise Interrupted
+
+    HeadDrafter.finalize = interrupted
+    try:
+        steps.close()
+    except Interrupted:
+        pass
+    finally:
+        HeadDrafter.finalize = original
+
+
+ENDS = {"close": close, "close elsewhere": close_elsewhere, "interrupt twice": interrupt_twice}
 
 
 def random_case(r: random.Random) -> dict:
@@ -38,6 +72,7 @@ def random_case(r: random.Random) -> dict:
         prompt=[r.randrange(VOCAB) for _ in range(r.choice([1, 2, 3, 7, 20, 63, 64, 65]))],
         max_tokens=r.randint(1, 40),
         depth=r.choice([0, 1, 2, 3, 4, 8, "auto"]),
+        copies=r.choice(["off", "off", "auto", 4, 16]),
         prefill_step_size=r.choice([1, 2, 5, 16, 64, 2048]),
         exact=r.random() < 0.15,
         draft_p_min=r.choice([0.0, 0.0, 0.0, 0.2, 0.9]),
@@ -46,14 +81,14 @@ def random_case(r: random.Random) -> dict:
         seed=r.choice([None, None, r.randrange(2**64)]),
         draft_rows=r.choice([None, None, 6, 20]),
         kv_bits=r.choice([None, None, None, 8]),
-        end=r.choice(["run", "close", "raise"]),
+        end=r.choice(["run", "close", "close elsewhere", "interrupt twice", "raise"]),
         n_before_end=r.randint(0, 20),
     )
 
 
 def run(
-    family, model_seed, n_layers, prompt, max_tokens, depth, prefill_step_size, exact, draft_p_min, right, penalties, seed,
-    draft_rows, kv_bits, end, n_before_end,
+    family, model_seed, n_layers, prompt, max_tokens, depth, copies, prefill_step_size, exact, draft_p_min, right, penalties,
+    seed, draft_rows, kv_bits, end, n_before_end,
 ):  # fmt: skip
     """
     Raises:
@@ -83,18 +118,19 @@ def run(
         return logits
 
     steps = mtp_generate_step(
-        mx.array(prompt), ours, max_tokens=max_tokens, num_draft_tokens=depth, exact=exact, draft_p_min=draft_p_min,
-        sampler=sampler, logits_processors=[*make_logits_processors(**penalties), raises], prompt_cache=cache, **options,
+        mx.array(prompt), ours, max_tokens=max_tokens, num_draft_tokens=depth, copy_drafts=copies, exact=exact,
+        draft_p_min=draft_p_min, sampler=sampler, logits_processors=[*make_logits_processors(**penalties), raises],
+        prompt_cache=cache, **options,
     )  # fmt: skip
     got = []
     try:
         for token, _, _ in steps:
             got.append(token)
-            if end == "close" and len(got) > n_before_end:
+            if end in ENDS and len(got) > n_before_end:
                 break
     except Interrupted:
         pass
-    steps.close()
+    ENDS.get(end, close)(steps)
     assert got == want[: len(got)], (got, want)
     assert end != "run" or len(got) == max_tokens
     if got and kv_bits is None and not penalties:

@@ -7,7 +7,7 @@ of them, and the prompt cache is then that of the tokens handed over.
 This module knows nothing of temperatures, layers and heads, nor of when to stop.
 """
 
-import threading
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import wraps
@@ -98,10 +98,11 @@ class Decoder:
         exchange: Exchange | None = None,
     ):
         self.exchange = exchange
+        self.generation: weakref.ref[Any] | None = None  # the generator that makes the moves
         self.told: list[mx.array] = []  # the exchange of the pass
         self.model, self.cache, self.head, self.copies = model, cache, head, copies
         self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
-        self.stream, self.thread = stream, threading.get_ident()
+        self.stream = stream
         self.in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
 
         self.n_cached = cache.n_tokens  # tokens that are final
@@ -130,7 +131,7 @@ class Decoder:
         self, prompt: mx.array, embeddings: mx.array | None, step_size: int, progress: Callable[[int, int], Any]
     ) -> None:
         """Read a prompt [T], or its embeddings [T, H], in chunks, and verify a window of its last token alone."""
-        self.cache.in_use = True
+        self.cache.begin(self.generation)
         n_prompt, done = len(prompt if embeddings is None else embeddings), 0
         progress(0, n_prompt)
         if self.copies is not None and len(prompt) == 0:
@@ -178,8 +179,7 @@ class Decoder:
     def draft(self, plan: Plan) -> None:
         """Tell the head what the step decided, and draft for the next window."""
         assert self.step is not None
-        n = len(self.step.tokens)
-        self.head.extend(self.hidden[:, :n], self.step.tokens)
+        self.head.extend(self.hidden, self.step.tokens)
         self.next_drafts = self.head.propose(0 if plan.copies else plan.k, self.n_decided)
         if plan.copies and self.copies is not None:
             self.next_drafts = self.copies.propose(plan.k, self._n_unread)
@@ -370,21 +370,29 @@ class Decoder:
     def finalize(self) -> None:
         """Keep the tokens handed over, take back all others, and give the head a row for each but the last.
 
-        This may come at any point of the moves above, after an error or an interrupt, and in any thread.
+        This may come at any point of the moves above and of itself, after an error or an interrupt, and in any thread. A second
+        interrupt does not stop it, since who asks for a cache to be kept presses Ctrl-C twice, too.
         """
-        with mx.stream(self.stream):
-            if self.before is not None:
-                restore(self.cache.entries, self.before)
-                self.window = None
-            if self.window is not None:
-                # ``draft`` may have told the head of these already: then they come twice, and the second time is ignored.
-                self.head.extend(self.hidden[:, : self.n_kept - 1], self.window[1 : self.n_kept])
-                self._commit()
-            self._quantize()  # as mlx-lm does after every pass
-            self.cache.record(self.n_cached, () if self.copies is None else self.copies.text_of(self.n_cached))
-            self.head.finalize(self.n_cached)
-            if threading.get_ident() != self.thread:
-                mx.eval([c.state for c in self.cache.entries])  # MLX's streams end with their thread
-            if self.exchange is not None:
-                mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
-        self.cache.in_use = False
+        try:
+            self._finalize()
+        except BaseException:
+            self._finalize()
+            raise
+
+    @on_stream
+    def _finalize(self) -> None:
+        if self.before is not None:
+            restore(self.cache.entries, self.before)
+            self.window = None
+        if self.window is not None:
+            # ``draft`` may have told the head of these already: then they come twice, and the second time is ignored.
+            self.head.extend(self.hidden, self.window[1 : self.n_kept])
+            self._commit()
+        self._quantize()  # as mlx-lm does after every pass
+        self.head.finalize(self.n_cached)
+        # Another thread, which goes on from here, cannot evaluate what this one left lazy.
+        mx.async_eval([c.state for c in self.cache.entries])
+        if self.exchange is not None:
+            mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
+        # Last: until here the cache is known to be unfinished.
+        self.cache.record(self.n_cached, () if self.copies is None else self.copies.text_of(self.n_cached))

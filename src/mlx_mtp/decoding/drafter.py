@@ -51,7 +51,7 @@ class Drafter(Protocol):
         ...
 
     def extend(self, hidden: mx.array, tokens: mx.array) -> None:
-        """Take n decided tokens [n], and the backbone's hidden states of the tokens before them, [1, n, H]."""
+        """Take n decided tokens [n], and the backbone's hidden states [1, T, H], the first n of them of the tokens before."""
         ...
 
     def propose(self, k: int, position: int) -> Drafts:
@@ -63,7 +63,7 @@ class Drafter(Protocol):
         ...
 
     def finalize(self, n_tokens: int) -> None:
-        """Leave the prompt cache as that of its first ``n_tokens`` tokens. May come at any point, after an interrupt."""
+        """Leave the prompt cache as that of its first ``n_tokens`` tokens. May come at any point, also of itself."""
         ...
 
 
@@ -111,7 +111,9 @@ class HeadDrafter:
         self.lm_head = model.drafting.lm_head
         self.first_row = cache.first_row
         self.context = NO_DRAFTS.tokens  # [N], for the logits processors
-        # Positions without a row yet: hidden states [1, t, H], and the tokens [t] after them.
+        self.n_rows = cache.head.offset  # rows that are done; those after them are of drafts, or of a pass not done
+        # Positions without a row yet: hidden states [1, T, H], and the t <= T tokens [t] after the first of them. They are not
+        # cut to t here: a slice is lazy, and who closes the generator in another thread could not evaluate it.
         self.pending: list[tuple[mx.array, mx.array]] = []
         self.n_pending = 0
 
@@ -119,6 +121,7 @@ class HeadDrafter:
         self._note(tokens)
         if hidden is not None and (t := hidden.shape[1]) > 0:
             run_head(self.model, hidden, tokens[-t:], self.cache.head, None if embeddings is None else embeddings[-t:])
+            self.n_rows += t
 
     def extend(self, hidden: mx.array, tokens: mx.array) -> None:
         self._note(tokens)
@@ -161,11 +164,11 @@ class HeadDrafter:
 
     def finalize(self, n_tokens: int) -> None:
         """A row for each token but the last: whatever part of a move was done, the number of rows tells what is missing."""
-        n_missing = max(n_tokens - 1 - self.first_row, 0) - self.cache.head.offset
-        if n_missing > 0:
-            self._catch_up(n_missing)
-        else:
-            self.cache.head.trim(-n_missing)
+        head, wanted = self.cache.head, max(n_tokens - 1 - self.first_row, 0)
+        n_rows = min(self.n_rows, head.offset)  # less where an interrupted chunk of the prompt was taken back
+        head.trim(head.offset - min(n_rows, wanted))
+        if wanted > n_rows:
+            self._catch_up(wanted - n_rows)
 
     def _note(self, tokens: mx.array) -> None:
         if self.logits_processors:
@@ -173,9 +176,9 @@ class HeadDrafter:
 
     def _catch_up(self, n: int | None = None) -> mx.array:
         """Make rows of the first n pending positions, and forget the others -> the head's output for the last, [1, 1, H]"""
-        hidden = mx.concatenate([h for h, _ in self.pending], axis=1)
-        tokens = mx.concatenate([t for _, t in self.pending])
-        out = run_head(self.model, hidden[:, :n], tokens[:n], self.cache.head)
-        self.pending.clear()
-        self.n_pending = 0
+        hidden = mx.concatenate([h[:, : len(t)] for h, t in self.pending], axis=1)[:, :n]
+        tokens = mx.concatenate([t for _, t in self.pending])[:n]
+        out = run_head(self.model, hidden, tokens, self.cache.head)
+        # At once: until here an interrupt leaves it to be done again.
+        self.n_rows, self.pending, self.n_pending = self.cache.head.offset, [], 0
         return out

@@ -23,6 +23,7 @@ This module is the loop. Its moves are those of ``decoder.Decoder``. How many dr
 ``pace.Pace``.
 """
 
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Literal, cast
 
@@ -130,10 +131,24 @@ def mtp_generate_step(
     copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
     decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, pace.exchange)
-    progress = prompt_progress_callback or (lambda *_: None)
+    tokens = prompt.astype(mx.uint32)
+    steps = _steps(decoder, pace, tokens, input_embeddings, prefill_step_size, prompt_progress_callback, max_tokens)
+    decoder.generation = weakref.ref(steps)
+    yield from steps
 
+
+def _steps(
+    decoder: Decoder,
+    pace: Pace,
+    prompt: mx.array,
+    embeddings: mx.array | None,
+    prefill_step_size: int,
+    progress: Callable[[int, int], None] | None,
+    max_tokens: int,
+) -> Generator[Token, None, None]:
+    """The loop."""
     try:
-        decoder.prefill(prompt.astype(mx.uint32), input_embeddings, prefill_step_size, progress)
+        decoder.prefill(prompt, embeddings, prefill_step_size, progress or (lambda *_: None))
         if max_tokens == 0:
             return
         step = yield from decoder.accept()  # of the prompt's last token, which gives the first

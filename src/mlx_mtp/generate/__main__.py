@@ -15,6 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli
 from ..checkpoint.load import DEMO, load
 from ..distributed.ranks import from_rank_0
+from ..models.mixin import MTPMixin
+from ..models.prompt_cache import open_prompt_cache
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
@@ -67,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
     check_flags(args)
     saved = load_prompt_cache(args)
     model, tokenizer, config = load_model(args, saved)
+    if saved is not None and isinstance(model, MTPMixin):
+        open_prompt_cache(model, saved.caches)  # --check gives it to mlx-lm first, which does not look at it
     prompt, input_embeddings = from_rank_0(
         getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
     )

@@ -38,7 +38,7 @@ def load_prompt_cache(args: argparse.Namespace) -> PromptCacheFile | None:
         if missing := {"model", "tokenizer_config"} - metadata.keys():
             raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
         saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
-    except (RuntimeError, ValueError, KeyError) as e:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm takes its content on trust
         raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
     _check_saved(args, saved)
     return saved

@@ -41,7 +41,6 @@ class ArraysCache(stock.ArraysCache):
     cache: list[Any]
     window: _Window | None = None
     draft: Any = None  # the draft model's cache, in mlx-lm's own speculative loop: see draft_model.py
-    in_use = False  # a generation is open on the prompt cache
 
     def is_trimmable(self) -> bool:
         if self.draft is None:

@@ -12,6 +12,7 @@ from ..distributed.ranks import Ranks
 from .cache import ArraysCache
 from .draft_model import DraftModel
 from .drafting import Drafting
+from .fingerprint import fingerprint
 from .mtp import is_raw, sanitize_head, split_head
 
 
@@ -25,6 +26,7 @@ class MTPMixin:
     logits: Any
     ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
     _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
+    _fingerprint: bytes | None = None  # once somebody asked for it
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
@@ -36,6 +38,19 @@ class MTPMixin:
         if (draft_model := self._held_draft_model()) is not None:
             draft_model.offer(made)
         return made
+
+    def fingerprint(self) -> bytes:
+        """What tells this model's prompt caches from another's, see ``fingerprint.py``. It is taken once."""
+        self._fingerprint = self._fingerprint or fingerprint(self)
+        return self._fingerprint
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self._fingerprint = None  # new weights, such as those of an adapter
+        return super().update(*args, **kwargs)  # type: ignore[misc]
+
+    def update_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self._fingerprint = None
+        return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for ``mlx_lm.stream_generate(model, ..., draft_model=model.make_draft_model())``.

@@ -1,12 +1,19 @@
 """The list that holds the caches of a model and its head.
 
 A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
-an ``ArraysCache`` with the hidden state of the last token, which the head needs once the next token is known, the number
-of tokens that the backbone's caches held then, these tokens, which may be copied, and whose part of the model's caches this is,
-where several ranks run it. By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list,
-its ``load_prompt_cache`` reads it.
+an ``ArraysCache`` with
+
+    the hidden state of the last token, which the head needs once the next token is known
+    the number of tokens that the backbone's caches held then; -1 while a generation is open
+    these tokens, which may be copied
+    whose part of the model's caches this is, where several ranks run it
+    the fingerprint of the model
+
+By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache``
+reads it.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +22,11 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from .cache import ArraysCache
+from .cache_checks import check_backbone, check_keys, check_last, misfit
+from .fingerprint import SIZE
 
-N_LAST = 4  # arrays of the last entry
+N_LAST = 5  # arrays of the last entry
+UNFINISHED = -1  # the number of tokens while a generation is open, or where it could not be ended
 
 
 class PromptCache:
@@ -71,10 +81,27 @@ class PromptCache:
         tokens = self._last[2]
         return [] if tokens is None else tokens.tolist()
 
+    def begin(self, generation: "weakref.ref[Any] | None") -> None:
+        """From now on the last tokens may be drafts that will be rejected: nothing else may use the cache, or a copy of it.
+
+        Args:
+            generation (weakref.ref[Generator]): To the generator that does so.
+        """
+        self._last.generation = generation
+        self._last[1] = mx.array(UNFINISHED)
+
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
-        """The head is in step with this number of tokens, of which the last ones are known."""
-        self._last[1] = mx.array(n_tokens)
+        """The caches hold this number of tokens, of which the last ones are known, and the head is in step with them."""
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        self._last[1] = mx.array(n_tokens)
+        self._last.generation = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a generation goes on with this cache, or with the one that it is a copy of."""
+        ref = getattr(self._last, "generation", None)
+        generation = None if ref is None else ref()
+        return generation is not None and (generation.gi_running or generation.gi_suspended)
 
     @property
     def part(self) -> list[int]:
@@ -83,20 +110,18 @@ class PromptCache:
         return [] if part is None else part.tolist()
 
     @property
+    def fingerprint(self) -> bytes:
+        """Of the model that the caches are of; empty where it is not known."""
+        return b"" if self._last[4] is None else bytes(self._last[4].tolist())
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: bytes) -> None:
+        self._last[4] = mx.array([*fingerprint], mx.uint8)
+
+    @property
     def first_row(self) -> int:
         """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a generation is open on this cache: its last tokens may be drafts that will be rejected."""
-        return any(getattr(c, "in_use", False) for c in self.backbone)
-
-    @in_use.setter
-    def in_use(self, value: bool) -> None:
-        for c in self.backbone:
-            if isinstance(c, ArraysCache):
-                c.in_use = value
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -113,6 +138,13 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 def make_head_cache(model: Any) -> list[Any]:
     """The last two entries of an empty prompt cache."""
+    entries = _head_cache(model)
+    PromptCache(entries, 0).fingerprint = model.fingerprint()
+    return entries
+
+
+def _head_cache(model: Any) -> list[Any]:
+    """The same, without the fingerprint: the first one takes some time."""
     last = stock.ArraysCache(N_LAST)
     if part := _part_of(model):
         last[3] = mx.array(part)
@@ -122,43 +154,91 @@ def make_head_cache(model: Any) -> list[Any]:
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
     """Check a prompt cache, make it one of ``make_prompt_cache`` in place, and name its parts.
 
-    A cache that mlx-lm filled lacks the head's rows. Only relative positions count in the head: it begins with the tokens that
-    follow, and drafts less well until it has seen some of them.
+    A cache that mlx-lm filled lacks the head's rows, and those of another head are dropped. Only relative positions count in
+    the head: it begins with the tokens that follow, and drafts less well until it has seen some of them.
 
     Args:
         entries (List[Any], optional): Of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
 
     Raises:
-        ValueError: The cache does not fit this model, is another rank's, or a generation is open on it.
+        ValueError: The cache is damaged, another model's or another rank's, or a generation is open on it.
     """
-    if entries is None:
-        return PromptCache(make_prompt_cache(model), len(model.layers))
     n_layers = len(model.layers)
+    if entries is None:
+        return PromptCache(model.make_cache() + _head_cache(model), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):
         raise ValueError(
             f"The prompt cache has {len(entries)} entries and this model's {n_layers + 2}: "
             "make it with mlx_mtp.make_prompt_cache(model)."
         )
-    for i, own in enumerate(model.make_cache()):
-        entries[i] = _adopt(entries[i], own, i)
     if len(entries) == n_layers:
         entries += make_head_cache(model)
-    entries[-1].cache += [None] * (N_LAST - len(entries[-1].cache))  # an earlier version had fewer
+    else:
+        _check_owner(model, PromptCache(entries, n_layers))
+    for i, own in enumerate(model.make_cache()):
+        entries[i] = _adopt(entries[i], own, i)
+    check_backbone(entries, model.layers)
     cache = PromptCache(entries, n_layers)
+    if cache.n_recorded > cache.n_tokens:
+        raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
+    if cache.n_recorded < cache.n_tokens:
+        entries[n_layers:] = make_head_cache(model)
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not _has_head(model):
+        entries[n_layers] = stock.KVCache()
+    else:
+        _check_head(model, cache)
+    cache = PromptCache(entries, n_layers)
+    cache.fingerprint = model.fingerprint()
+    return cache
+
+
+def _check_owner(model: Any, cache: PromptCache) -> None:
+    """
+    Raises:
+        ValueError: The cache is another model's or another rank's, or a generation is open on it.
+    """
+    last = cache.entries[-1]
+    if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
+        last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
+    args = model.text_args
+    check_last(len(cache.entries) - 1, last, N_LAST, args.hidden_size, args.vocab_size)
     if cache.part != _part_of(model):
         raise ValueError(
             f"The prompt cache is that of {_name(cache.part)} and this is {_name(_part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
-    if cache.in_use:
+    if cache.is_open:
         raise ValueError(
-            "A generation is open on this prompt cache, or ended in another thread: close its generator first, in the thread "
-            "that runs it, or give each generation its own copy.deepcopy of the cache."
+            "A generation is open on this prompt cache: close its generator first, or give each generation its own "
+            "copy.deepcopy of a cache on which none is."
         )
-    if cache.n_recorded != cache.n_tokens:
-        entries[n_layers:] = make_head_cache(model)
-        cache = PromptCache(entries, n_layers)
-    return cache
+    if cache.n_recorded < 0:
+        raise ValueError(
+            "What this prompt cache holds is not known, since it was copied or saved while a generation was open on it, or the "
+            "end of one was interrupted: make it anew with mlx_mtp.make_prompt_cache(model)."
+        )
+    if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
+        raise ValueError(
+            "The prompt cache is that of another model, or of other weights of this one: make it anew with "
+            "mlx_mtp.make_prompt_cache(model)."
+        )
+
+
+def _check_head(model: Any, cache: PromptCache) -> None:
+    """
+    Raises:
+        ValueError: The head's keys and values are not of this head, or of more tokens than the backbone's.
+    """
+    i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
+    if not isinstance(cache.head, stock.KVCache):
+        raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")
+    check_keys(i, cache.head, model.mtp.layers[0].self_attn)
+    if cache.head.offset > most:
+        raise misfit(i, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
+
+
+def _has_head(model: Any) -> bool:
+    return getattr(model, "mtp", None) is not None
 
 
 def _adopt(entry: Any, own: Any, i: int) -> Any:

@@ -1,0 +1,148 @@
+"""What a prompt cache must hold to be one of a model. A damaged or alien file would end in a crash, or in another text.
+
+Each error names the entry and what is wrong with it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from .fingerprint import SIZE
+
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and values
+
+
+def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
+    """
+    Check the caches of a model's layers: their arrays, and that all are of the same tokens.
+
+    Raises:
+        ValueError: One of them does not fit its layer or the others.
+    """
+    counts: dict[int, int] = {}  # the number of tokens, by entry
+    filled: dict[int, bool] = {}  # whether there are any: of a recurrent layer nothing else is known
+    for i, (c, layer) in enumerate(zip(caches, layers)):
+        if layer.is_linear:
+            _check_states(i, c, layer.linear_attn)
+            filled[i] = c.cache[0] is not None
+        else:
+            check_keys(i, c, layer.self_attn)
+            counts[i], filled[i] = c.offset, c.offset > 0
+    for of_entry in (counts, filled):
+        for i, n in of_entry.items():
+            first, n_first = next(iter(of_entry.items()))
+            if n != n_first:
+                raise misfit(i, f"is of other tokens than entry {first}: {_amount(n)} and {_amount(n_first)}")
+
+
+def _amount(n: int | bool) -> str:
+    return ("some" if n else "none") if isinstance(n, bool) else str(n)
+
+
+def _check_states(i: int, entry: stock.ArraysCache, layer: Any) -> None:
+    """The convolution's inputs and the state of a recurrent layer."""
+    if entry.left_padding is not None or entry.lengths is not None:
+        raise misfit(i, "is that of padded prompts")
+    if not isinstance(entry.cache, list) or len(entry.cache) != 2:
+        raise misfit(i, f"has {_described(entry.cache)} in place of a list of two arrays")
+    conv, state = entry.cache
+    if conv is not None or state is not None:
+        check_array(i, "convolution inputs", conv, (1, layer.conv_kernel_size - 1, layer.conv_dim), FLOATS)
+        check_array(i, "state", state, (1, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim), FLOATS)
+
+
+def check_keys(i: int, entry: Any, attention: Any) -> None:
+    """
+    Check the keys and values of an attention layer, quantized or not.
+
+    Raises:
+        ValueError: They do not fit it.
+    """
+    n, heads, S = entry.offset, attention.num_key_value_heads, None  # S: of rows, the same in all arrays
+    if type(n) is not int or n < 0:
+        raise misfit(i, f"is of {n} tokens")
+    if entry.keys is None and entry.values is None and n == 0:
+        return
+    for name, x, width, dtypes in _parts(i, entry, attention.head_dim):
+        check_array(i, name, x, (1, heads, S, width), dtypes)
+        S = x.shape[2]
+        if n > S:
+            raise misfit(i, f"is of {n} tokens, and its {name} of {S}")
+
+
+def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dtype, ...]]]:
+    """The arrays of keys and values: what they are, the array, its last axis, its dtypes."""
+    both = (("keys", entry.keys), ("values", entry.values))
+    if not isinstance(entry, stock.QuantizedKVCache):
+        return [(name, x, D, FLOATS) for name, x in both]
+    bits, size = entry.bits, entry.group_size
+    if bits not in BITS or size not in GROUP_SIZES or D % size > 0:
+        raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
+    parts: list[tuple[str, Any, int, tuple[mx.Dtype, ...]]] = []
+    for name, x in both:
+        if not isinstance(x, list | tuple) or len(x) != 3:
+            raise misfit(i, f"has {_described(x)} in place of three arrays of quantized {name}")
+        parts += [(f"quantized {name}", x[0], D * bits // 32, (mx.uint32,))]
+        parts += [(f"{part} of the {name}", y, D // size, FLOATS) for part, y in zip(("scales", "biases"), x[1:])]
+    return parts
+
+
+def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) -> None:
+    """
+    Check the last entry, with what ``PromptCache`` keeps there.
+
+    Args:
+        size (int): The number of its arrays.
+
+    Raises:
+        ValueError: One of them is none of this model's, or the text has a token that this model does not have.
+    """
+    if not isinstance(last, stock.ArraysCache) or not isinstance(last.cache, list) or len(last.cache) != size:
+        raise misfit(i, "is not the head's: it needs the hidden state, the tokens and the model")
+    shapes: list[tuple[str, tuple[int | None, ...], tuple[mx.Dtype, ...]]] = [
+        ("hidden state", (1, 1, hidden_size), FLOATS),
+        ("number of tokens", (), (mx.int32,)),
+        ("tokens", (None,), (mx.uint32,)),
+        ("rank", (2,), (mx.int32,)),
+        ("fingerprint", (2 * SIZE,), (mx.uint8,)),
+    ]
+    for (name, shape, dtypes), x in zip(shapes, last.cache):
+        if x is not None:
+            check_array(i, name, x, shape, dtypes)
+    text = last.cache[2]
+    if text is not None and text.size > 0 and (most := text.max().item()) >= vocab_size:
+        raise misfit(i, f"has the token {most}, and the vocabulary ends at {vocab_size - 1}")
+
+
+def check_array(i: int, name: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[mx.Dtype, ...]) -> None:
+    """
+    Args:
+        shape (Tuple[int]): ``None`` for any number.
+
+    Raises:
+        ValueError: The array is of another shape or dtype, or no array.
+    """
+    fits = isinstance(x, mx.array) and x.dtype in dtypes and x.ndim == len(shape)
+    if not fits or any(n not in (None, own) for n, own in zip(shape, x.shape)):
+        wanted = f"[{', '.join('n' if n is None else str(n) for n in shape)}] {' or '.join(map(_short, dtypes))}"
+        raise misfit(i, f"has as {name} {_described(x)}, not {wanted}")
+
+
+def misfit(i: int, what: str) -> ValueError:
+    return ValueError(
+        f"Entry {i} of the prompt cache {what}: it is damaged, or of another model, so make it anew with "
+        "mlx_mtp.make_prompt_cache(model)."
+    )
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, mx.array):
+        return f"{list(x.shape)} {_short(x.dtype)}"
+    return f"{len(x)} values" if isinstance(x, list | tuple) else repr(x)
+
+
+def _short(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

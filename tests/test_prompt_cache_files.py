@@ -1,0 +1,198 @@
+"""Prompt cache files: a damaged one, or another model's, is refused with a sentence that says what is wrong with it."""
+
+import copy
+import functools
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import PROMPT, deep_model, mtp, plain, tiny_model
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+
+from mlx_mtp import make_prompt_cache
+from mlx_mtp.models import mixin
+from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.models.fingerprint import SIZE
+
+model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
+KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+
+
+def saved(tmp_path, model=None, **options) -> tuple[str, list[int]]:
+    """A prompt cache file, and the tokens in it."""
+    file, model = str(tmp_path / "cache.safetensors"), model or model_of("qwen3_5")
+    prompt_cache = make_prompt_cache(model)
+    text = PROMPT.tolist() + mtp(PROMPT, model, max_tokens=9, prompt_cache=prompt_cache, **options)
+    save_prompt_cache(file, prompt_cache)
+    return file, text
+
+
+def rewrite(file: str, **arrays) -> None:
+    """Replace arrays of a file, named by entry and place: ``e1_0`` is the first of entry 1. A function is given the old one."""
+    old, metadata = mx.load(file, return_metadata=True)
+    for name, new in arrays.items():
+        key = name[1:].replace("_", ".")
+        old[key] = new(old[key]) if callable(new) else new
+    mx.save_safetensors(file, old, metadata)
+
+
+DAMAGES = [
+    (
+        {"e5_0_2": lambda x: mx.where(mx.arange(len(x)) == 3, 32, x).astype(mx.uint32)},
+        "Entry 5 .*token 32.* ends at 31",
+    ),
+    ({"e5_0_2": lambda x: x + 4_000_000}, "Entry 5 .* has the token 40000"),
+    ({"e5_0_2": lambda x: x.astype(mx.float32)}, r"Entry 5 .* as tokens \[20\] float32, not \[n\] uint32"),
+    ({"e5_0_0": lambda x: x[..., :32]}, r"Entry 5 .* as hidden state \[1, 1, 32\] float32, not \[1, 1, 64\]"),
+    ({"e5_0_1": mx.array(21)}, "Entry 5 .* is of 21 tokens, and the layers' of 20"),
+    ({"e5_0_1": mx.array([20])}, r"Entry 5 .* as number of tokens \[1\] int32"),
+    ({"e5_0_4": mx.array([1, 2], mx.uint8)}, r"Entry 5 .* as fingerprint \[2\] uint8"),
+    ({"e0_0_0": lambda x: x[:, :2]}, r"Entry 0 .* as convolution inputs \[1, 2, 128\] float32, not \[1, 3, 128\]"),
+    ({"e2_0_1": lambda x: x.astype(mx.int32)}, r"Entry 2 .* as state \[1, 2, 32, 32\] int32"),
+    ({"e2_0_1": lambda x: mx.repeat(x, 2, axis=0)}, r"Entry 2 .* as state \[2, 2, 32, 32\]"),
+    ({"e1_0": lambda x: x[..., :16]}, r"Entry 1 .* as keys \[1, 1, 256, 16\]"),
+    ({"e1_1": lambda x: x[:, :, :64]}, r"Entry 1 .* as values \[1, 1, 64, 32\] float32, not \[1, 1, 256, 32\]"),
+    ({"e1_2": mx.array(300)}, "Entry 1 .* is of 300 tokens, and its keys of 256"),
+    ({"e1_2": mx.array(-1)}, "Entry 1 .* is of -1 tokens"),
+    ({"e1_2": mx.array(20.0)}, r"Entry 1 .* is of 20\.0 tokens"),
+    ({"e3_2": mx.array(19)}, "Entry 3 .* of other tokens than entry 1: 19 and 20"),
+    ({"e1_2": mx.array(0), "e3_2": mx.array(0)}, "Entry 1 .* of other tokens than entry 0: none and some"),
+    ({"e4_0": lambda x: x.reshape(1, 2, 256, 16)}, r"Entry 4 .* as keys \[1, 2, 256, 16\]"),
+    ({"e4_2": mx.array(20)}, "Entry 4 .* is of 20 tokens, and the head has seen 19 at most"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "error"), DAMAGES)
+def test_refuses_a_damaged_file(arrays, error, tmp_path):
+    file, _ = saved(tmp_path)
+    rewrite(file, **arrays)
+    with pytest.raises(ValueError, match=f"{error}.*make it anew with mlx_mtp.make_prompt_cache"):
+        mtp([7], model_of("qwen3_5"), prompt_cache=load_prompt_cache(file))
+
+
+QUANTIZED_DAMAGES = [
+    ({"e1_0_0": lambda x: x[..., :4]}, r"Entry 1 .* as quantized keys \[1, 1, 256, 4\] uint32, not \[1, 1, n, 8\]"),
+    ({"e1_1_2": lambda x: x.astype(mx.uint32)}, "Entry 1 .* as biases of the values"),
+    ({"e1_4": mx.array(7)}, "Entry 1 .* is quantized to 7 bits in groups of 32"),
+    ({"e1_3": mx.array(64)}, "Entry 1 .* is quantized to 8 bits in groups of 64"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "error"), QUANTIZED_DAMAGES)
+def test_refuses_damaged_quantized_keys(arrays, error, tmp_path):
+    file, _ = saved(tmp_path, **KV)
+    rewrite(file, **arrays)
+    with pytest.raises(ValueError, match=error):
+        mtp([7], model_of("qwen3_5"), prompt_cache=load_prompt_cache(file), **KV)
+
+
+def test_refuses_entries_of_other_kinds():
+    model = model_of("qwen3_5")
+    padded = ArraysCache(2, left_padding=[1])
+    for i, entry, error in [
+        (0, ArraysCache(3), "Entry 0 .* has 3 values in place of a list of two arrays"),
+        (0, padded, "Entry 0 .* is that of padded prompts"),
+        (4, ArraysCache(2), "Entry 4 .* is a ArraysCache, not a KVCache"),
+        (5, KVCache(), "Entry 5 .* is not the head's"),
+        (5, ArraysCache(9), "Entry 5 .* is not the head's"),
+    ]:
+        prompt_cache = make_prompt_cache(model)
+        prompt_cache[i] = entry
+        with pytest.raises(ValueError, match=error):
+            mtp([7], model, prompt_cache=prompt_cache)
+
+
+# Whose cache it is
+
+
+def goes_on(model, prompt_cache, text) -> bool:
+    return mtp([7], model, max_tokens=4, num_draft_tokens=2, prompt_cache=prompt_cache) == plain(
+        [*text, 7], model, max_tokens=4
+    )
+
+
+def test_refuses_another_models_file(tmp_path):
+    file, text = saved(tmp_path)
+    assert goes_on(deep_model("qwen3_5"), load_prompt_cache(file), text)  # loaded again
+    quantized = deep_model("qwen3_5")
+    nn.quantize(quantized, 32, 4)
+    for other in (deep_model("qwen3_5", seed=1), deep_model("qwen3_5", dtype=mx.bfloat16), quantized):
+        with pytest.raises(ValueError, match="is that of another model, or of other weights of this one: make it anew"):
+            mtp([7], other, prompt_cache=load_prompt_cache(file))
+
+
+def test_drops_the_rows_of_another_head(tmp_path):
+    """As after `mtp_bits` or a fit of the head: the backbone decides the text, and its caches stay."""
+    file, text = saved(tmp_path)
+    model = deep_model("qwen3_5")
+    model.mtp.fc.weight = model.mtp.fc.weight + 1
+    prompt_cache = load_prompt_cache(file)
+    assert goes_on(model, prompt_cache, text)
+    assert prompt_cache[-2].offset == 5  # from the last token of the file on
+    save_prompt_cache(file, prompt_cache)
+    rows = load_prompt_cache(file)
+    mtp([7], model, max_tokens=4, prompt_cache=rows)
+    assert rows[-2].offset == 10
+
+
+def test_an_adapter_in_place_is_another_model(tmp_path):
+    """Caches of the weights as they were are refused, and those made since are its own."""
+    model = deep_model("qwen3_5")
+    file, text = saved(tmp_path, model)
+    before = load_prompt_cache(file)
+    assert goes_on(model, copy.deepcopy(before), text)
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 20.0, "dropout": 0.0})
+    adapter = [(name, mx.ones_like(w)) for name, w in tree_flatten(model.parameters()) if "lora" in name]
+    model.load_weights(adapter, strict=False)
+    with pytest.raises(ValueError, match="another model, or of other weights"):
+        mtp([7], model, prompt_cache=copy.deepcopy(before))
+    adapted = make_prompt_cache(model)
+    mtp(PROMPT, model, max_tokens=3, prompt_cache=adapted)
+    remove_lora_layers(model)
+    with pytest.raises(ValueError, match="another model, or of other weights"):
+        mtp([7], model, prompt_cache=adapted)
+    assert goes_on(model, before, text)
+
+
+def test_resumes_files_without_a_fingerprint(tmp_path):
+    """Of an earlier version, which had fewer arrays in the last entry, and of mlx-lm."""
+    model = model_of("qwen3_5")
+    file, text = saved(tmp_path)
+    for n in (3, 4):
+        prompt_cache = load_prompt_cache(file)
+        prompt_cache[-1].cache = prompt_cache[-1].cache[:n]
+        save_prompt_cache(str(tmp_path / "old.safetensors"), prompt_cache)
+        assert goes_on(model, load_prompt_cache(str(tmp_path / "old.safetensors")), text)
+    theirs = make_stock_cache(model)
+    [_ for _ in generate_step(mx.array(text), model, max_tokens=0, prompt_cache=theirs)]
+    save_prompt_cache(file, theirs)
+    assert goes_on(model, load_prompt_cache(file), text)
+
+
+def test_takes_the_fingerprint_once_and_only_for_a_cache(monkeypatch):
+    model, taken, original = tiny_model("qwen3_5"), [], mixin.fingerprint
+    monkeypatch.setattr(mixin, "fingerprint", lambda model: taken.append(1) or original(model))
+    mtp(PROMPT, model, max_tokens=3)
+    assert taken == []
+    prompt_cache = make_prompt_cache(model)
+    for _ in range(3):
+        mtp(PROMPT, model, max_tokens=3, prompt_cache=prompt_cache)
+        mtp(PROMPT, model, max_tokens=3, prompt_cache=copy.deepcopy(prompt_cache))
+    assert taken == [1]
+
+
+def test_the_fingerprint_reads_of_every_tensor():
+    """And the head's tensors change the second half alone, the others the first."""
+    model = tiny_model("qwen3_5_moe")
+    whole, parameters = model.fingerprint(), tree_flatten(model.parameters())
+    for name, p in parameters:
+        model.load_weights([(name, p + (mx.arange(p.size) == 0).reshape(p.shape))], strict=False)
+        changed = model.fingerprint()
+        is_head = name.startswith("language_model.mtp.")
+        assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
+        model.load_weights([(name, p)], strict=False)
+    assert model.fingerprint() == whole

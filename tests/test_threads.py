@@ -1,0 +1,116 @@
+"""Generation and other threads: what one thread began, another may close, and go on from its cache."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import mlx.core as mx
+import pytest
+from helpers import assert_cache_of, mtp, plain, script_copies, tiny_model
+from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.decoding.pace import DraftCounts
+from mlx_mtp.models.draft_lm_head import DraftLMHead
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+class Same:
+    """A processor that may keep state, so that tokens are accepted one by one."""
+
+    def __call__(self, tokens, logits):
+        return logits
+
+
+OPTIONS = {
+    "greedy": dict,
+    "penalties": lambda: dict(logits_processors=make_logits_processors(repetition_penalty=1.3)),
+    "in order": lambda: dict(logits_processors=[Same()]),
+    "rejection": lambda: dict(sampler=make_sampler(temp=1.0, top_p=0.9)),
+    "seeded": lambda: dict(sampler=make_sampler(temp=1.0, seed=3)),
+    "exact": lambda: dict(exact=True),
+    "quantized": lambda: dict(kv_bits=8, kv_group_size=32, quantized_kv_start=len(PROMPT) + 3),
+}
+DRAFTS = {
+    "default": {},
+    "copies": dict(num_draft_tokens=0, copy_drafts=16),
+    "drafts and copies": dict(num_draft_tokens=3, copy_drafts=16),
+    "drafts": dict(num_draft_tokens=3),
+    "plain": dict(num_draft_tokens=0),
+}
+
+
+@cache
+def model_of(draft_rows=None):
+    model = tiny_model("qwen3_5", 1)
+    if draft_rows is not None:
+        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(draft_rows)])
+    return model
+
+
+def elsewhere(function, *args, **kwargs):
+    """What a function returns or raises in a thread of its own, which then ends."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def after(model, tokens, kv):
+    """The next tokens of mlx-lm's generation in a cache of the prompt and its own tokens, or of these."""
+    if not kv:
+        return plain([*tokens, 7, 2], model, max_tokens=4)
+    theirs = stock.make_prompt_cache(model)
+    assert (
+        plain(PROMPT, model, max_tokens=len(tokens) - len(PROMPT), prompt_cache=theirs, **kv) == tokens[len(PROMPT) :]
+    )
+    return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
+
+
+CASES = [
+    *((kind, drafts, None) for kind in OPTIONS for drafts in ("default", "copies")),
+    *(("greedy", drafts, None) for drafts in ("drafts and copies", "drafts", "plain")),
+    *((kind, drafts, 6) for kind in ("greedy", "rejection") for drafts in ("copies", "drafts and copies")),
+]
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [pytest.param((2, 9), id="some stops"), pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops")],
+)
+@pytest.mark.parametrize(("kind", "drafts", "draft_rows"), CASES)
+def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows, stops):
+    model, options = model_of(draft_rows), OPTIONS[kind]()
+    truth = plain(
+        PROMPT, model, max_tokens=max(stops) + 40, **{k: v for k, v in options.items() if k not in ("exact", "sampler")}
+    )
+    script_copies(monkeypatch, PROMPT + truth, lambda i: i % 7 != 0)
+    kv = {name: value for name, value in options.items() if "kv" in name}
+    for n in stops:
+        prompt_cache, counts = make_prompt_cache(model), DraftCounts()
+        steps = mtp_generate_step(
+            mx.array(PROMPT),
+            model,
+            max_tokens=-1,
+            prompt_cache=prompt_cache,
+            counts=counts,
+            **DRAFTS[drafts],
+            **options,
+        )
+        tokens = PROMPT + [next(steps)[0] for _ in range(n)]
+        elsewhere(steps.close)
+        assert_cache_of(model, prompt_cache, len(tokens))
+        want = after(model, tokens, kv)
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache), **kv) == want
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
+    assert drafts != "copies" or "sampler" in options or sum(counts.copies_accepted) > 3
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("n", [1, 9])
+def test_a_turn_goes_on_in_another_thread(drafts, n):
+    model, options = model_of(), DRAFTS[drafts]
+    prompt_cache = make_prompt_cache(model)
+    tokens = PROMPT + elsewhere(mtp, PROMPT, model, max_tokens=n, prompt_cache=prompt_cache, **options)
+    got = elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **options)
+    assert got == after(model, tokens, {})
