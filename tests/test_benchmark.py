@@ -2,7 +2,9 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,10 +50,18 @@ SMALL_EXPERTS = SMALL | {
 TWO = {"a": mx.array([5, 6, 7]), "b": mx.array([9, 8, 7, 6, 5])}
 
 
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch):
-    monkeypatch.setattr("mlx_mtp.benchmark.parts.N_CALLS", 2)  # no test asserts a time
-    monkeypatch.setattr("mlx_mtp.benchmark.parts.N_ROLLBACKS", 1)
+@pytest.fixture(scope="module", autouse=True)
+def few_calls():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("mlx_mtp.benchmark.parts.N_CALLS", 2)  # no test asserts a time
+        monkeypatch.setattr("mlx_mtp.benchmark.parts.N_ROLLBACKS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def report():
+    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    return measure(model, TWO, RUNS, max_tokens=8, repeat=2)
 
 
 def small(name: str) -> dict:
@@ -129,9 +139,7 @@ def test_time_of_steps(steps):
     assert parts.seconds(len(steps), counts) == pytest.approx(seconds)
 
 
-def test_figures_agree():
-    model, _ = synthetic_model(small("4b-4bit"), 0.8)
-    report = measure(model, TWO, RUNS, max_tokens=8, repeat=2)
+def test_figures_agree(report):
     assert [(r.prompt, r.run) for r in report.results] == [(p, k) for k in RUNS for p in ("a", "b", OVERALL)]
     for r in report.results:
         assert r.identical
@@ -298,10 +306,19 @@ def test_only_the_backbone_is_quantized(name):
     assert mx.std(logits.astype(mx.float32)).item() > 0.1
 
 
-@pytest.mark.parametrize("name", ["4b-4bit", "35b-a3b-4bit"])
-@pytest.mark.parametrize("cheaper", [{}, {"draft_vocab": 128, "draft_head_bits": 2, "mtp_bits": 4}])
-@pytest.mark.parametrize(("acceptance", "k"), [(0.0, 2), (1.0, 3), (0.7, 2)])
-def test_acceptance_rate_is_as_set(name, cheaper, acceptance, k):
+CHEAPER = {"draft_vocab": 128, "draft_head_bits": 2, "mtp_bits": 4}
+FEW = [("4b-4bit", CHEAPER, 0.0), ("35b-a3b-4bit", {}, 1.0), ("4b-4bit", {}, 0.7), ("35b-a3b-4bit", CHEAPER, 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cheaper", "acceptance"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in product(("4b-4bit", "35b-a3b-4bit"), ({}, CHEAPER), (0.0, 1.0, 0.7))
+    ],
+)
+def test_acceptance_rate_is_as_set(name, cheaper, acceptance):
+    k = 3 if acceptance == 1 else 2
     model, script = synthetic_model(small(name), acceptance, **cheaper)
     prompt = mx.array([script.token(i) for i in range(9)])
     n = 30 if acceptance in (0, 1) else 120
@@ -447,9 +464,8 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_a_plot_needs_a_fixed_depth():
-    model, _ = synthetic_model(small("4b-4bit"), 0.8)
-    report = measure(model, TWO, (AUTO,), max_tokens=4, repeat=1)
+def test_a_plot_needs_a_fixed_depth(report):
+    report = replace(report, results=[r for r in report.results if r.run == AUTO])
     with pytest.raises(ValueError, match="needs fixed depths"):
         plot.draw(report)
     assert "not measured" not in show(report)

@@ -128,6 +128,11 @@ def test_keeps_the_text_of_a_prompt_cache(before, prompt, n_unknown):
 # The loop
 
 
+@cache
+def truth_of(family) -> list[int]:
+    return plain(PROMPT, model_of(family), max_tokens=100)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -139,8 +144,7 @@ def test_keeps_the_text_of_a_prompt_cache(before, prompt, n_unknown):
 )
 def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_tokens):
     """Copies, right or wrong, and the head's drafts, right or wrong, take turns in every way."""
-    model = model_of(family)
-    truth = plain(PROMPT, model, max_tokens=100)
+    model, truth = model_of(family), truth_of(family)
     text = PROMPT.tolist() + truth
     scripted = Scripted(model, text, lambda i: right[i % len(right)])
     prompt_cache, counts = make_prompt_cache(model), DraftCounts()

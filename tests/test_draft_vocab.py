@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 
@@ -344,13 +343,14 @@ def test_counts_a_long_text_in_chunks_of_lines(tmp_path, monkeypatch):
         assert len(pieces) == pytest.approx(2 * n_pieces, abs=6)
 
 
-def test_command_writes_the_list_that_load_uses(tmp_path):
+def test_command_writes_the_list_that_load_uses(tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     corpus = tmp_path / "corpus.py"
     corpus.write_text("def read(path):\n    with open(path) as f:\n        return f.read()\n" * 2000)
-    program = [sys.executable, "-W", "error", "-m", "mlx_mtp.draft_vocab", "--model", folder, "--corpus", corpus]
-    done = subprocess.run([*map(str, program), "--size", "256"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    flags = ["--model", str(folder), "--corpus", str(corpus), "--size", "256"]
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.draft_vocab", *flags])
+    main()
+    assert capsys.readouterr().err == ""
     model, tokenizer = mlx_mtp.load(str(folder))
     assert model.draft_ids.size == 256
     assert set(tokenizer.encode("    return f.read()")) <= set(model.draft_ids.tolist())

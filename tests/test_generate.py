@@ -27,7 +27,9 @@ PROMPT = "def read(path):\n    with open(path) as f:\n"
 
 
 def run(monkeypatch, capsys, *args, stdin=""):
-    """The command line in this process: (exit status, stdout, stderr)."""
+    """The command line in this process: (exit status, stdout, stderr). The model is a smaller one than the demo."""
+    if not {"--model", "--prompt-cache-file"} & set(args):
+        args = ("--model", DATA / "dense", *args)
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     try:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import bare  # noqa: F401
 import mlx.core as mx
 
 from mlx_mtp.distributed.ranks import Ranks

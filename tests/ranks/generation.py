@@ -18,7 +18,7 @@ from mlx_mtp.decoding.pace import DraftCounts
 how_much, *models = sys.argv[1:]
 group = mx.distributed.init()
 rank = group.rank()
-REPEATED, N = mx.tile(PROMPT, 3), 10
+REPEATED, N = mx.tile(PROMPT, 3), 8
 
 
 def load(folder, **kwargs):
@@ -133,7 +133,14 @@ def counts_collectives(name, model):
     of_a_pass = n[0] // 3
     mx.synchronize(generation_stream)
     n[0], counts = 0, DraftCounts()
-    mtp(PROMPT, model, max_tokens=40, counts=counts, num_draft_tokens="auto", copy_drafts="off")
+    mtp(
+        PROMPT,
+        model,
+        max_tokens=40 if how_much == "all" else 24,
+        counts=counts,
+        num_draft_tokens="auto",
+        copy_drafts="off",
+    )
     of_the_head = (
         3 * sum(counts.drafted) + 2 * 3
     )  # two sums and the logits; the prompt's rows, twice, and the last ones
@@ -155,7 +162,7 @@ def count(owner, name, n):
 for i, (how, folder) in enumerate(argument.split(":") for argument in models):
     name = f"{how}, {folder.rpartition('/')[2]}"
     model, whole = load(folder)
-    depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" or i == 0 else (2,)
+    depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 1, 4, "auto") if i == 0 else (2,)
     tokens_are_the_same(name, model, whole, depths)
     if how_much == "all" or "qwen3_5/" in folder + "/":
         caches_last(name, model, whole)
@@ -165,7 +172,7 @@ for i, (how, folder) in enumerate(argument.split(":") for argument in models):
         samples_are_the_same(name, model, whole)
         two_at_once(name, model, whole)
         differences_are_found(name, model)
-        long = {"max_tokens": 300 if how_much == "all" else 60, "num_draft_tokens": "auto"}
+        long = {"max_tokens": 300 if how_much == "all" else 40, "num_draft_tokens": "auto"}
         want = mtp(PROMPT, whole, **long)
         for j in range(10 if how_much == "all" else 1):
             report(f"{name}, long {j}", mtp(PROMPT, model, **long) == want)

@@ -10,15 +10,11 @@ import signal
 import socket
 import sys
 import time
-import types
-from pathlib import Path
 from typing import Any
 
-package = types.ModuleType("mlx_mtp")  # without what its __init__ imports, which takes seconds
-package.__path__ = [str(Path(__file__).parents[2] / "src/mlx_mtp")]
-sys.modules["mlx_mtp"] = package
+import bare  # noqa: F401
 
-from mlx_mtp.distributed.watch import watch  # noqa: E402
+from mlx_mtp.distributed.watch import watch
 
 
 class Ranks:

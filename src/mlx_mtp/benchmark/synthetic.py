@@ -6,7 +6,7 @@ acceptance rate is set, not measured, and the text is the same on every device.
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -100,6 +100,21 @@ def synthetic_model(
     return model, script
 
 
+class ScriptedHead:
+    """A head whose script is told how many rows it has."""
+
+    def __init__(self, head: Any, script: Script):
+        self.head, self.script = head, script
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any, last_only: bool = False) -> mx.array:
+        out: mx.array = self.head(embeddings, hidden, cache, last_only)
+        self.script.rows = cache.offset
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)
+
+
 def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
     """The model of a shape, lazy, whose logits and drafts are those of a script."""
     module = model_module(shape["model_type"])
@@ -120,15 +135,8 @@ def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
             return (logits, hidden) if return_hidden else logits
 
         @property
-        def mtp(self) -> Callable[..., mx.array]:
-            head = self.language_model.mtp
-
-            def run(embeddings: mx.array, hidden: mx.array, cache: Any, last_only: bool = False) -> mx.array:
-                out: mx.array = head(embeddings, hidden, cache, last_only)
-                script.rows = cache.offset
-                return out
-
-            return run
+        def mtp(self) -> ScriptedHead:
+            return ScriptedHead(self.language_model.mtp, script)
 
         def draft_logits(self, hidden: mx.array) -> mx.array:
             return script.draft(super().draft_logits(hidden))
