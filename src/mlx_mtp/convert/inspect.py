@@ -40,7 +40,12 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     lines = [*_describe_backbone(checkpoint, config), *_describe_head(checkpoint, head), ("--mtp", verdict)]
     if verdict.startswith("ready"):
         size = _size(sum(map(n_bytes, head.values())))
-        lines.append(("Memory", f"{size} for the head, and {_bytes_per_token(config):,} bytes per token of context"))
+        lines.append(
+            (
+                "Memory",
+                f"{size} for the head, and for its own keys and values {_bytes_per_token(config):,} bytes per token of context",
+            )
+        )
     text = [f"{key + ':':<12}{value}" for key, value in lines]
     return "\n".join([*text, *(["", *table(_rows(head))] if head else [])])
 

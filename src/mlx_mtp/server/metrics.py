@@ -41,7 +41,7 @@ class Metrics:
             "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", ["requests"], **common
         )
         self.mode_switches = Counter(
-            "mode_switches", "Switches of a sequence between MTP and a batch.", ["to"], **common
+            "mode_switches", "Switches of a sequence between running alone and in a batch.", ["to"], **common
         )
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, **common
