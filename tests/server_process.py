@@ -85,10 +85,11 @@ class Server:
 
 
 @contextmanager
-def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1) -> Iterator[Server]:
+def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1, src: Path = SRC) -> Iterator[Server]:
     """
     Args:
         ranks (int): In how many processes, connected by MLX's ring as ``mlx.launch`` connects them.
+        src (Path): The source that it runs, this one or another version's.
     """
     # mlx-lm's server logs the port that it was given.
     port = _free_ports(1)[0] if module == "mlx_lm.server" else 0
@@ -99,7 +100,7 @@ def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1
         hosts.write_text(json.dumps([[f"127.0.0.1:{p}"] for p in _free_ports(ranks)]))
         envs = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(ranks)]
     with open(log, "w") as file:
-        processes = [_start(command, file, env) for env in envs]
+        processes = [_start(command, file, src, env) for env in envs]
     try:
         for _ in range(1200):
             if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
@@ -114,10 +115,10 @@ def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1
                 process.wait()
 
 
-def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.Popen:
+def _start(command: list[str], log: IO[str], src: Path, env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1", **env},
+        env={**os.environ, "PYTHONPATH": f"{src}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1", **env},
         stderr=log,
         stdout=log,
         # A script starts its background jobs with SIGINT ignored, and children inherit that.

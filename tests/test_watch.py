@@ -10,10 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import pytest
+
+from mlx_mtp.distributed.connect import connect
 
 SCRIPT = Path(__file__).parent / "ranks/watched.py"
 BEAT, PATIENCE = 0.1, 0.7
@@ -241,6 +245,15 @@ def test_ranks_that_cannot_connect_say_so():
     missing, refused = [e for e in errors if e.startswith("ConnectionError: ")]
     assert f"Rank 1 has not connected to rank 0 (rank 0 is {HOST} at 127.0.0.1 port " in missing
     assert f"Rank 1 cannot connect to rank 0: Connection refused (rank 0 is {HOST} at 127.0.0.1 port 9)" in refused
+
+
+@pytest.mark.parametrize(("size", "who"), [(2, "Rank 1 was lost"), (3, "One of the 3 ranks was lost")])
+def test_a_rank_that_is_lost_before_all_are_connected_is_named(size, who):
+    def share(value):
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+    with ExitStack() as sockets, pytest.raises(ConnectionError, match=who):
+        connect(SimpleNamespace(rank=0, size=size, share=share), sockets, 1.0)
 
 
 def test_strangers_are_turned_away():

@@ -28,8 +28,16 @@ def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection
         List[Tuple[socket.socket, int, str]]: The connections: on rank 0 to all others, on these to rank 0.
 
     Raises:
-        ConnectionError: Not all of them are connected in time. Every rank raises it.
+        ConnectionError: Not all of them are connected in time, or one is lost meanwhile. Every rank raises it.
     """
+    try:
+        return _connect(ranks, sockets, timeout)
+    except RuntimeError as e:  # MLX's ring does not say who
+        lost = f"Rank {1 - ranks.rank}" if ranks.size == 2 else f"One of the {ranks.size} ranks"
+        raise ConnectionError(f"{lost} was lost before all were connected: {e}") from e
+
+
+def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection]:
     others: list[Connection] = []
     error, host = None, socket.gethostname()
     with ExitStack() as stack:
