@@ -37,19 +37,19 @@ def nobody_reads():
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "status"),
+    ("command", "flags", "statuses"),
     [
-        ("draft_vocab", ["--help"], 141),
-        ("generate", ["--help"], 0),  # argparse does not mind, once its text is longer than Python's buffer
-        ("generate", ["--model", MODEL, "-m", 2], 141),
-        ("convert", ["--inspect", MODEL], 141),
+        ("draft_vocab", ["--help"], {141}),
+        ("generate", ["--help"], {0, 141}),  # argparse does not mind where its text is longer than Python's buffer
+        ("generate", ["--model", MODEL, "-m", 2], {141}),
+        ("convert", ["--inspect", MODEL], {141}),
     ],
 )
-def test_ends_in_silence_where_nobody_reads(monkeypatch, tmp_path, nobody_reads, command, flags, status):
+def test_ends_in_silence_where_nobody_reads(monkeypatch, tmp_path, nobody_reads, command, flags, statuses):
     with open(tmp_path / "errors", "w") as errors:
         monkeypatch.setattr(sys, "stdout", nobody_reads)
         monkeypatch.setattr(sys, "stderr", errors)
-        assert run(monkeypatch, command, *flags) == status
+        assert run(monkeypatch, command, *flags) in statuses
         nobody_reads.flush()  # as Python does when it ends
     assert (tmp_path / "errors").read_text() == ""
 

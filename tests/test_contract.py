@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from helpers import deep_model, tiny_config, tiny_model
 from mlx.utils import tree_flatten
-from mlx_lm import processors, sample_utils, server, utils
+from mlx_lm import chat, processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner import callbacks, datasets, trainer
@@ -52,6 +52,7 @@ SIGNATURES = [
     (generate.maybe_quantize_kv_cache, "prompt_cache quantized_kv_start kv_group_size kv_bits"),
     (generate.wired_limit, "model streams"),
     (generate.setup_arg_parser, ""),
+    (chat.setup_arg_parser, ""),
     (sample_utils.make_sampler, "temp top_p min_p min_tokens_to_keep top_k xtc_probability xtc_threshold "
                                 "xtc_special_tokens"),
     (sample_utils.greedy_sampler, "logprobs"),

@@ -21,6 +21,7 @@ from server_process import serve
 from mlx_mtp.server import api, engine, memory
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue
+from mlx_mtp.server.job import Step
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
 
@@ -105,18 +106,19 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
         told.append(how_far)
         times.append(len(begun))
         queue, *_ = g.requests.queue[0]
-        for response in {2: [(5, 10), (7, 10)], 3: ["a context"]}.get(len(told), []):
+        for response in {2: [(5, 10), (7, 10)], 3: [context]}.get(len(told), []):
             queue.put(response)
         if len(told) == 5:
-            queue.put("a token")
+            queue.put(step)
             queue.put(None)
 
+    context, step = SimpleNamespace(text_sm=None, initial_state="normal"), Step([], 1, 0.0, None, "stop")
     request = request_of(begin=lambda: begun.append(1))
-    ctx, responses = g.generate(request, SimpleNamespace(model=SimpleNamespace(model="m")), progress)
-    assert ctx == "a context"
+    ctx, responses = g.generate(request, SimpleNamespace(model=SimpleNamespace(model="m"), stop_words=[]), progress)
+    assert ctx is context
     assert told[:2] == [(0, 0), (0, 0)]
     assert told[2] == (7, 10)  # the latest, once
-    assert list(responses) == ["a token"]
+    assert list(responses) == [step]
     assert times == [*range(1, len(told) + 1)]  # the headers before each
     assert not g.open
 
