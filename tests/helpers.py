@@ -193,15 +193,10 @@ class Scripted:
     def __call__(self, *args, **kwargs):
         return self._model(*args, **kwargs)
 
-    @property
-    def mtp(self):
-        def head(embeddings, hidden, cache, last_only=False):
-            out = self._model.mtp(embeddings, hidden, cache, last_only)
-            self._rows = cache.offset
-            return out
-
-        head.layers = self._model.mtp.layers
-        return head
+    def mtp(self, embeddings, hidden, cache, last_only=False):
+        out = self._model.mtp(embeddings, hidden, cache, last_only)
+        self._rows = cache.offset
+        return out
 
     def draft_logits(self, hidden):
         logits = self._model.draft_logits(hidden)

@@ -109,6 +109,12 @@ class MTPMixin:
         return text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
 
     @property
+    def head_attention(self) -> nn.Module:
+        """Of the head's decoder layer."""
+        text: Any = getattr(self, "language_model", self)
+        return text.mtp.layers[0].self_attn
+
+    @property
     def draft_ids(self) -> mx.array | None:
         """The token ids that drafts are chosen from, [n] uint32; ``None`` for the whole vocabulary."""
         return None if self.drafting.lm_head is None else self.drafting.lm_head.ids

@@ -232,7 +232,7 @@ def _check_head(model: Any, cache: PromptCache) -> None:
     i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
     if not isinstance(cache.head, stock.KVCache):
         raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")
-    check_keys(i, cache.head, model.mtp.layers[0].self_attn)
+    check_keys(i, cache.head, model.head_attention)
     if cache.head.offset > most:
         raise misfit(i, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
 
