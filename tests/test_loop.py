@@ -25,6 +25,11 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 model_of = cache(tiny_model)
 
 
+@cache
+def text_of_plain(max_tokens: int) -> list[int]:
+    return plain(PROMPT, model_of("qwen3_5"), max_tokens=max_tokens)
+
+
 # Identity
 
 
@@ -53,7 +58,7 @@ def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefi
 def test_any_pattern_of_right_and_wrong_drafts(right, depth, max_tokens):
     """The draft of token i is right where ``right`` says so, over and over."""
     model = model_of("qwen3_5")
-    truth = plain(PROMPT, model, max_tokens=max_tokens + 20)
+    truth = text_of_plain(100)
     scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: right[i % len(right)])
     prompt_cache, counts = make_prompt_cache(model), DraftCounts()
     steps = list(
@@ -238,8 +243,24 @@ def stop_by_closing(model, n, depth, prompt_cache):
 
 
 @pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("stop", [stop_by_max_tokens, stop_by_closing])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stop", "depth"),
+    [
+        (stop_by_max_tokens, 1),
+        (stop_by_closing, 2),
+        (stop_by_max_tokens, 3),
+        (stop_by_closing, 4),
+        *(
+            pytest.param(stop, depth, marks=pytest.mark.slow)
+            for stop, depth in (
+                (stop_by_closing, 1),
+                (stop_by_max_tokens, 2),
+                (stop_by_closing, 3),
+                (stop_by_max_tokens, 4),
+            )
+        ),
+    ],
+)
 def test_resumes_after_any_stop_as_from_a_cold_start(stop, depth, stops):
     model = model_of("qwen3_5", 1)
     more = [7, 2, 9]
@@ -506,7 +527,7 @@ def test_unsure_drafts_count_as_rejected():
 def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
     """As mlx-lm does, at the end of the first step that reaches them."""
     model = model_of("qwen3_5")
-    scripted = Scripted(model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=550), lambda i: True)
+    scripted = Scripted(model, PROMPT.tolist() + text_of_plain(550), lambda i: True)
     tokens, cleared = [], []
     monkeypatch.setattr(decoder.mx, "clear_cache", lambda: cleared.append(len(tokens)))
     for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=540, num_draft_tokens=depth):
