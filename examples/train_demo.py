@@ -3,12 +3,14 @@
     pip install '.[dev]'
     python examples/train_demo.py --output demo
 
-The text is the standard library of the Python that runs this script, so nothing is downloaded. The backbone is
-transformers' reference Qwen3.5, 24 layers of 128; the head is built from the same library's decoder layer and RMSNorm. The
-loss is the next-token loss plus, for drafts 1 to 3, the cross entropy of the head against the backbone's own distribution at
-the position it guesses, which decides whether a draft is accepted.
+The text is the standard library of the Python that runs this script, and documents about two hundred short functions
+and classes (``demo_documents.py``), so nothing is downloaded. The backbone is transformers' reference Qwen3.5, 24 layers
+of 128; the head is built from the same library's decoder layer and RMSNorm. The loss is the next-token loss plus, for
+drafts 1 to 3, the cross entropy of the head against the backbone's own distribution at the position it guesses, which
+decides whether a draft is accepted.
 
-The state of the training is kept in the output folder (``training.pt``): the same command resumes it.
+The state of the training is kept in the output folder (``training.pt``): the same command resumes it. ``--init FOLDER``
+begins with the weights and the tokenizer of a checkpoint that this script wrote.
 """
 
 import argparse
@@ -16,13 +18,15 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sysconfig
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from demo_documents import documents
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
@@ -39,6 +43,7 @@ END = "<|endoftext|>"
 DEPTH = 3  # drafts that the head is trained for
 HEAD_WEIGHTS = (0.5, 0.25, 0.15)  # of the losses of drafts 1, 2 and 3; the next token has 1.0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3  # peak learning rates
+OURS, THEIRS = "backbone.", "model.language_model."  # prefixes of the backbone's tensors, here and in the checkpoint
 NOT_CODE = ("site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__")
 
 TEXT_CONFIG = {
@@ -207,8 +212,8 @@ def draft_loss(logits, target, text):
 class Training:
     """A model, its optimizers and the number of steps done; ``save`` and ``resume`` keep them in a file."""
 
-    def __init__(self, model: Demo, file: Path, steps: int):
-        self.model, self.file, self.steps, self.step = model, file, steps, 0
+    def __init__(self, model: Demo, file: Path, steps: int, factor: float):
+        self.model, self.file, self.steps, self.factor, self.step = model, file, steps, factor, 0
         # Muon for the matrices inside the layers, AdamW for the embedding, the norms, the gates and the convolutions.
         matrices, others = [], []
         for name, p in model.named_parameters():
@@ -242,7 +247,7 @@ class Training:
         """One optimizer step on window [B, L] -> the next-token loss, and the first draft's agreement."""
         for optimizer, rate in self.optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(self.step, self.steps)
+                group["lr"] = self.factor * rate * learning_rate(self.step, self.steps)
             optimizer.zero_grad(set_to_none=True)
         with torch.autocast(window.device.type, torch.bfloat16):
             next_token, drafts = self.model.losses(window)
@@ -276,12 +281,17 @@ def evaluate(model: Demo, ids: torch.Tensor, length: int) -> str:
     return line
 
 
+def begin_with(model: Demo, folder: Path) -> None:
+    """Take the weights that ``save`` wrote."""
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.replace(THEIRS, OURS, 1): p.float() for name, p in weights.items()})
+
+
 def save(model: Demo, folder: Path) -> None:
     """Write the raw Hugging Face layout: bfloat16, norms zero-centred, ``model.language_model.*`` and ``mtp.*``."""
-    weights = {}
-    for name, p in model.state_dict().items():
-        name = name.replace("backbone.", "model.language_model.") if name.startswith("backbone.") else name
-        weights[name] = p.to(torch.bfloat16).contiguous()
+    weights = {
+        name.replace(OURS, THEIRS, 1): p.to(torch.bfloat16).contiguous() for name, p in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -304,11 +314,14 @@ def save(model: Demo, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo checkpoint of mlx_mtp on Python's standard library.")
+    parser = argparse.ArgumentParser(description="Train the demo checkpoint of mlx_mtp to write Python.")
     parser.add_argument("--output", type=Path, default=Path("demo"), help="Folder of the checkpoint (default: demo).")
     parser.add_argument("--steps", type=int, default=1500, help="Optimizer steps (default: 1500).")
     parser.add_argument("--batch", type=int, default=8, help="Windows in a step (default: 8).")
     parser.add_argument("--length", type=int, default=512, help="Tokens in a window (default: 512).")
+    parser.add_argument("--documents", type=int, default=12000, help="Documents about functions (default: 12000).")
+    parser.add_argument("--init", type=Path, help="Folder of a checkpoint to begin with.")
+    parser.add_argument("--rate", type=float, default=1.0, help="Factor of the learning rates (default: 1.0).")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -320,6 +333,9 @@ def main() -> None:
     torch.set_flush_denormal(True)  # states that have decayed to denormals slow a CPU down many times
     args.output.mkdir(parents=True, exist_ok=True)
     texts, held_out_texts = standard_library()
+    texts += documents(args.documents, args.seed)
+    if args.init is not None:
+        shutil.copyfile(args.init / "tokenizer.json", args.output / "tokenizer.json")
     tokenizer = train_tokenizer(texts, args.output / "tokenizer.json")
     ids, held_out = encode(tokenizer, texts), encode(tokenizer, held_out_texts).to(args.device)
     print(
@@ -327,14 +343,17 @@ def main() -> None:
     )
     config = Qwen3_5TextConfig(**TEXT_CONFIG)
     config._attn_implementation = "sdpa"
-    model = Demo(config).to(args.device).float()
+    model = Demo(config).float()
+    if args.init is not None:
+        begin_with(model, args.init)
+    model.to(args.device)
     if args.compile:
         for layer in model.backbone.layers:
             layer.compile()
     else:
         torch.compiler.set_stance("force_eager")  # for the losses, which are decorated
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    training = Training(model, args.output / "training.pt", args.steps)
+    training = Training(model, args.output / "training.pt", args.steps, args.rate)
     training.resume()
     train(training, ids, held_out, args)
     model.cpu()
@@ -359,10 +378,16 @@ def train(training: Training, ids: torch.Tensor, held_out: torch.Tensor, args: a
 
 
 def draw_windows(ids: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
-    """Random windows [B, length + 1 + DEPTH], which depend on the step's number alone: a resumed run sees the same text."""
+    """Windows [B, length + 1 + DEPTH], which depend on the step's number alone: a resumed run sees the same text.
+
+    Half of them begin where a text begins, as prompts do, the others anywhere.
+    """
     size = args.length + 1 + DEPTH
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - size, (args.batch,), generator=generator)
+    beginnings = (ids[:-size] == 0).nonzero().flatten() + 1
+    n = args.batch // 2
+    starts[:n] = beginnings[torch.randint(len(beginnings), (n,), generator=generator)]
     return torch.stack([ids[s : s + size] for s in starts])
 
 
