@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -242,9 +243,14 @@ def test_lines_are_edited_and_remembered(tmp_path):
     file.write_text("import of_an_earlier_chat\n")
     master, slave = pty.openpty()
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb", "HOME": str(tmp_path)}
+
+    def begin() -> None:
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
+
     chat = subprocess.Popen(
         [sys.executable, "-m", "mlx_mtp.chat", "-m", "2"], stdin=slave, stdout=slave, stderr=slave, env=env,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=begin,
     )  # fmt: skip
     os.close(slave)
     out = b""
