@@ -22,6 +22,7 @@ from .decoding.loop import asks_for_copies
 from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
+from .models.cache_checks import BITS, GROUP_SIZES
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 BROKEN_PIPE = 141  # of one that SIGPIPE has ended
@@ -35,7 +36,6 @@ TEXTS = (
     "allowed_origins",
     "api_key",
 )
-KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's quantization
 # The lowest and the highest value of each flag.
 LIMITS: dict[str, tuple[float, float]] = {
     "temp": (0, math.inf),
@@ -354,7 +354,7 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
     if args.max_tokens < 1 and not (no_limit and args.max_tokens == -1):
         allowed = "1 or more, or -1 for no limit" if no_limit else "1 or more"
         raise ValueError(f"--max-tokens must be {allowed}, not {args.max_tokens}.")
-    for name, values in (("kv_bits", KV_BITS), ("kv_group_size", KV_GROUP_SIZES)):
+    for name, values in (("kv_bits", BITS), ("kv_group_size", GROUP_SIZES)):
         value = getattr(args, name, None)
         if value is not None and value not in values:
             raise ValueError(f"{_flag(name)} must be one of {', '.join(map(str, values))}, not {value}.")

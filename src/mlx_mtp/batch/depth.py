@@ -211,9 +211,8 @@ def resolve_depth(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> i
     """
     number = resolve_batch_number(model, num_draft_tokens)
     if number == 0:
-        return BatchDepth(
-            SizeTimes()
-        )  # of copies alone, which cost no pass of the head: what steps take is no one else's
+        # Of copies alone, which cost no pass of the head: what steps take is no one else's.
+        return BatchDepth(SizeTimes())
     if isinstance(number, int):
         return number
     drafting = model.drafting

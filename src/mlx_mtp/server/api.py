@@ -291,8 +291,6 @@ class APIHandler(stock.APIHandler):
         super().send_response(code, message)
 
     def end_headers(self) -> None:
-        if self.started:
-            return
         super().end_headers()
         self.started = True
         self.response_generator.metrics.requests.labels(self.status).inc()

@@ -107,11 +107,15 @@ class ResponseGenerator(stock.ResponseGenerator):
                 progress_callback(n_read, n_tokens)
 
         def steps() -> Iterator[Step]:
+            answer = None
             for response in incoming:
                 if isinstance(response, Step):
                     yield response
                     continue
                 # Of mlx-lm's own loop, which does not look for stop words.
+                if answer is None:
+                    stop_words = generation_args.stop_words
+                    answer = make_answer(tokenizer, ctx.text_sm, ctx.initial_state, request, stop_words)
                 events, finish_reason = answer.step(response.text, response.finish_reason)
                 yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason)
                 if finish_reason is not None:
@@ -126,7 +130,6 @@ class ResponseGenerator(stock.ResponseGenerator):
         request.encoded = self._encode(tokenizer, request, generation_args)
         incoming = self._submit(request, generation_args, keep_alive)
         ctx = next(incoming)
-        answer = make_answer(tokenizer, ctx.text_sm, ctx.initial_state, request, generation_args.stop_words)
         return ctx, steps()
 
     def _submit(
