@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from ..cli import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
 from .repeats import warning
@@ -62,17 +63,6 @@ def percent(result: Result) -> tuple[int, int, int]:
     """How many percent of the tokens came from the head, from copies and from the target itself; the sum is 100."""
     head, copies = round(100 * result.share(HEAD)), round(100 * result.share(COPY))
     return head, copies, 100 - head - copies
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first left, the others right. A row may end early."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}" for i, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
 
 
 def _show_details(report: Report) -> list[str]:

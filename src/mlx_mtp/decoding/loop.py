@@ -35,7 +35,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..models.drafting import Settings
 from ..models.mixin import MTPMixin
-from ..models.prompt_cache import open_prompt_cache
+from ..models.prompt_cache import has_head, open_prompt_cache
 from ..models.protocol import MTPModel
 from .acceptance import make_acceptance
 from .copies import CopyDrafter
@@ -182,10 +182,6 @@ def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
     """
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass
-
-
-def has_head(model: Any) -> bool:
-    return getattr(model, "mtp", None) is not None
 
 
 def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:

@@ -183,7 +183,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
     if cache.n_recorded < cache.n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not _has_head(model):
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
         entries[n_layers] = stock.KVCache()
     else:
         _check_head(model, cache)
@@ -237,7 +237,7 @@ def _check_head(model: Any, cache: PromptCache) -> None:
         raise misfit(i, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
 
 
-def _has_head(model: Any) -> bool:
+def has_head(model: Any) -> bool:
     return getattr(model, "mtp", None) is not None
 
 
