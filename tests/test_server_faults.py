@@ -327,7 +327,7 @@ def test_rejects_invalid_http(server, raw, status):
 )
 def test_rejects_contradictory_lengths(server, header):
     body = json.dumps(GOOD).encode()
-    raw = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n%s\r\n\r\n%s" % (len(body), header, body)
+    raw = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n%s\r\n\r\n%s" % (len(body), header, body)
     assert server.talk(raw, is_complete=True).startswith(b"HTTP/1.0 400")
 
 
@@ -354,7 +354,7 @@ def test_attack(server):
 
 def stream_request(max_tokens: int) -> bytes:
     body = json.dumps({"prompt": "import os\n", "max_tokens": max_tokens, "stream": True}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 def test_survives_clients_that_hang_up(server):

@@ -1,12 +1,8 @@
 """The server where much is asked of it at once: clients that wait, clients that leave, more caches than places."""
 
+import asyncio
 import json
 import re
-import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -16,11 +12,14 @@ import pytest
 from helpers import tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.server import GenerationContext
 from server_process import serve
+from starlette.testclient import TestClient
 
-from mlx_mtp.server import api, engine, memory
+from mlx_mtp.server import engine, memory
+from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.engine import ResponseGenerator, SingleQueue
+from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
 from mlx_mtp.server.job import Step
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
@@ -89,133 +88,119 @@ def test_device_memory(monkeypatch):
 # Clients that wait
 
 
-def request_of(connection=None, **kwargs):
-    return Request("text", "a", [], None, None, connection=connection, copy_drafts=None, **kwargs)
+def request_of(**kwargs):
+    return Request("text", "a", [], None, None, **kwargs)
 
 
 def test_waiting_client_is_told_by_the_clock(monkeypatch):
     monkeypatch.setattr(engine, "KEEP_ALIVE", 0.005)
-    g, told, begun = generator_of(), [], []
-    tokenizers = {"a key": "a tokenizer"}
-    g.model_provider = SimpleNamespace(check=lambda _: None, key_of=lambda _: "a key", tokenizers=tokenizers)
+    g, told = generator_of(), []
+    g.model_provider = SimpleNamespace(
+        check=lambda _: None, key_of=lambda _: "a key", tokenizers={"a key": "a tokenizer"}
+    )
     g._encode = lambda *_: "a prompt"
-    times = []
+    context, step = GenerationContext(False, False, None, None, "normal", [1]), Step([], 1, 0.0, (), "stop")
 
-    def progress(*how_far):
-        """Stands for the generation thread, which is at work on another request, then reads, then answers."""
-        told.append(how_far)
-        times.append(len(begun))
-        queue, *_ = g.requests.queue[0]
-        for response in {2: [(5, 10), (7, 10)], 3: [context]}.get(len(told), []):
-            queue.put(response)
-        if len(told) == 5:
-            queue.put(step)
-            queue.put(None)
+    async def run():
+        """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""
+        found = []
+        async for item in g.generate(request_of(), SimpleNamespace(model="m", stop_words=[])):
+            found.append(item)
+            told.append(item) if isinstance(item, Waiting) else None
+            mailbox, *_ = g.requests.queue[0]
+            for response in {2: [(5, 10), (7, 10)], 3: [context], 5: [step, None]}.get(len(found), []):
+                mailbox.put(response)
+        return found
 
-    context, step = SimpleNamespace(text_sm=None, initial_state="normal"), Step([], 1, 0.0, None, "stop")
-    request = request_of(begin=lambda: begun.append(1))
-    ctx, responses = g.generate(request, SimpleNamespace(model=SimpleNamespace(model="m"), stop_words=[]), progress)
-    assert ctx is context
-    assert told[:2] == [(0, 0), (0, 0)]
-    assert told[2] == (7, 10)  # the latest, once
-    assert list(responses) == [step]
-    assert times == [*range(1, len(told) + 1)]  # the headers before each
+    found = asyncio.run(run())
+    assert found[:3] == [Waiting(0, 0), Waiting(0, 0), Waiting(7, 10)]  # the latest, once
+    assert [item for item in found if not isinstance(item, Waiting)] == [context, step]
     assert not g.open
+
+
+async def first_of(answers):
+    return await anext(answers)
 
 
 def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch):
     monkeypatch.setattr(engine, "POLL", 0.001)
     g = generator_of(generation_available=lambda: False)
     with pytest.raises(ApiError) as e:
-        next(g._submit(request_of(), None, lambda *_: None))
+        asyncio.run(first_of(g._submit(request_of(), None)))
     assert e.value.status == 503
     assert not g.open
 
 
 def test_fail_all_ends_what_is_open():
     g = generator_of()
-    answers = [g._submit(request_of(), None, lambda *_: None) for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(next, answer) for answer in answers]
+
+    async def run():
+        waiting = [asyncio.create_task(first_of(g._submit(request_of(), None))) for _ in range(3)]
         while len(g.open) < 3:
-            pass
-        g.fail_all(ApiError(503, "Rank 1 has died."))
-        for future in waiting:
-            with pytest.raises(ApiError, match="Rank 1"):
-                future.result(10)
+            await asyncio.sleep(0)
+        await in_thread(g.fail_all, ApiError(503, "Rank 1 has died."))
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [str(e) for e in asyncio.run(run())] == ["Rank 1 has died."] * 3
     assert not g.open
 
 
-@contextmanager
-def http_server(generate):
-    """A server over loopback whose generator does this."""
-    args = SimpleNamespace(allowed_origins="*", copy_drafts=None, num_draft_tokens=0, mtp=False)
+def client_of(generate):
+    """A client of a server whose generator does this."""
+    args = SimpleNamespace(copy_drafts=None, num_draft_tokens=0, mtp=False)
     for name, default in dict(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0).items():
         setattr(args, name, default)
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args, generate=generate)
-    with api.Server(("127.0.0.1", 0), partial(api.APIHandler, generator, system_fingerprint="")) as s:
-        loop = threading.Thread(target=s.serve_forever, args=(0.01,))
-        loop.start()
-        try:
-            yield s.server_port
-        finally:
-            s.shutdown()
-            loop.join()
+    return TestClient(make_app(generator, None, ["*"]))
 
 
-def ask(port: int, **body) -> bytes:
-    raw = json.dumps({"prompt": "a", **body}).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
-        s.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
-        answer = b""
-        while chunk := s.recv(65536):
-            answer += chunk
-    return answer
+async def wait_and_fail(request, args):
+    for n in (0, 4):
+        yield Waiting(n, 9)
+    raise ApiError(503, "Rank 1 has died.")
 
 
 def test_stream_begins_where_a_client_waits():
     """Before it is known whether there will be an answer: an error is then an event of the stream."""
-
-    def generate(request, args, progress_callback):
-        for n in (0, 4):
-            request.begin()
-            progress_callback(n, 9)
-        raise ApiError(503, "Rank 1 has died.")
-
-    with http_server(generate) as port:
-        answer = ask(port, stream=True)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.split()[1] == b"200"
-    assert head.count(b"text/event-stream") == 1
-    comments, event, done = re.fullmatch(rb"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", body).groups()
-    assert comments == b": keepalive 0/9\n\n: keepalive 4/9\n\n"
+    answer = client_of(wait_and_fail).post("/v1/completions", json={"prompt": "a", "stream": True})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
+    comments, event, done = re.fullmatch(r"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", answer.text).groups()
+    assert comments == ": keepalive 0/9\n\n: keepalive 4/9\n\n"
     assert json.loads(event)["error"]["message"] == "Rank 1 has died."
-    assert done == b"[DONE]"
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "waiting", "event"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "event: ping", "error"),
+        ("/v1/responses", {"input": "a"}, ": keepalive 0/9", "response.failed"),
+    ],
+)
+def test_each_api_says_that_it_waits_and_fails(path, body, waiting, event):
+    answer = client_of(wait_and_fail).post(path, json={**body, "stream": True})
+    assert answer.text.startswith(waiting)
+    *_, last = answer.text.strip().split("\n\n")
+    assert last.startswith(f"event: {event}\n")
+    assert "Rank 1 has died." in last
 
 
 def test_no_byte_before_the_status_of_an_answer_that_is_no_stream():
-    def generate(request, args, progress_callback):
-        request.begin()
-        progress_callback(4, 9)
-        raise ApiError(503, "Rank 1 has died.")
-
-    with http_server(generate) as port:
-        head, _, body = ask(port).partition(b"\r\n\r\n")
-    assert head.split()[1] == b"503"
-    assert json.loads(body)["error"]["message"] == "Rank 1 has died."
+    answer = client_of(wait_and_fail).post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "Rank 1 has died."
 
 
 # Clients that leave
 
 
 def test_hang_up_ends_mlx_lms_own_loop():
-    ours, theirs = socket.socketpair()
-    with ours:
-        queue = SingleQueue(Queue(), request_of(ours))
-        queue.put((1, 9))
-        theirs.close()
-        with pytest.raises(ApiError):
-            queue.put((5, 9))
+    request = request_of()
+    queue = SingleQueue(Queue(), request)
+    queue.put((1, 9))
+    request.is_gone = True
+    with pytest.raises(ApiError):
+        queue.put((5, 9))
     assert queue.queue.qsize() == 1
 
 

@@ -5,27 +5,24 @@ import logging
 import os
 import resource
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
 from ..distributed.ranks import Ranks
-from .api import APIHandler, Server
+from .app import make_app
 from .arguments import check, check_model, make_parser
 from .engine import ResponseGenerator
+from .http import Server, listen
 from .metrics import Metrics
 from .provider import ModelProvider
 from .ranks import RankGenerator
 from .request import ApiError
 
-LAST_ANSWERS = 5.0  # seconds to send them when the server ends
 LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
 OPEN_FILES = 4096
 ANY_NUMBER = 1 << 31  # of prompt caches
@@ -61,18 +58,12 @@ def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGen
 
 def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:
     """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
-    infos = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    Server.address_family, _, _, _, address = infos[0]
-    handler = partial(APIHandler, generator, system_fingerprint=get_system_fingerprint())
-    with Server(address, handler, api_key=args.api_key) as httpd:
-        on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: httpd.wait(LAST_WORDS)]
-        logging.info(f"Starting httpd at {args.host} on port {httpd.server_port}...")
-        try:
-            httpd.serve_forever()
-        except KeyboardInterrupt:
-            logging.info("Stopping: ending the open requests.")
-        generator.stop_and_join()
-        httpd.wait(LAST_ANSWERS)
+    app = make_app(generator, args.api_key, [*args.allowed_origins])
+    server = Server(app, generator, args.log_level)
+    on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
+    with listen(args.host, args.port) as s:
+        logging.info(f"Starting httpd at {args.host} on port {s.getsockname()[1]}...")
+        server.run(sockets=[s])
 
 
 def _allow_open_files() -> None:

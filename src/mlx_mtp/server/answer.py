@@ -63,9 +63,9 @@ class Answer:
         events = self._clean(self.reader.add(text))
         if finish_reason is not None:
             events += self._clean(self.reader.finish(cut=finish_reason == "length"))
-            if not self.stop.is_found:
+            if self.stop.found is None:
                 events += _texts(self._text.add(self.stop.rest()) + self._text.rest())
-        if self.stop.is_found:
+        if self.stop.found is not None:
             finish_reason = "stop"
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
 
@@ -73,7 +73,7 @@ class Answer:
         """Up to a stop word, and without the template's line breaks."""
         events: list[Event] = []
         for event in found:
-            if self.stop.is_found:
+            if self.stop.found is not None:
                 break
             if isinstance(event, Text):
                 if text := self._text.skip(event.text):
@@ -136,15 +136,16 @@ class _Edges:
 class _StopWords:
     def __init__(self, words: list[str]):
         self.words = [word for word in words if word]
-        self.is_found = False
+        self.found: str | None = None  # the one that has come
         self._held = ""  # what may be the beginning of one
 
     def add(self, text: str) -> str:
         """The next piece of a text -> what of it comes before a stop word."""
         text = self._held + text
-        found = [i for word in self.words if (i := text.find(word)) >= 0]
-        self.is_found = bool(found)
-        n = min(found) if found else len(text) - max((_overlap(text, word) for word in self.words), default=0)
+        found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
+        n, self.found = min(found, default=(0, None))
+        if self.found is None:
+            n = len(text) - max((_overlap(text, word) for word in self.words), default=0)
         self._held = text[n:]
         return text[:n]
 

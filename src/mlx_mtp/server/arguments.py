@@ -12,7 +12,7 @@ from mlx_lm.utils import _parse_size
 from .. import cli
 from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE
 from ..checkpoint.load import DEMO
-from .body import RESERVED
+from .api.body import RESERVED
 from .provider import ModelProvider
 
 

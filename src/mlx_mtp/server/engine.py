@@ -1,15 +1,17 @@
 """The thread that generates: mlx-lm's ``ResponseGenerator`` with the MTP head."""
 
+import asyncio
 import gc
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import Empty, Queue
-from typing import Any
+from queue import Empty
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm import server as stock
@@ -19,7 +21,7 @@ from .. import cli
 from ..decoding import sampling
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
-from .job import Job, Step
+from .job import Job, Outbox, Step
 from .memory import cache_budget
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
@@ -28,7 +30,47 @@ from .request import ApiError, Prompt, Request
 
 KEEP_ALIVE = 5.0  # seconds of waiting after which a client is told how far its prompt is read
 POLL = 1.0  # seconds between two looks whether the generation thread lives
-Entry = tuple["Queue[Any]", Request, stock.GenerationArguments]  # a request, and where its responses go
+T = TypeVar("T")
+
+
+class Mailbox:
+    """Takes what the generation thread says to a request, for the event loop that it is made in."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, response: Any) -> None:
+        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, response)
+
+    async def get(self) -> Any:
+        return await self.queue.get()
+
+
+Entry = tuple[Outbox, Request, stock.GenerationArguments]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A client waits for its prompt to be read, of which so many tokens have been."""
+
+    n_read: int
+    n_prompt: int
+
+
+async def in_thread(f: Callable[..., T], *args: Any) -> T:
+    """Call a function that may take long in a thread that nobody waits for when the server ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(f(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 @dataclass
@@ -55,11 +97,11 @@ class SingleQueue:
         ApiError: The client has hung up.
     """
 
-    queue: "Queue[Any]"
+    queue: Outbox
     request: Request
 
     def put(self, response: Any) -> None:
-        if self.request.is_gone():
+        if self.request.is_gone:
             raise ApiError(400, "The client has hung up.")
         self.queue.put(response)
 
@@ -70,12 +112,13 @@ class ResponseGenerator(stock.ResponseGenerator):
     It takes requests in order and generates them together if it can: same model, no quantized cache, no seed of the global
     random state. An error ends the requests that are being generated, never the thread.
 
-    Templates are rendered and prompts tokenized in the requests' own threads, so that no prompt delays other requests.
+    Templates are rendered and prompts tokenized in threads of their own, so that no prompt delays other requests.
     """
 
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
         self.metrics = metrics
-        self.open: set[Queue[Any]] = set()  # where responses are awaited
+        self.open: set[Mailbox] = set()  # where responses are awaited
+        self.created = int(time.time())
         self.waiting: deque[Entry] = deque()
         self.jobs: dict[Sequence, Job] = {}
         self.scheduler: Scheduler
@@ -88,75 +131,76 @@ class ResponseGenerator(stock.ResponseGenerator):
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
         super().__init__(model_provider, prompt_cache)
 
-    # In the requests' own threads
+    # In the event loop, which serves the clients
 
-    def generate(
-        self,
-        request: Request,
-        generation_args: stock.GenerationArguments,
-        progress_callback: Callable[[int, int], None] | None = None,
-    ) -> tuple[stock.GenerationContext, Iterator[Step]]:
-        """mlx-lm's method, with its errors as ``ApiError``, and with steps for its responses.
+    async def generate(
+        self, request: Request, args: stock.GenerationArguments
+    ) -> AsyncIterator[stock.GenerationContext | Waiting | Step]:
+        """What a request becomes: its context, its steps, and while it waits, every few seconds, how far its prompt is read.
 
-        The callback is called by the clock while a client waits.
+        Raises:
+            ApiError: It cannot be generated.
         """
+        request.encoded = await self._encode_request(request, args)
+        context = answer = None
+        async for response in self._submit(request, args):
+            if isinstance(response, stock.GenerationContext):
+                context = response
+            if not isinstance(response, stock.Response):
+                yield response
+                continue
+            # Of mlx-lm's own loop, which does not look for stop words.
+            if answer is None:
+                assert context is not None
+                tokenizer = self.model_provider.tokenizer
+                answer = make_answer(tokenizer, context.text_sm, context.initial_state, request, args.stop_words)
+            events, finish_reason = answer.step(response.text, response.finish_reason)
+            request.n_tokens += 1
+            stop_word = answer.stop.found
+            yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason, stop_word)
+            if finish_reason is not None:
+                return
 
-        def keep_alive(n_read: int, n_tokens: int) -> None:
-            if progress_callback is not None:
-                request.begin()
-                progress_callback(n_read, n_tokens)
+    async def count_tokens(self, request: Request, args: stock.GenerationArguments) -> int:
+        """The number of tokens of a request's prompt."""
+        return len((await self._encode_request(request, args)).tokens)
 
-        def steps() -> Iterator[Step]:
-            answer = None
-            for response in incoming:
-                if isinstance(response, Step):
-                    yield response
-                    continue
-                # Of mlx-lm's own loop, which does not look for stop words.
-                if answer is None:
-                    stop_words = generation_args.stop_words
-                    answer = make_answer(tokenizer, ctx.text_sm, ctx.initial_state, request, stop_words)
-                events, finish_reason = answer.step(response.text, response.finish_reason)
-                yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason)
-                if finish_reason is not None:
-                    ctx.stop()
-                    return
-
+    async def _encode_request(self, request: Request, args: stock.GenerationArguments) -> Prompt:
         provider = self.model_provider
-        provider.check(generation_args.model)
-        tokenizer = provider.tokenizers.get(provider.key_of(generation_args.model))
+        provider.check(args.model)
+        tokenizer = provider.tokenizers.get(provider.key_of(args.model))
         if tokenizer is None:  # go through the queue once to load the model
-            tokenizer = next(self._submit(request, generation_args, keep_alive))
-        request.encoded = self._encode(tokenizer, request, generation_args)
-        incoming = self._submit(request, generation_args, keep_alive)
-        ctx = next(incoming)
-        return ctx, steps()
+            async for response in self._submit(request, args):
+                if isinstance(response, BoundedTokenizer):
+                    tokenizer = response
+                    break
+        assert tokenizer is not None
+        return await in_thread(self._encode, tokenizer, request, args)
 
-    def _submit(
-        self, request: Request, args: stock.GenerationArguments, keep_alive: Callable[[int, int], None]
-    ) -> Iterator[Any]:
+    async def _submit(self, request: Request, args: stock.GenerationArguments) -> AsyncIterator[Any]:
         """Queue a request -> what the generation thread answers."""
-        queue: Queue[Any] = Queue()
-        self.open.add(queue)
+        mailbox = Mailbox()
+        self.open.add(mailbox)
         try:
-            self.requests.put((queue, request, args))
-            while (response := self._await(queue, keep_alive)) is not None:
-                if isinstance(response, Exception):  # from mlx-lm's methods
-                    raise ApiError(400, str(response)) from response
+            self.requests.put((mailbox, request, args))
+            while (response := await self._await(mailbox)) is not None:
                 if isinstance(response, ApiError):
                     raise response
+                if isinstance(response, Exception):  # from mlx-lm's methods
+                    raise ApiError(400, str(response)) from response
                 yield response
         finally:
-            self.open.discard(queue)
+            self.open.discard(mailbox)
 
-    def _await(self, queue: "Queue[Any]", keep_alive: Callable[[int, int], None]) -> Any:
-        """The next response that is not about the prompt's progress, which is told every few seconds."""
+    async def _await(self, mailbox: Mailbox) -> Any:
+        """The next response; of those about the prompt's progress only one every few seconds."""
         progress, due = (0, 0), time.monotonic() + KEEP_ALIVE
         while True:
             is_alive = self.generation_available()
             try:
-                response = queue.get(timeout=max(min(POLL, due - time.monotonic()), 0))
-            except Empty:
+                async with asyncio.timeout(max(min(POLL, due - time.monotonic()), 0)):
+                    response = await mailbox.get()
+            except TimeoutError:
                 if not is_alive:
                     raise ApiError(503, "The server is stopping.") from None
                 response = progress
@@ -164,13 +208,12 @@ class ResponseGenerator(stock.ResponseGenerator):
                 return response
             progress = response
             if time.monotonic() >= due:
-                keep_alive(*progress)
-                due = time.monotonic() + KEEP_ALIVE
+                return Waiting(*progress)
 
     def fail_all(self, error: ApiError) -> None:
         """End all open answers; for any thread, whatever the generation thread is waiting for."""
-        for queue in self.open.copy():
-            queue.put(error)
+        for mailbox in self.open.copy():
+            mailbox.put(error)
 
     def _encode(self, tokenizer: BoundedTokenizer, request: Request, args: stock.GenerationArguments) -> Prompt:
         try:
@@ -213,9 +256,9 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _look(self, wait: bool) -> News:
         arrived = self._receive(wait)
-        gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone()}
+        gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone}
         jobs = self.jobs.values()
-        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone()})
+        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone})
 
     def _receive(self, wait: bool) -> list[Entry]:
         """New requests; where there is none, ``wait`` a tenth of a second for it."""
@@ -342,7 +385,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             self.scheduled = None
 
     def _prepare(
-        self, queue: "Queue[Any]", request: Request, prompt: Prompt, args: stock.GenerationArguments
+        self, queue: Outbox, request: Request, prompt: Prompt, args: stock.GenerationArguments
     ) -> tuple[Sequence, Job]:
         """What generates a request, and what answers it."""
         key, tokenizer = self.model_provider.model_key, self.model_provider.tokenizer

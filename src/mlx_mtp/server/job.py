@@ -2,8 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from queue import Queue
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_lm import server as stock
 
@@ -22,6 +21,7 @@ class Step:
         logprob (float): Its own.
         top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
+        stop_word (str, optional): The one of the request's that has ended the text.
     """
 
     events: list[Event]
@@ -29,6 +29,13 @@ class Step:
     logprob: float
     top_tokens: tuple[dict[str, Any], ...]
     finish_reason: str | None
+    stop_word: str | None = None
+
+
+class Outbox(Protocol):
+    """Where what a client gets is put."""
+
+    def put(self, response: Any) -> None: ...
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Job:
     """A request that is being generated.
 
     Args:
-        queue (Queue): Takes what the client gets: steps, an ``ApiError``, or ``None`` at the end.
+        queue (Outbox): Takes what the client gets: steps, an ``ApiError``, or ``None`` at the end.
         request (Request): The request.
         args (GenerationArguments): mlx-lm's.
         ctx (GenerationContext): mlx-lm's.
@@ -45,7 +52,7 @@ class Job:
         segment_types (List[str]): Of the segments that are not in the cache yet, the last first.
     """
 
-    queue: "Queue[Any]"
+    queue: Outbox
     request: Request
     args: stock.GenerationArguments
     ctx: stock.GenerationContext
@@ -64,7 +71,7 @@ class Job:
         events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
         logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
         top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(Step(events, event.token, logprob, top, finish_reason))
+        self.queue.put(Step(events, event.token, logprob, top, finish_reason, self.answer.stop.found))
         return finish_reason is not None
 
     def _text_of(self, token: int, finish_reason: str | None) -> str:

@@ -1,9 +1,6 @@
 """A request on its way through the server, and the error that ends one."""
 
-import select
-import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -14,8 +11,15 @@ from ..decoding.loop import CopyDrafts
 from ..decoding.pace import DraftCounts
 
 
-class ApiError(BaseException):
-    """An answer in OpenAI's error format. Not an ``Exception``: mlx-lm's handler answers those in a format of its own."""
+class ApiError(Exception):
+    """An answer in the error format of the client's API.
+
+    Args:
+        status (int): HTTP's.
+        message (str): What is wrong.
+        param (str, optional): The field of the request that it is about.
+        code (str, optional): OpenAI's name for the error.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -52,9 +56,9 @@ class Prompt:
 class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
-    connection: socket.socket
-    copy_drafts: CopyDrafts | None
-    begin: Callable[[], None] = lambda: None  # sends the headers of a streamed answer, unless they have been
+    copy_drafts: CopyDrafts | None = None
+    param: str = "messages"  # the field with the prompt
+    is_gone: bool = False  # whether the client has hung up
     number: int = field(default_factory=count().__next__)
     arrived: float = field(default_factory=time.perf_counter)
     encoded: Prompt | None = None
@@ -63,19 +67,5 @@ class Request(stock.CompletionRequest):
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks need: the client is rank 0's, and its text is tokenized."""
-        return vars(self) | {"connection": None, "begin": None, "prompt": "", "messages": []}
-
-    @property
-    def param(self) -> str:
-        """The field with the prompt."""
-        return "messages" if self.request_type == "chat" else "prompt"
-
-    def is_gone(self) -> bool:
-        """Whether the client has hung up."""
-        try:
-            poll = select.poll()
-            poll.register(self.connection, select.POLLIN)
-            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
+        """What the other ranks need: the text is tokenized."""
+        return vars(self) | {"prompt": "", "messages": []}

@@ -1,0 +1,58 @@
+"""How an API writes an answer."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...decoding.pace import DraftCounts
+from ..job import Step
+from ..request import ApiError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took.
+
+    Args:
+        n_prompt (int): Tokens of its prompt.
+        n_cached (int): Those of them that the prompt cache had.
+        n_generated (int): Tokens of the answer.
+        n_accepted (int): Those of them that were drafted.
+        counts (DraftCounts, optional): Its drafts. ``None`` where the server makes none.
+    """
+
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    n_accepted: int
+    counts: DraftCounts | None
+
+
+class Writer(Protocol):
+    """Makes an answer of the engine's steps, for one request: as a stream of bytes, and whole."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """What a stream begins with."""
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        """What a stream says while the prompt is read."""
+
+    def add(self, step: Step) -> bytes:
+        """What a token adds to a stream."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What a stream ends with."""
+
+    def whole(self, usage: Usage) -> Json:
+        """After the last step: the answer, for a client that wants no stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """What a stream ends with where generation fails."""
+
+
+def event(data: Json, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data)}\n\n".encode()

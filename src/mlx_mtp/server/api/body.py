@@ -1,0 +1,183 @@
+"""The body of a request: its JSON, and the fields that every API has."""
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from annotated_types import Ge, Le
+from mlx_lm import server as stock
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ...decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..request import ApiError
+
+Short = Annotated[str, StringConstraints(max_length=1000)]
+Positive = Annotated[int, Ge(1), Le(2**31)]
+Natural = Annotated[int, Ge(0), Le(2**31)]
+Share = Annotated[float, Ge(0), Le(1)]
+Penalty = Annotated[float, Ge(-100), Le(100)]
+Stop = Short | Annotated[list[Short], Field(max_length=64)]
+TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateValue = (
+    bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
+)
+Json = dict[str, Any]
+
+# What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
+RESERVED = {"self", "messages"}.union(
+    *(inspect.signature(f).parameters for f in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template))
+)
+
+
+class Part(BaseModel):
+    """A part of a body. What it does not know it leaves aside."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Body(Part):
+    """The fields that all APIs share, and those of mlx-lm and of this package, which all of them take.
+
+    A field that would have to change the answer and is not supported is in ``REFUSED``: the values that change nothing, and
+    what to do instead.
+    """
+
+    REFUSED: ClassVar[Mapping[str, tuple[Sequence[Any], str]]] = {}
+
+    model: str = "default_model"
+    stream: bool = False
+    temperature: Annotated[float, Ge(0), Le(100)] | None = None
+    top_p: Share | None = None
+    top_k: Natural | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Ge(0), Le(100)] = 0.0
+    repetition_context_size: Natural = 20
+    presence_penalty: Penalty = 0.0
+    presence_context_size: Natural = 20
+    frequency_penalty: Penalty = 0.0
+    frequency_context_size: Natural = 20
+    xtc_probability: Share = 0.0
+    xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
+    logit_bias: dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Penalty] | None = None
+    seed: Annotated[int, Ge(0), Le(2**64 - 1)] | None = None
+    chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], Field(max_length=32)] | None = None
+    adapters: str | None = None
+    draft_model: str = "default_model"
+    num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
+    copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS)] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _names_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if reserved := RESERVED & value.keys():
+            raise ValueError(f"{min(reserved)} is not a variable of the chat template")
+        return value
+
+    def arguments(
+        self, flags: Any, max_tokens: int | None, stop: list[str], **others: Any
+    ) -> stock.GenerationArguments:
+        """
+        What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line.
+
+        Args:
+            flags (argparse.Namespace): The server's.
+            max_tokens (int, optional): The request's.
+            stop (List[str]): What ends the text.
+            others (Any): ``logprobs``, ``top_logprobs``, ``chat_template_kwargs``.
+        """
+
+        def given(name: str, default: Any) -> Any:
+            return default if (value := getattr(self, name)) is None else value
+
+        return stock.GenerationArguments(
+            model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
+            sampling=stock.SamplingArguments(
+                temperature=given("temperature", flags.temp),
+                top_p=given("top_p", flags.top_p),
+                top_k=given("top_k", flags.top_k),
+                min_p=given("min_p", flags.min_p),
+                xtc_probability=self.xtc_probability,
+                xtc_threshold=self.xtc_threshold,
+            ),
+            logits=stock.LogitsProcessorArguments(
+                logit_bias=None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()},
+                repetition_penalty=self.repetition_penalty,
+                repetition_context_size=self.repetition_context_size,
+                presence_penalty=self.presence_penalty,
+                presence_context_size=self.presence_context_size,
+                frequency_penalty=self.frequency_penalty,
+                frequency_context_size=self.frequency_context_size,
+            ),
+            stop_words=stop,
+            max_tokens=flags.max_tokens if max_tokens is None else max_tokens,
+            num_draft_tokens=given("num_draft_tokens", flags.num_draft_tokens),
+            seed=self.seed,
+            **{"logprobs": False, "top_logprobs": -1, "chat_template_kwargs": self.chat_template_kwargs, **others},
+        )
+
+
+B = TypeVar("B", bound=Body)
+TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # which pydantic puts between the names of fields
+
+
+def stop_words(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
+
+
+def parse_json(raw: bytes) -> Json:
+    """
+    Raises:
+        ApiError: The bytes are no JSON object.
+    """
+
+    def finite(text: str) -> float:
+        if not math.isfinite(x := float(text)):
+            raise ValueError(f"{text} is not a finite number")
+        return x
+
+    try:
+        body = json.loads(raw, parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError) as e:
+        raise ApiError(400, f"Invalid JSON in request body: {e}") from e
+    if not isinstance(body, dict):
+        raise ApiError(400, "Request should be a JSON dictionary")
+    _check_text(body)
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_text(body: Json) -> None:
+    """Refuse strings that are not Unicode text: JSON can write halves of surrogate pairs."""
+    for name, field in body.items():
+        try:
+            json.dumps([name, field], ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as e:
+            raise ApiError(400, f"{name!a} is not Unicode text.", param=f"{name!a}"[1:-1]) from e
+
+
+def read(kind: type[B], body: Json) -> B:
+    """
+    A body, checked.
+
+    Args:
+        kind (type): The model of the body.
+        body (Dict[str, Any]): It, without the fields that are null.
+
+    Raises:
+        ApiError: What is wrong with it.
+    """
+    for name, (harmless, fix) in kind.REFUSED.items():
+        if name in body and body[name] not in harmless:
+            value = json.dumps(body[name])[:100]
+            raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
+    try:
+        return kind.model_validate(body)
+    except ValidationError as e:
+        error = max(e.errors(include_url=False, include_context=False), key=lambda error: len(error["loc"]))
+        names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
+        where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
+        param = str(error["loc"][0]) if error["loc"] else None
+        raise ApiError(400, f"{where}: {error['msg']}."[:500], param=param) from e

@@ -1,0 +1,149 @@
+"""OpenAI's API for chats, ``/v1/chat/completions``.
+
+A call that ``max_tokens`` has cut keeps its place: its arguments are what the model wrote, and ``finish_reason`` is "length".
+"""
+
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..answer import Reasoning
+from ..job import Step
+from ..request import ApiError, Request
+from ..tool_calls import CallArguments, CallBegins, Text
+from .answer import Json
+from .body import Part, Short, read
+from .conversation import arguments_of, fold_roles
+from .openai import OpenAIBody, OpenAIWriter, error_content
+
+__all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
+
+
+class TextPart(Part):
+    type: Literal["text"]
+    text: str
+
+
+class Function(Part):
+    name: str | None = None
+    arguments: Any = None
+
+
+class ToolCall(Part):
+    id: Any = None
+    type: Any = "function"
+    function: Function
+
+
+class ChatMessage(Part):
+    """A message, as far as the server looks into it; all of it goes to the chat template."""
+
+    model_config = Part.model_config | {"extra": "allow"}
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Tool(Part):
+    model_config = Part.model_config | {"extra": "allow"}
+
+    function: Json
+
+
+class ChatBody(OpenAIBody):
+    REFUSED: ClassVar = {
+        "response_format": ([{"type": "text"}], "describe the format in the prompt"),
+        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
+        "enable_thinking": ([], 'send "chat_template_kwargs": {"enable_thinking": false} or true'),
+        "reasoning_effort": ([], 'leave it out; "chat_template_kwargs": {"enable_thinking": false} ends thinking'),
+        "functions": ([[]], "send tools"),
+        "function_call": (["auto", "none"], "send tools"),
+    }
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Any = "auto"
+    # mlx-lm writes a role's prefix before each of its messages.
+    role_mapping: dict[str, Short] | None = None
+
+
+def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
+    """The body, the request and mlx-lm's arguments."""
+    _refuse_parts(content.get("messages"))
+    body = read(ChatBody, content)
+    tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
+    messages = fold_roles([_message(m) for m in body.messages])
+    request = Request("chat", "", messages, tools or None, body.role_mapping)
+    return body, request, body.openai_arguments(flags)
+
+
+def _refuse_parts(messages: Any) -> None:
+    """Refuse by name what is no text."""
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                where = f"messages[{i}].content: {kind[:50]}"
+                raise ApiError(400, f"{where} is not supported: send text.", param="messages")
+
+
+def _message(message: ChatMessage) -> Json:
+    """A message for the chat template: without what is null, and with the arguments of calls as objects."""
+    content = {name: value for name, value in message.model_dump().items() if value is not None}
+    content.setdefault("content", None)
+    if isinstance(reasoning := content.pop("reasoning", None), str):  # as answers have it
+        content.setdefault("reasoning_content", reasoning)
+    for call in content.get("tool_calls", []):
+        call["function"]["arguments"] = arguments_of(call["function"].get("arguments"))
+    return content
+
+
+class ChatWriter(OpenAIWriter):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody):
+        super().__init__(body)
+        self.text = self.reasoning = ""
+        self.tool_calls: list[Json] = []
+
+    def choices(self, step: Step) -> list[Json]:
+        found: list[Json] = []
+        for e in step.events:
+            if isinstance(e, Text):
+                found.append({"content": e.text})
+            elif isinstance(e, Reasoning):
+                found.append({"reasoning": e.text})
+            elif isinstance(e, CallBegins):
+                found.append({"tool_calls": [{"index": e.index, **_begin(e)}]})
+            elif isinstance(e, CallArguments):
+                found.append({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]})
+        return [{"delta": {"role": "assistant", **delta}} for delta in found]
+
+    def last_choice(self) -> Json:
+        return {"delta": {"role": "assistant"}}
+
+    def collect(self, step: Step) -> None:
+        for e in step.events:
+            if isinstance(e, Text):
+                self.text += e.text
+            elif isinstance(e, Reasoning):
+                self.reasoning += e.text
+            elif isinstance(e, CallBegins):
+                self.tool_calls.append(_begin(e))
+            elif isinstance(e, CallArguments):
+                self.tool_calls[e.index]["function"]["arguments"] += e.text
+
+    def choice(self) -> Json:
+        message: Json = {"role": "assistant", "content": self.text or None}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return {"message": message}
+
+
+def _begin(event: CallBegins) -> Json:
+    name = event.id or f"call_{uuid.uuid4().hex}"
+    return {"id": name, "type": "function", "function": {"name": event.name, "arguments": ""}}

@@ -1,0 +1,47 @@
+"""OpenAI's API for texts, ``/v1/completions``."""
+
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
+
+from ..job import Step
+from ..request import Request
+from ..tool_calls import Text
+from .answer import Json
+from .body import read
+from .openai import OpenAIBody, OpenAIWriter, error_content
+
+__all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"]
+
+
+class CompletionBody(OpenAIBody):
+    prompt: Annotated[str, StringConstraints(min_length=1)]
+
+
+def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request, Any]:
+    """The body, the request and mlx-lm's arguments."""
+    body = read(CompletionBody, content)
+    request = Request("text", body.prompt, [], None, None, param="prompt")
+    return body, request, body.openai_arguments(flags)
+
+
+class CompletionWriter(OpenAIWriter):
+    def __init__(self, body: CompletionBody):
+        super().__init__(body)
+        self.text = ""
+
+    def choices(self, step: Step) -> list[Json]:
+        return [{"text": text}] if (text := _text(step)) else []
+
+    def last_choice(self) -> Json:
+        return {"text": ""}
+
+    def collect(self, step: Step) -> None:
+        self.text += _text(step)
+
+    def choice(self) -> Json:
+        return {"text": self.text}
+
+
+def _text(step: Step) -> str:
+    return "".join(e.text for e in step.events if isinstance(e, Text))

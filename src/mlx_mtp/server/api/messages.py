@@ -1,0 +1,255 @@
+"""Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
+
+Left aside, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
+``container``, ``output_config.effort``, and tools that Anthropic's own servers would run. A line ``x-anthropic-billing-header``
+in the system's text is taken out: it is another one in every request, so that no prompt would begin like the one before it.
+"""
+
+import re
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from ..answer import Reasoning
+from ..job import Step
+from ..request import ApiError, Request
+from ..tool_calls import CallArguments, CallBegins, Text
+from .answer import Json, Usage, event
+from .body import Body, Part, Positive, Short, read
+from .conversation import arguments_of, fold_roles, function_call, function_tool, text_of
+
+BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Block(Part):
+    """A part of a message. Which fields it has depends on its type."""
+
+    type: str
+    text: str | None = None  # text
+    thinking: str | None = None  # thinking
+    id: str | None = None  # tool_use
+    name: str | None = None
+    input: Json | None = None
+    tool_use_id: str | None = None  # tool_result
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class Message(Part):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Block]
+
+
+class Tool(Part):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: Json | None = None
+
+
+class Thinking(Part):
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class MessagesBody(Body):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    REFUSED: ClassVar = {
+        "output_format": ([], "describe the format in the system prompt"),
+        "mcp_servers": ([[]], "let the client call the tools"),
+    }
+    max_tokens: Positive | None = None
+    system: str | list[Block] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Json | None = None
+    thinking: Thinking | None = None
+    output_config: Json | None = None
+    stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
+
+
+def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
+    """The body, the request and mlx-lm's arguments."""
+    body = read(MessagesBody, content)
+    if body.output_config is not None and body.output_config.get("format") is not None:
+        raise ApiError(400, "output_config.format is not supported: describe it in the system.", param="output_config")
+    system = text_of([{"text": b.text} for b in _texts(body.system)]) if body.system else ""
+    messages = [{"role": "system", "content": BILLING.sub("", system).strip()}] if system else []
+    for i, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{i}].content")
+    request = Request("chat", "", fold_roles(messages), _tools(body) or None, None)
+    kwargs = body.chat_template_kwargs
+    if body.thinking is not None:
+        kwargs = {"enable_thinking": body.thinking.type != "disabled", **(kwargs or {})}
+    return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [], chat_template_kwargs=kwargs)
+
+
+def _tools(body: MessagesBody) -> list[Json]:
+    kind = (body.tool_choice or {}).get("type", "auto")
+    if kind not in ("auto", "none"):
+        fix = "leave it out, or send only the tools that may be called"
+        raise ApiError(400, f"tool_choice: {str(kind)[:50]!r} is not supported: {fix}.", param="tool_choice")
+    ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
+    return [function_tool(t.name, t.description, t.input_schema) for t in ours] if kind == "auto" else []
+
+
+def _texts(content: str | list[Block], where: str = "system") -> list[Block]:
+    """The text blocks of what may have no others."""
+    if isinstance(content, str):
+        return [Block(type="text", text=content)]
+    for block in content:
+        if block.type != "text" or block.text is None:
+            raise ApiError(
+                400, f"{where}: {block.type[:50]} is not supported: send text.", param=where.partition("[")[0]
+            )
+    return content
+
+
+def _messages(message: Message, where: str) -> list[Json]:
+    """A message's blocks as the messages of a chat template: results of tools have a message of their own."""
+    blocks = _texts(message.content) if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        return [_assistant(blocks, where)]
+    messages: list[Json] = []
+    for block in blocks:
+        if block.type == "tool_result":
+            messages.append({"role": "tool", "content": _result(block, where), "tool_call_id": block.tool_use_id})
+            continue
+        (text,) = _texts([block], where)
+        if messages and messages[-1]["role"] == message.role:
+            messages[-1]["content"] += f"\n{text.text}"
+        else:
+            messages.append({"role": message.role, "content": text.text})
+    return messages
+
+
+def _result(block: Block, where: str) -> str:
+    text = "\n".join(b.text or "" for b in _texts(block.content or "", where))
+    return f"Error: {text}" if block.is_error else text
+
+
+def _assistant(blocks: list[Block], where: str) -> Json:
+    message: Json = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if block.type == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + (block.thinking or "")
+        elif block.type == "tool_use" and block.name is not None:
+            call = function_call(block.id or "", block.name, block.input or {})
+            message.setdefault("tool_calls", []).append(call)
+        elif block.type != "redacted_thinking":
+            message["content"] += _texts([block], where)[0].text or ""
+    return message
+
+
+class MessagesWriter:
+    """
+    Args:
+        body (MessagesBody): The request's.
+    """
+
+    def __init__(self, body: MessagesBody):
+        self.body = body
+        self.content: list[Json] = []  # the blocks so far
+        self.is_open = False  # whether the last one goes on
+        self.arguments = ""  # of the last call, as text
+        self.finish_reason: str | None = None
+        self.stop_word: str | None = None
+        self.id = f"msg_{uuid.uuid4().hex}"
+
+    def begin(self, usage: Usage) -> bytes:
+        message = self._message(usage) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=message)
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        return _event("ping")
+
+    def add(self, step: Step) -> bytes:
+        self.finish_reason = step.finish_reason or self.finish_reason
+        self.stop_word = step.stop_word
+        return b"".join(self._add(e) for e in step.events)
+
+    def _add(self, e: Any) -> bytes:
+        if isinstance(e, Text):
+            return self._extend({"type": "text", "text": ""}, "text", "text_delta", e.text)
+        if isinstance(e, Reasoning):
+            block: Json = {"type": "thinking", "thinking": "", "signature": ""}
+            return self._extend(block, "thinking", "thinking_delta", e.text)
+        if isinstance(e, CallBegins):
+            block = {"type": "tool_use", "id": e.id or f"toolu_{uuid.uuid4().hex}", "name": e.name, "input": {}}
+            return self._begin(block)
+        if isinstance(e, CallArguments):
+            self.arguments += e.text
+            return self._delta({"type": "input_json_delta", "partial_json": e.text})
+        return self._close()
+
+    def _extend(self, block: Json, field: str, kind: str, text: str) -> bytes:
+        """Add to the last block, or begin one."""
+        begun = b"" if self.is_open and self.content[-1]["type"] == block["type"] else self._begin(block)
+        self.content[-1][field] += text
+        return begun + self._delta({"type": kind, field: text})
+
+    def _begin(self, block: Json) -> bytes:
+        closed = self._close()
+        self.content.append(block)
+        self.is_open, self.arguments = True, ""
+        return closed + _event("content_block_start", index=len(self.content) - 1, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=len(self.content) - 1, delta=delta)
+
+    def _close(self) -> bytes:
+        if not self.is_open:
+            return b""
+        block, self.is_open = self.content[-1], False
+        if block["type"] == "tool_use":
+            block["input"] = arguments_of(self.arguments)
+        return _event("content_block_stop", index=len(self.content) - 1)
+
+    def end(self, usage: Usage) -> bytes:
+        closed = self._close()
+        message = self._message(usage)
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        return closed + _event("message_delta", delta=delta, usage=message["usage"]) + _event("message_stop")
+
+    def whole(self, usage: Usage) -> Json:
+        self._close()
+        return self._message(usage)
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error_content(error), "error")
+
+    def _message(self, usage: Usage) -> Json:
+        reason = STOP_REASONS.get(self.finish_reason or "", "end_turn" if self.stop_word is None else "stop_sequence")
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.body.model,
+            "content": self.content,
+            "stop_reason": reason,
+            "stop_sequence": self.stop_word if reason == "stop_sequence" else None,
+            "usage": {
+                "input_tokens": usage.n_prompt - usage.n_cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": usage.n_cached,
+                "output_tokens": usage.n_generated,
+            },
+        }
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)
+
+
+def error_content(error: ApiError) -> Json:
+    """An error as Anthropic's API writes it."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -1,0 +1,331 @@
+"""OpenAI's newer API, ``/v1/responses``, without its memory: each request brings the whole conversation.
+
+``store`` is taken, and nothing is stored. Left aside, since the answer does not depend on them: ``metadata``,
+``client_metadata``, ``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's own servers, such
+as ``web_search``. The ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients that send it back, as
+Codex does, send the reasoning with it, so that the prompt begins like the one before it.
+"""
+
+import base64
+import json
+import time
+import uuid
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ..answer import Reasoning
+from ..job import Step
+from ..request import ApiError, Request
+from ..tool_calls import CallArguments, CallBegins, Text
+from .answer import Json, Usage, event
+from .body import Body, Part, Positive, read
+from .conversation import arguments_of, fold_roles, function_call, function_tool
+from .openai import error_content
+
+__all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
+
+
+class ContentPart(Part):
+    type: str
+    text: str | None = None
+
+
+Content = str | list[ContentPart]
+
+
+class Item(Part):
+    """A part of the conversation. Which fields it has depends on its type."""
+
+    type: str = "message"
+    role: str | None = None  # message
+    content: Content | None = None  # message, reasoning
+    summary: list[ContentPart] | None = None  # reasoning
+    encrypted_content: str | None = None
+    call_id: str | None = None  # function_call, custom_tool_call, and their outputs
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: Content | None = None
+
+
+class Tool(Part):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Json | None = None
+    tools: "list[Tool] | None" = None  # of a namespace
+
+
+class ResponsesBody(Body):
+    REFUSED: ClassVar = {
+        "previous_response_id": ([], "send the whole conversation as input"),
+        "conversation": ([], "send the whole conversation as input"),
+        "prompt": ([], "send instructions and input"),
+        "background": ([False], "leave it out"),
+        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
+    }
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = "auto"
+    reasoning: Json | None = None
+    text: Json | None = None
+    include: list[str] | None = None
+
+    @property
+    def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
+        """The tools that the client runs, by the name that the model is told -> (the tool, its namespace)."""
+        named: dict[str, tuple[Tool, str | None]] = {}
+        for tool in self.tools or []:
+            space = tool.name if tool.type == "namespace" else None
+            for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
+                if t.type in ("function", "custom") and t.name is not None:
+                    named[_full_name(space, t.name)] = t, space
+        return named
+
+
+def _full_name(space: str | None, name: str) -> str:
+    return name if space is None else f"{space}__{name}"
+
+
+def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any]:
+    """The body, the request and mlx-lm's arguments."""
+    body = read(ResponsesBody, content)
+    form = (body.text or {}).get("format") or {"type": "text"}
+    if form != {"type": "text"}:
+        raise ApiError(400, "text.format is not supported: describe the format in the instructions.", param="text")
+    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for i, item in enumerate(items):
+        _add_item(messages, item, f"input[{i}]")
+    tools = [_tool(name, t) for name, (t, _) in body.named_tools.items()] if body.tool_choice != "none" else []
+    request = Request("chat", "", fold_roles(messages), tools or None, None, param="input")
+    kwargs = body.chat_template_kwargs
+    if (body.reasoning or {}).get("effort") == "none":
+        kwargs = {"enable_thinking": False, **(kwargs or {})}
+    return body, request, body.arguments(flags, body.max_output_tokens, [], chat_template_kwargs=kwargs)
+
+
+def _tool(name: str, tool: Tool) -> Json:
+    return function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters)
+
+
+def _add_item(messages: list[Json], item: Item, where: str) -> None:
+    """Add an item to the conversation: reasoning, text and calls in a row are one message of the assistant."""
+    if item.type == "message" and item.role is not None:
+        if item.role != "assistant":
+            messages.append({"role": item.role, "content": _text(item.content, where)})
+        else:
+            _assistant(messages)["content"] += _text(item.content, where)
+    elif item.type == "reasoning":
+        message = _assistant(messages)
+        message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+    elif item.type in ("function_call", "custom_tool_call") and item.name is not None:
+        is_custom = item.type == "custom_tool_call"
+        arguments = {"input": item.input or ""} if is_custom else arguments_of(item.arguments)
+        call = function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
+        text = _text(item.output, where)
+        messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    elif not item.type.endswith(("_call", "_call_output")):  # those are of tools that OpenAI's servers have run
+        raise ApiError(400, f"{where}: {item.type[:50]} is not supported: send the item itself.", param="input")
+
+
+def _assistant(messages: list[Json]) -> Json:
+    """The message of the assistant that goes on here."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(content: Content | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content or []:
+        if part.type not in TEXTS or part.text is None:
+            raise ApiError(400, f"{where}: {part.type[:50]} is not supported: send text.", param="input")
+    return "".join(part.text or "" for part in content or [])
+
+
+def _reasoning(item: Item, where: str) -> str:
+    if item.content:
+        return _text(item.content, where)
+    with suppress(ValueError):
+        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
+    return ""
+
+
+class ResponsesWriter:
+    """
+    Args:
+        body (ResponsesBody): The request's.
+    """
+
+    def __init__(self, body: ResponsesBody):
+        self.body, self.tools = body, body.named_tools
+        self.output: list[Json] = []
+        self.is_open = False  # whether the last item goes on
+        self.finish_reason: str | None = None
+        self.n_reasoning = self.n_events = 0
+        self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
+
+    def begin(self, usage: Usage) -> bytes:
+        response = self._response("in_progress", None)
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        return f": keepalive {n_read}/{n_prompt}\n\n".encode()
+
+    def add(self, step: Step) -> bytes:
+        self.finish_reason = step.finish_reason or self.finish_reason
+        self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
+        return b"".join(self._add(e) for e in step.events)
+
+    def _add(self, e: Any) -> bytes:
+        if isinstance(e, Text):
+            item: Json = {
+                "type": "message",
+                "id": _new("msg"),
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            return self._extend(item, part, e.text, logprobs=[])
+        if isinstance(e, Reasoning):
+            item = {"type": "reasoning", "id": _new("rs"), "status": "in_progress", "summary": [], "content": []}
+            return self._extend(item, {"type": "reasoning_text", "text": ""}, e.text)
+        if isinstance(e, CallBegins):
+            return self._begin(self._call(e))
+        if isinstance(e, CallArguments):
+            item = self.output[-1]
+            item["arguments"] += e.text
+            is_custom = item["type"] == "custom_tool_call"  # whose text is known at the end
+            return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=e.text)
+        return self._close()
+
+    def _call(self, e: CallBegins) -> Json:
+        tool, space = self.tools.get(e.name, (Tool(type="function", name=e.name), None))
+        kind = "custom_tool_call" if tool.type == "custom" else "function_call"
+        item = {
+            "type": kind,
+            "id": _new("fc" if kind == "function_call" else "ctc"),
+            "call_id": e.id or _new("call"),
+            "name": tool.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        return item if space is None else {**item, "namespace": space}
+
+    def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
+        """Add to the last item's only part, or begin one."""
+        begun = b""
+        if not (self.is_open and self.output[-1]["type"] == item["type"]):
+            begun = self._begin(item) + self._item_event("content_part.added", content_index=0, part=part)
+            self.output[-1]["content"] = [part.copy()]
+        self.output[-1]["content"][0]["text"] += text
+        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
+
+    def _begin(self, item: Json) -> bytes:
+        closed = self._close()
+        self.output.append(item)
+        self.is_open = True
+        return closed + self._event("output_item.added", output_index=len(self.output) - 1, item=_shown(item))
+
+    def _close(self) -> bytes:
+        if not self.is_open:
+            return b""
+        item, self.is_open = self.output[-1], False
+        item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
+        if item["type"] == "function_call":
+            arguments = item["arguments"]
+            done = self._item_event("function_call_arguments.done", arguments=arguments, name=item["name"])
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = str(arguments_of(item["arguments"]).get("input", ""))
+            done = self._item_event("custom_tool_call_input.delta", delta=text)
+            done += self._item_event("custom_tool_call_input.done", input=text)
+        else:
+            part = item["content"][0]
+            fields: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
+            done += self._item_event("content_part.done", content_index=0, part=part)
+            if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
+                item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
+        return done + self._event("output_item.done", output_index=len(self.output) - 1, item=_shown(item))
+
+    def end(self, usage: Usage) -> bytes:
+        closed = self._close()
+        response = self.whole(usage)
+        return closed + self._event(response["status"], response=response)
+
+    def whole(self, usage: Usage) -> Json:
+        self._close()
+        return self._response("incomplete" if self.finish_reason == "length" else "completed", usage)
+
+    def failed(self, error: ApiError) -> bytes:
+        response = self._response("failed", None)
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
+
+    def _response(self, status: str, usage: Usage | None) -> Json:
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": [_shown(item) for item in self.output],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice,
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else self._usage(usage),
+            "metadata": {},
+        }
+
+    def _usage(self, usage: Usage) -> Json:
+        return {
+            "input_tokens": usage.n_prompt,
+            "input_tokens_details": {"cached_tokens": usage.n_cached},
+            "output_tokens": usage.n_generated,
+            "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            "total_tokens": usage.n_prompt + usage.n_generated,
+        }
+
+    def _item_event(self, kind: str, **data: Any) -> bytes:
+        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        name, number = f"response.{kind}", self.n_events
+        self.n_events += 1
+        return event({"type": name, "sequence_number": number, **data}, name)
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _shown(item: Json) -> Json:
+    """An item as clients get it: a custom tool's has text in place of arguments."""
+    if item["type"] != "custom_tool_call":
+        return json.loads(json.dumps(item))  # as it is now: it goes on
+    return {"input": "", **{name: value for name, value in item.items() if name != "arguments"}}

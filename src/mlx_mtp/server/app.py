@@ -1,0 +1,315 @@
+"""The HTTP side: routes, checks of the client, limits of the body, streams."""
+
+import asyncio
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from huggingface_hub import CacheNotFound, scan_cache_dir
+from mlx_lm import server as stock
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import cli
+from .._version import __version__
+from .api import chat_completions, completions, messages, responses
+from .api.answer import Usage, Writer
+from .api.body import Body, Json, parse_json
+from .engine import ResponseGenerator, Waiting
+from .request import ApiError, Request
+
+MAX_BODY = 16 << 20  # bytes
+MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
+BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
+
+
+class API(NamedTuple):
+    """What answers the requests to a path.
+
+    Args:
+        module (ModuleType): Has ``read_request`` and ``error_content``.
+        body (type): The request's body.
+        writer (type): Makes the answer.
+        needs (str): The field that a body must have.
+    """
+
+    module: ModuleType
+    body: type[Body]
+    writer: Callable[[Any], Writer]
+    needs: str
+
+
+CHAT = API(chat_completions, chat_completions.ChatBody, chat_completions.ChatWriter, "messages")
+MESSAGES = API(messages, messages.MessagesBody, messages.MessagesWriter, "messages")
+APIS = {
+    "/v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/completions": API(completions, completions.CompletionBody, completions.CompletionWriter, "prompt"),
+    "/v1/responses": API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input"),
+    "/v1/messages": MESSAGES,
+}
+COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
+def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[str]) -> FastAPI:
+    """The application that answers HTTP requests.
+
+    Args:
+        generator (ResponseGenerator): What generates.
+        api_key (str, optional): What clients must know.
+        origins (List[str]): Web pages that may ask, as ``--allowed-origins`` has them.
+    """
+    app = FastAPI(title="mlx_mtp", version=__version__)
+    endpoints = Endpoints(generator, api_key)
+    for path, api in APIS.items():
+        _add(app, path, "POST", endpoints.generate(api), api.body)
+    _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
+    for path, get in (
+        ("/", endpoints.root),
+        ("/health", endpoints.health),
+        ("/metrics", endpoints.metrics),
+        ("/v1/models", endpoints.models),
+        ("/v1/models/{name:path}", endpoints.model),
+    ):
+        app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None, operation_id=get.__name__)
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_failure)
+    app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Counting, generator=generator)
+    return app
+
+
+def _add(app: FastAPI, path: str, method: str, endpoint: Callable[..., Awaitable[Response]], body: type[Body]) -> None:
+    """A route whose body the endpoint reads itself: the limits on it come before its JSON."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    content = {"application/json": {"schema": schema}}
+    name = path.strip("/").replace("/", "_")
+    extra = {"requestBody": {"required": True, "content": content}}
+    app.add_api_route(
+        path, endpoint, methods=[method], response_model=None, openapi_extra=extra, operation_id=name, name=name
+    )
+
+
+class Endpoints:
+    """What answers the requests."""
+
+    def __init__(self, generator: ResponseGenerator, api_key: str | None):
+        self.generator, self.api_key = generator, api_key
+
+    def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
+        async def endpoint(http: HTTPRequest) -> Response:
+            body, request, args = await self._read(http, api)
+            writer = api.writer(body)
+            return Answer(self.generator, request, args, writer, body.stream, api.module.error_content)
+
+        return endpoint
+
+    async def count_tokens(self, http: HTTPRequest) -> Response:
+        _, request, args = await self._read(http, MESSAGES)
+        return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+
+    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
+        self._authorize(http)
+        content = parse_json(await _read_body(http))
+        if api.needs not in content:
+            needed = "a prompt" if api.needs == "prompt" else api.needs
+            raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
+        flags = self.generator.cli_args
+        body, request, args = api.module.read_request(content, flags)
+        request.copy_drafts = flags.copy_drafts if body.copy_drafts is None else body.copy_drafts
+        return body, request, args
+
+    async def root(self) -> Response:
+        return JSONResponse({"name": "mlx_mtp", "version": __version__})
+
+    async def health(self) -> Response:
+        is_healthy = self.generator.is_healthy
+        return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
+
+    async def metrics(self, http: HTTPRequest) -> Response:
+        self._authorize(http)
+        return Response(self.generator.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, http: HTTPRequest) -> Response:
+        """List the models that a request may name; if that is any, also those that have been downloaded."""
+        self._authorize(http)
+        return JSONResponse({"object": "list", "data": [self._describe(name) for name in self._names()]})
+
+    async def model(self, http: HTTPRequest, name: str) -> Response:
+        self._authorize(http)
+        wanted = unquote(name).strip("/")
+        for known in ("default_model", *self._names()):
+            if known.strip("/") == wanted:
+                return JSONResponse(self._describe(known))
+        raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
+
+    def _names(self) -> list[str]:
+        names = self.generator.model_provider.served[:]
+        if self.generator.cli_args.allow_any_model:
+            with suppress(CacheNotFound):
+                names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+        return names
+
+    def _describe(self, name: str) -> Json:
+        return {"id": name, "object": "model", "created": self.generator.created, "owned_by": "mlx_mtp"}
+
+    def _authorize(self, http: HTTPRequest) -> None:
+        key = self.api_key
+        bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
+        given = (bearer, http.headers.get("x-api-key", ""))
+        if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
+            raise ApiError(
+                401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
+            )
+
+
+async def _read_body(http: HTTPRequest) -> bytes:
+    raw, n = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in http.stream():
+                n += len(chunk)
+                if n <= MAX_BODY:
+                    raw += chunk
+                elif n > MAX_DRAINED:
+                    break
+    except TimeoutError as e:
+        raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
+    except ClientDisconnect as e:
+        raise ApiError(400, "The body is shorter than its Content-Length.") from e
+    if n > MAX_BODY:
+        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
+    return bytes(raw)
+
+
+class Answer(Response):
+    """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
+
+    Args:
+        generator (ResponseGenerator): What generates.
+        request (Request): The request.
+        args (GenerationArguments): mlx-lm's.
+        writer (Writer): The API's.
+        is_stream (bool): Whether the client wants a stream.
+        error_content (Callable): Makes the API's form of an error.
+    """
+
+    def __init__(
+        self,
+        generator: ResponseGenerator,
+        request: Request,
+        args: stock.GenerationArguments,
+        writer: Writer,
+        is_stream: bool,
+        error_content: Callable[[ApiError], Json],
+    ):
+        super().__init__()
+        self.generator, self.request, self.args = generator, request, args
+        self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+        except OSError:
+            logging.info("The client has hung up.")
+        finally:
+            self.request.is_gone = True  # whatever has ended the answer
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.request.is_gone = True
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for _ in self._pieces():
+            pass
+        await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        has_begun = False
+        try:
+            async for piece in self._pieces():
+                if not has_begun:
+                    await _begin_stream(send)
+                    has_begun = True
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            last = self.writer.end(self._usage())
+        except ApiError as e:
+            if not has_begun:
+                raise
+            last = self.writer.failed(e)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """What each step adds to a stream."""
+        self.context: stock.GenerationContext | None = None
+        async for item in self.generator.generate(self.request, self.args):
+            if isinstance(item, Waiting):
+                yield self.writer.waiting(item.n_read, item.n_prompt)
+            elif isinstance(item, stock.GenerationContext):
+                self.context = item
+                yield self.writer.begin(self._usage())
+            else:
+                yield self.writer.add(item)
+
+    def _usage(self) -> Usage:
+        ctx, request = self.context, self.request
+        assert ctx is not None
+        counts = request.counts if cli.drafts(self.generator.cli_args) else None
+        return Usage(len(ctx.prompt), ctx.prompt_cache_count, request.n_tokens, request.n_accepted, counts)
+
+
+async def _begin_stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+class Counting:
+    """Counts answers by their status."""
+
+    def __init__(self, app: ASGIApp, generator: ResponseGenerator):
+        self.app, self.generator = app, generator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.generator.metrics.requests.labels(message["status"]).inc()
+            await send(message)
+
+        await self.app(scope, receive, count if scope["type"] == "http" else send)
+
+
+def _error_response(path: str, error: ApiError) -> Response:
+    api = MESSAGES if path == COUNT_TOKENS else APIS.get(path, CHAT)
+    return JSONResponse(api.module.error_content(error), error.status)
+
+
+async def _answer_error(http: HTTPRequest, error: Any) -> Response:
+    return _error_response(http.url.path, error)
+
+
+async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
+    """Those of the framework: there is no such path, or it takes another method."""
+    message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
+    return _error_response(http.url.path, ApiError(error.status_code, message))
+
+
+async def _answer_failure(http: HTTPRequest, error: Exception) -> Response:
+    logging.error("A request failed.", exc_info=error)
+    return _error_response(http.url.path, ApiError(500, f"The request failed: {error}"))
