@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import deep_model, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm import chat, processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
@@ -24,6 +23,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.models.attention import rows_at_once
 from mlx_mtp.models.cache import ArraysCache
+from tests.support.models import deep_model, tiny_config, tiny_model
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -82,7 +82,6 @@ SIGNATURES = [
     (server.ResponseGenerator._await_response, "self response_queue"),
     (server.ResponseGenerator._serve_single, "self request stream"),
     (server.ResponseGenerator._generate, "self"),
-    (server.APIHandler.__init__, "self response_generator args system_fingerprint kwargs"),
     (generate.BatchGenerator.insert_segments, "self segments max_tokens caches all_tokens samplers logits_processors "
                                               "stop_sequences"),
     (generate.BatchGenerator.remove, "self uids return_prompt_caches"),
@@ -93,9 +92,6 @@ SIGNATURES = [
     (generate.TextStateMachine.make_state, "self initial"),
     (generate.TextStateMachine.split, "state text"),
     (generate.TextStateMachine.flush, "state"),
-    (server.APIHandler.handle_completion, "self request stop_words"),
-    (server.APIHandler.generate_response, "self text finish_reason prompt_token_count completion_token_count "
-                                          "prompt_cache_count token_logprobs top_tokens tokens tool_calls reasoning_text"),
     (generate.StopSequences.__init__, "self stop_sequences"),
     (generate.StopSequences.Matcher.advance, "self token"),
     (cache.LRUPromptCache.fetch_nearest_cache, "self model tokens"),

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from helpers import tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import GenerationContext
-from server_process import serve
 from starlette.testclient import TestClient
 
 from mlx_mtp.server import engine, memory
@@ -23,6 +21,8 @@ from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_th
 from mlx_mtp.server.job import Step
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
+from tests.support.models import tiny_model
+from tests.support.server_process import serve
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
