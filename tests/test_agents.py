@@ -1,0 +1,355 @@
+"""Anthropic's Messages and OpenAI's Responses, as their own Python clients get them, from a scripted model."""
+
+import json
+from types import SimpleNamespace
+
+import anthropic
+import openai
+import pytest
+from openai import OpenAI
+
+from mlx_mtp.server.api import messages, responses
+from mlx_mtp.server.api.conversation import fold_roles
+from tests.support.server_process import serve
+from tests.support.tool_texts import SCHEMAS, make_model, render
+
+ADD = render("add", {"a": 1, "b": 2})
+FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+ASK = [{"role": "user", "content": "a"}]
+MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
+RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    model = str(make_model(folder / "model"))
+    with serve(folder / "log", "--model", model, module="tests.support.scripted_server") as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    return anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def said(text: str, **kwargs) -> dict:
+    return {"chat_template_kwargs": {"say": text, **kwargs}}
+
+
+# Messages
+
+
+def message(claude, text, **options) -> dict:
+    """What the client makes of an answer, which must be the same in a stream."""
+    options = {"model": "default_model", "max_tokens": 400, "messages": ASK, **options}
+    body = said(text, enable_thinking="thinking" in options)
+    whole = claude.messages.create(**options, extra_body=body).model_dump()
+    with claude.messages.stream(**options, extra_body=body) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message().model_dump()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    for answer in (whole, streamed):
+        del answer["id"]
+        for block in answer["content"]:
+            block.pop("id", None)
+    assert {**whole, "usage": None} == {**streamed, "usage": None}
+    assert whole["usage"]["output_tokens"] == streamed["usage"]["output_tokens"] > 0
+    return whole
+
+
+def blocks(answer: dict) -> list[dict]:
+    return [{name: value for name, value in block.items() if value is not None} for block in answer["content"]]
+
+
+def test_message_has_text_thinking_and_calls(claude):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    answer = message(
+        claude, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=MESSAGES_TOOLS, thinking=thinking, max_tokens=2000
+    )
+    assert blocks(answer) == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "I add."},
+        {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}},
+    ]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "default_model")
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "reason", "word"),
+    [
+        ({}, "Yes.", "end_turn", None),
+        ({"max_tokens": 3}, "Yes, in", "max_tokens", None),
+        ({"stop_sequences": ["no", "every"]}, "Yes, in ", "stop_sequence", "every"),
+    ],
+)
+def test_message_says_why_it_ends(claude, options, text, reason, word):
+    answer = message(claude, "Yes." if not options else "Yes, in every case.", **options)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, word)
+    assert text.startswith(answer["content"][0]["text"])
+    if reason != "max_tokens":
+        assert answer["content"][0]["text"] == text
+
+
+def test_message_usage_tells_what_was_cached(claude):
+    system = "You write Python. " * 20
+    counted = claude.messages.count_tokens(model="default_model", system=system, messages=ASK).input_tokens
+    first, second = (
+        claude.messages.create(model="default_model", max_tokens=2, system=system, messages=ASK).usage for _ in range(2)
+    )
+    assert first.input_tokens + first.cache_read_input_tokens == counted
+    assert second.input_tokens + second.cache_read_input_tokens == counted
+    assert second.cache_read_input_tokens > first.cache_read_input_tokens
+
+
+def test_messages_become_those_of_a_chat_template():
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "1",
+        "content": [{"type": "text", "text": "no file"}],
+        "is_error": True,
+    }
+    body = {
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2f;\n"},
+            {"type": "text", "text": "You are a coder.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "system", "content": "Be short."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I read."},
+                    {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}},
+                ],
+            },
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+        ],
+        "tools": [
+            {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "metadata": {"user_id": "1"},
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+    }
+    _, request, args = messages.read_request(body, FLAGS)
+    assert request.messages == [
+        {"role": "system", "content": "You are a coder."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "user", "content": "<system>\nBe short.\n</system>"},
+        {
+            "role": "assistant",
+            "content": "I read.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}},
+            ],
+        },
+        {"role": "tool", "content": "Error: no file", "tool_call_id": "1"},
+        {"role": "user", "content": "Well?"},
+    ]
+    function = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
+    assert request.tools == [{"type": "function", "function": function}]
+    assert args.chat_template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"thinking": {"type": "deep"}}, "thinking"),
+    ],
+    ids=lambda x: str(x)[:50],
+)
+def test_messages_refuses_in_anthropics_form(server, change, param):
+    status, content = server.request("/v1/messages", {"messages": ASK, "max_tokens": 5, **change})
+    assert (status, content["type"], content["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert param in content["error"]["message"]
+
+
+def test_errors_are_those_that_the_clients_know(claude, client):
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="other", max_tokens=5, messages=ASK)
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
+        client.responses.create(model="default_model", input="a", max_output_tokens=0)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input="a")
+
+
+# Responses
+
+
+def response(client, text, **options) -> dict:
+    """What the client makes of an answer, which must be the same in a stream."""
+    options = {"model": "default_model", "input": "a", **options}
+    extra = options.pop("thinking", False)
+    body = said(text, enable_thinking=extra)
+    whole = client.responses.create(**options, extra_body=body).model_dump()
+    events = list(client.responses.create(**options, extra_body=body, stream=True))
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == f"response.{whole['status']}"
+    streamed = events[-1].response.model_dump()
+    assert joined(events) == [comparable(item) for item in streamed["output"]]
+    assert [comparable(item) for item in whole["output"]] == joined(events)
+    assert whole["usage"]["output_tokens"] == streamed["usage"]["output_tokens"] > 0
+    return whole
+
+
+def comparable(item: dict) -> dict:
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def joined(events) -> list[dict]:
+    """The items that the events begin, extend and end."""
+    items, texts = [], {}
+    for event in events:
+        if event.type == "response.output_item.added":
+            assert event.output_index == len(items)
+            items.append(event.item.id)
+        elif event.type.endswith(".delta"):
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+        elif event.type == "response.output_item.done":
+            item = event.item.model_dump()
+            assert items[event.output_index] == item["id"]
+            content = item.get("content")
+            text = content[0]["text"] if content else item.get("arguments", item.get("input"))
+            assert texts[item["id"]] == text
+            items[event.output_index] = comparable(item)
+    return items
+
+
+def test_response_has_reasoning_text_and_calls(client):
+    answer = response(client, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=RESPONSES_TOOLS, thinking=True)
+    reasoning, text, call = answer["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "Hm.")
+    assert (text["type"], text["content"][0]["text"]) == ("message", "I add.")
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
+    assert answer["status"] == "completed"
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_response_that_is_cut_is_incomplete(client):
+    answer = response(client, "Yes, in every case.", max_output_tokens=3)
+    assert (answer["status"], answer["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+
+
+def test_custom_and_namespaced_tools(client):
+    tools = [
+        {"type": "custom", "name": "now", "description": "Takes text."},
+        {"type": "namespace", "name": "math", "description": "", "tools": RESPONSES_TOOLS},
+        {"type": "web_search"},
+    ]
+    text = render("now", {"input": "*** Begin\n+a"}) + "\n" + render("math__add", {"a": 1, "b": 2})
+    custom, call = response(client, text, tools=tools)["output"]
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "now", "*** Begin\n+a")
+    assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("math", "add", {"a": 1, "b": 2})
+
+
+def test_reasoning_comes_back_as_it_was(client):
+    answer = response(
+        client, "Hm.\n</think>\n\nYes.", thinking=True, include=["reasoning.encrypted_content"], store=False
+    )
+    reasoning, text = answer["output"]
+    back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    _, request, _ = responses.read_request({"input": [back, text]}, FLAGS)
+    assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
+
+
+def test_items_become_messages_of_a_chat_template():
+    body = {
+        "instructions": "You are a coder.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+            {"role": "user", "content": "a"},
+            {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "x"}', "namespace": "fs"},
+            {"type": "custom_tool_call", "name": "patch", "call_id": "2", "input": "+a"},
+            {"type": "function_call_output", "call_id": "1", "output": "text"},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "done"}]},
+            {"type": "web_search_call", "id": "3", "status": "completed"},
+            {"role": "developer", "content": "Go on."},
+        ],
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "none", "summary": "auto"},
+    }
+    _, request, args = responses.read_request(body, FLAGS)
+    assert request.messages == [
+        {"role": "system", "content": "You are a coder.\n\nBe short."},
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "fs__read", "arguments": {"path": "x"}}},
+                {"id": "2", "type": "function", "function": {"name": "patch", "arguments": {"input": "+a"}}},
+            ],
+        },
+        {"role": "tool", "content": "text", "tool_call_id": "1"},
+        {"role": "tool", "content": "done", "tool_call_id": "2"},
+        {"role": "user", "content": "<system>\nGo on.\n</system>"},
+    ]
+    assert args.chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+        ({"input": []}, "input"),
+    ],
+    ids=lambda x: str(x)[:50],
+)
+def test_responses_refuses_by_name(server, change, param):
+    status, content = server.request("/v1/responses", {"input": "a", **change})
+    assert (status, content["error"]["param"]) == (400, param)
+
+
+# Roles
+
+
+def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
+    system, user = {"role": "system", "content": "A"}, {"role": "user", "content": "B"}
+    late = {"role": "developer", "content": [{"type": "text", "text": "C"}]}
+    folded = fold_roles([{"role": "developer", "content": "0"}, system, user, late, user])
+    assert folded[0] == {"role": "system", "content": "0\n\nA"}
+    assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
+    for n in range(3, 6):
+        assert fold_roles([{"role": "developer", "content": "0"}, system, user, late, user][:n]) == folded[: n - 1]
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_chat_completions_take_these_roles_anywhere(client, role):
+    first, last = {"role": role, "content": "Be short."}, {"role": role, "content": "In English."}
+    answer = client.chat.completions.create(
+        model="default_model", messages=[first, *ASK, last], max_tokens=9, extra_body=said("Yes.", enable_thinking=False)
+    )
+    assert answer.choices[0].message.content == "Yes."
