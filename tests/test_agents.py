@@ -350,6 +350,9 @@ def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
 def test_chat_completions_take_these_roles_anywhere(client, role):
     first, last = {"role": role, "content": "Be short."}, {"role": role, "content": "In English."}
     answer = client.chat.completions.create(
-        model="default_model", messages=[first, *ASK, last], max_tokens=9, extra_body=said("Yes.", enable_thinking=False)
+        model="default_model",
+        messages=[first, *ASK, last],
+        max_tokens=9,
+        extra_body=said("Yes.", enable_thinking=False),
     )
     assert answer.choices[0].message.content == "Yes."

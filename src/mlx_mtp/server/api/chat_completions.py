@@ -4,7 +4,7 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 """
 
 import uuid
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -53,14 +53,6 @@ class Tool(Part):
 
 
 class ChatBody(OpenAIBody):
-    REFUSED: ClassVar = {
-        "response_format": ([{"type": "text"}], "describe the format in the prompt"),
-        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
-        "enable_thinking": ([], 'send "chat_template_kwargs": {"enable_thinking": false} or true'),
-        "reasoning_effort": ([], 'leave it out; "chat_template_kwargs": {"enable_thinking": false} ends thinking'),
-        "functions": ([[]], "send tools"),
-        "function_call": (["auto", "none"], "send tools"),
-    }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"

@@ -3,7 +3,7 @@
 import time
 import uuid
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
@@ -27,6 +27,14 @@ class StreamOptions(Part):
 class OpenAIBody(Body):
     """The fields of both."""
 
+    REFUSED: ClassVar = {
+        "response_format": ([{"type": "text"}], "describe the format in the prompt"),
+        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
+        "enable_thinking": ([], 'send "chat_template_kwargs": {"enable_thinking": false} or true'),
+        "reasoning_effort": ([], 'leave it out; "chat_template_kwargs": {"enable_thinking": false} ends thinking'),
+        "functions": ([[]], "send tools"),
+        "function_call": (["auto", "none"], "send tools"),
+    }
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
