@@ -1,6 +1,6 @@
 """Draw docs/pictures/{depth,fit,latency}.svg from reports and measured outputs; scripts/measure.py does it, too.
 
-python scripts/draw_measurements.py
+python -m scripts.draw_measurements
 """
 
 import json

@@ -1,13 +1,13 @@
 """Measure what the pages quote, and write docs/develop/measurements.md, its pictures and the demo's rows in the README.
 
-    python scripts/measure.py                     each section whose kept output is not of today's demo and commands
-    python scripts/measure.py --only batches fit  these sections
-    python scripts/measure.py --only fit --again  even if its output is of today's demo and commands
-    python scripts/measure.py --write             all that is written, from the outputs that are kept
+    python -m scripts.measure                     each section whose kept output is not of today's demo and commands
+    python -m scripts.measure --only batches fit  these sections
+    python -m scripts.measure --only fit --again  even if its output is of today's demo and commands
+    python -m scripts.measure --write             all that is written, from the outputs that are kept
 
 The output of a section is kept in docs/develop/measurements/NAME.txt, below the machine, date, commit, versions and commands.
 An output of another demo checkpoint stays, and the page says so. Close other programs first: all of it takes 35 minutes on two
-cores of an AMD EPYC. Reports of `mlx_mtp.benchmark` go to docs/results: run scripts/results_table.py afterwards.
+cores of an AMD EPYC. Reports of `mlx_mtp.benchmark` go to docs/results: run `python -m scripts.results_table` afterwards.
 """
 
 import argparse
@@ -27,11 +27,10 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
-from draw_measurements import PICTURES, draw_all
-
 from mlx_mtp import DEMO, __version__, cli
 from mlx_mtp.benchmark.row import HEAD_DEPTHS, describe_machine, read_row
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES
+from scripts.draw_measurements import PICTURES, draw_all
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "develop" / "measurements.md"

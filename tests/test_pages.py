@@ -4,9 +4,9 @@ import re
 import shlex
 from pathlib import Path
 
-import draw_measurements
-import measure
 import pytest
+
+from scripts import draw_measurements, measure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("convert/*.md"), *ROOT.glob("tests/**/*.md")]
@@ -63,11 +63,10 @@ def test_sections_are_kept_under_their_names():
 
 
 def test_scripts_and_flags_of_the_commands_exist():
-    calls = [shlex.split(command) for command in COMMANDS if command.startswith("python ")]
-    scripts = [(ROOT / call[1], call[2:]) for call in calls if call[1] != "-c"]
-    assert len(scripts) > 10
-    for script, arguments in scripts:
-        source = script.read_text(encoding="utf-8")
+    calls = [shlex.split(command) for command in COMMANDS if command.startswith("python -m ")]
+    assert len(calls) > 10
+    for _, _, module, *arguments in calls:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), arguments
 
 
