@@ -123,12 +123,15 @@ def write_texts() -> None:
     texts = []
     for package in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower()):
         description = str(package.metadata.get_payload() or package.metadata["Description"] or "").strip()
-        if package.name != "mlx-mtp" and len(description) >= 800:
-            texts.append(json.dumps({"text": description[:800]}))
+        if package.name != "mlx-mtp" and len(description) >= 500:
+            texts.append(description[:500])
+    # mlx_lm.lora cuts off what is longer than its sequences.
+    pieces = [text[i : i + 125] for text in texts[::2] for i in range(0, 500, 125)]
     data = WORK / "data"
     data.mkdir(parents=True)
-    for name, part in {"train": texts[:-4:2], "valid": texts[-4:], "fit": texts[1:-4:2]}.items():
-        (data / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+    for name, part in {"train": pieces[4:], "valid": pieces[:4], "fit": texts[1::2]}.items():
+        lines = [json.dumps({"text": text}) for text in part]
+        (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 SHAPES = {f.__name__: f for f in (code, overall, columns, fit_table, of_the_head)}

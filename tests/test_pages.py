@@ -3,10 +3,11 @@
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_measurements, measure
+from scripts import draw_measurements, draw_step, measure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("convert/*.md"), *ROOT.glob("tests/**/*.md")]
@@ -50,6 +51,21 @@ def test_what_is_written_is_of_the_kept_outputs():
     assert measure.README.read_text(encoding="utf-8") == measure.write_readme()
     for name, svg in draw_measurements.pictures().items():
         assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == svg
+
+
+def test_pictures_are_what_the_scripts_draw():
+    assert draw_step.FILE.read_text(encoding="utf-8") == draw_step.draw()
+    for file in (ROOT / "docs" / "pictures").iterdir():
+        assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    drawn = draw_measurements.latency_chart()
+    assert [series.name for series in drawn.series] == ["parts allow", "measured"]
+    assert drawn.places[1:] == sorted(drawn.places[1:], key=float)
+    for chart in (drawn, draw_measurements.fit_chart(), draw_measurements.depth_chart()):
+        for series in chart.series:
+            assert len(series.values) <= len(chart.places)
+            assert all(
+                0 <= low <= value <= high <= chart.top for value, (low, high) in zip(series.values, series.errors)
+            )
 
 
 def test_sections_are_kept_under_their_names():
