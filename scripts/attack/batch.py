@@ -99,7 +99,7 @@ def attack_once(family, coins, rows, k, options, seed, refused) -> None:
                 row["prompt"], model, max_tokens=row["max_tokens"], logits_processors=single,
                 sampler=sampler if row["is_seeded"] else None,
             )  # fmt: skip
-            generator.model._truth[uid] = row["prompt"] + want
+            generator.model.texts[uid] = row["prompt"] + want
             of_uid[uid], texts[uid] = row | {"want": want}, Text()
         for uid, row in of_uid.items():
             if row["stay"] is not None and row["arrival"] + row["stay"] == step and texts[uid].finish_reason is None:
