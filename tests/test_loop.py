@@ -17,8 +17,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import Depth
-from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import Plan
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

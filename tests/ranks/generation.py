@@ -12,8 +12,8 @@ from launch import report
 from mlx_lm.generate import generation_stream
 
 import mlx_mtp
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.decoder import Decoder
-from mlx_mtp.decoding.pace import DraftCounts
 
 how_much, *models = sys.argv[1:]
 group = mx.distributed.init()
