@@ -24,7 +24,7 @@ from mlx_mtp.benchmark.report import percent, show
 from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, sum_counts
 from mlx_mtp.benchmark.shapes import SHAPES
 from mlx_mtp.benchmark.synthetic import synthetic_model
-from mlx_mtp.decoding.pace import DraftCounts
+from mlx_mtp.decoding.counts import DraftCounts
 from tests.support.published import ARCHITECTURES
 
 RUNS = (1, 3, NO_COPIES, COPIES, AUTO)

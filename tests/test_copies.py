@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import PLAIN, Plan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
 from tests.support.models import tiny_model

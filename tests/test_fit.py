@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load, mtp_generate_step
-from mlx_mtp.decoding.pace import DraftCounts
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses

@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import Depth
-from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import Plan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
 from tests.support.models import DATA, load_reference, tiny_model

@@ -5,9 +5,9 @@ from .batch.generate import BatchResponse, batch_generate
 from .batch.generator import BatchGenerator
 from .checkpoint.load import DEMO, load
 from .convert import convert
+from .decoding.counts import DraftCounts
 from .decoding.depth import MAX_DRAFT_TOKENS, Depth
 from .decoding.loop import mtp_generate_step
-from .decoding.pace import DraftCounts
 from .decoding.sampling import make_sampler
 from .generate import GenerationResponse, generate, stream_generate
 from .models.mtp import MTPModule

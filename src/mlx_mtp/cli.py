@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ._version import __version__
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from .decoding.loop import asks_for_copies
+from .decoding.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
@@ -290,13 +290,6 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_copy_drafts(args: argparse.Namespace) -> None:
-    """Raise a ValueError if ``--copy-drafts`` is out of range."""
-    n = getattr(args, "copy_drafts", None)
-    if isinstance(n, int) and not 1 <= n <= MAX_COPY_TOKENS:
-        raise ValueError(f"--copy-drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {n}.")
-
-
 def copies(args: argparse.Namespace) -> bool:
     """Whether ``--copy-drafts`` asks for copies."""
     return asks_for_copies(getattr(args, "copy_drafts", None))
@@ -366,7 +359,8 @@ def _check_drafting(args: argparse.Namespace) -> None:
     if args.mtp and draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")
     n = args.num_draft_tokens
-    check_copy_drafts(args)
+    if getattr(args, "copy_drafts", None) is not None:
+        check_copy_drafts(args.copy_drafts, "--copy-drafts")
     if copies(args) and draft_model is not None:
         raise ValueError("--copy-drafts and --draft-model cannot be combined.")
     if copies(args) and not args.mtp and n is not None:
@@ -377,8 +371,8 @@ def _check_drafting(args: argparse.Namespace) -> None:
         args.num_draft_tokens = n = 3
     if n == "auto" and not args.mtp:
         raise ValueError("--num-draft-tokens auto requires --mtp.")
-    if args.mtp and isinstance(n, int) and not 0 <= n <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--num-draft-tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+    if args.mtp and n is not None:
+        check_num_draft_tokens(n, "--num-draft-tokens")
     if not args.mtp and n < 1:
         raise ValueError(f"--num-draft-tokens must be 1 or more, not {n}.")
     acceptance = getattr(args, "acceptance", None)

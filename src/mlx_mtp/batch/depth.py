@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from ..decoding.clock import Clock
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from ..decoding.exchange import Exchange
-from ..decoding.loop import resolve_number
+from ..decoding.options import resolve
 from ..decoding.rates import Rates
 from ..decoding.step_times import Plan, StepTimes
 from ..models.drafting import Settings
@@ -197,7 +197,7 @@ def resolve_batch_number(model: MTPModel, num_draft_tokens: NumDraftTokens | Non
     Raises:
         ValueError: The number is out of range.
     """
-    number = resolve_number(model, num_draft_tokens)
+    number = resolve(model, num_draft_tokens).num_draft_tokens
     if isinstance(number, Depth):  # times of one sequence
         raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
     return number

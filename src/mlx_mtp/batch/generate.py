@@ -11,8 +11,8 @@ from mlx_lm.generate import BatchResponse as StockResponse
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import CopyDrafts
-from ..decoding.pace import DraftCounts
+from ..decoding.counts import DraftCounts
+from ..decoding.options import CopyDrafts
 from .depth import NumDraftTokens
 from .generator import BatchGenerator, Response
 

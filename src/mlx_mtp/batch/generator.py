@@ -17,9 +17,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..decoding.counts import DraftCounts
 from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, check_model, default_copies
-from ..decoding.pace import DraftCounts
+from ..decoding.options import CopyDrafts, check_model, resolve
 from ..models.mtp import run_head
 from ..models.prompt_cache import PromptCache, open_prompt_cache
 from ..models.protocol import MTPModel
@@ -183,7 +183,7 @@ class BatchGenerator:
         self.stop_sequences = StopSequences(stop_tokens or None)
         self.pace = BatchPace(self.model, resolve_depth(self.model, num_draft_tokens))
         self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
-        default_copies(num_draft_tokens, copy_drafts)  # checks them
+        resolve(self.model, num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
         self.prompts: deque[Prompt] = deque()
         if self.pace.exchange is not None:
@@ -343,7 +343,7 @@ class BatchGenerator:
         """The most drafts of a sequence, and its copies: what it asks for, and the generator's own where it does not say."""
         given = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         most = [resolve_batch_number(self.model, n) for n in (given, self.num_draft_tokens)]
-        copies = default_copies(given, self.copy_drafts if copy_drafts is None else copy_drafts)
+        copies = resolve(self.model, given, self.copy_drafts if copy_drafts is None else copy_drafts).copy_drafts
         return min(n if isinstance(n, int) else MAX_DRAFT_TOKENS for n in most), copies
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:

@@ -12,9 +12,9 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..decoding.acceptance import TokenMatch, make_acceptance, rewind
 from ..decoding.copies import CopyDrafter
+from ..decoding.counts import DraftCounts
 from ..decoding.depth import MAX_DRAFT_TOKENS, expected_tokens
-from ..decoding.loop import CopyDrafts
-from ..decoding.pace import DraftCounts
+from ..decoding.options import CopyDrafts
 from ..decoding.processors import keeps_state
 from ..decoding.rates import Rates
 from ..decoding.sampling import Sampler

@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..decoding.counts import DraftCounts
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.loop import prefill
-from ..decoding.pace import DraftCounts
 from ..distributed.ranks import from_rank_0
 from ..models import cache as caches
 from ..models.mtp import run_head

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..cli import table
-from ..decoding.pace import DraftCounts
+from ..decoding.counts import DraftCounts
 from ..models.drafting import Settings
 
 FIXED_GAIN = 0.05  # required of a fixed depth over auto, which alone adapts to other kinds of text

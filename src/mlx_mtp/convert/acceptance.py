@@ -7,8 +7,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import load
+from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
-from ..decoding.pace import DraftCounts
 from ..prompts import PYTHON
 from .output import dtype_name, naming
 

@@ -25,7 +25,7 @@ This module is the loop. Its moves are those of ``decoder.Decoder``. How many dr
 
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,18 +34,17 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..models.drafting import Settings
-from ..models.mixin import MTPMixin
 from ..models.prompt_cache import has_head, open_prompt_cache
 from ..models.protocol import MTPModel
 from .acceptance import make_acceptance
 from .copies import CopyDrafter
+from .counts import DraftCounts
 from .decoder import Decoder, KVOptions, Token
 from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from .drafter import HeadDrafter, NoHead
-from .pace import DraftCounts, NumDraftTokens, Pace
+from .options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
+from .pace import Pace
 from .step_times import StepTimes
-
-CopyDrafts = int | Literal["auto", "off"]
 
 
 def mtp_generate_step(
@@ -120,14 +119,14 @@ def mtp_generate_step(
     """
     mtp_model = check_model(model, num_draft_tokens, copy_drafts)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
-    pace = make_pace(mtp_model, num_draft_tokens, copy_drafts, counts or DraftCounts())
-    p_min = resolve_p_min(mtp_model, draft_p_min)
+    options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
+    pace = make_pace(mtp_model, options, counts or DraftCounts())
     cache = open_prompt_cache(model, prompt_cache)
     if pace.exchange is not None:
         with mx.stream(stream):
             sampler = pace.exchange.begin(prompt, cache.n_tokens, sampler)
     acceptance, processors = make_acceptance(sampler), logits_processors or []
-    head = HeadDrafter(mtp_model, cache, acceptance, processors, p_min) if has_head(model) else NoHead()
+    head = HeadDrafter(mtp_model, cache, acceptance, processors, options.p_min) if has_head(model) else NoHead()
     copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
     decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, pace.exchange)
@@ -184,27 +183,6 @@ def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
         pass
 
 
-def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
-    return copy_drafts not in (None, "off")
-
-
-def check_model(
-    model: nn.Module, num_draft_tokens: NumDraftTokens | None = None, copy_drafts: CopyDrafts | None = None
-) -> MTPModel:
-    """
-    Raises:
-        ValueError: The model cannot draft what is asked for.
-    """
-    if not has_head(model):
-        if not asks_for_copies(copy_drafts) and num_draft_tokens != 0:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        if not isinstance(model, MTPMixin):
-            raise ValueError(
-                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
-            )
-    return cast(MTPModel, model)
-
-
 def check_arguments(
     prompt: mx.array,
     model: nn.Module,
@@ -232,78 +210,17 @@ def check_arguments(
         )
 
 
-def make_pace(
-    model: MTPModel, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None, counts: DraftCounts
-) -> Pace:
-    """How many drafts a step makes: what was given, or else what was tuned.
-
-    Raises:
-        ValueError: One of the numbers is out of range, or requires a head.
-    """
-    copy_drafts = default_copies(num_draft_tokens, copy_drafts)
-    if num_draft_tokens is None and not has_head(model):
-        num_draft_tokens = 0
-    num_draft_tokens = resolve_number(model, num_draft_tokens)
-    if not has_head(model) and num_draft_tokens != 0:
-        raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
-    n_drafts = num_draft_tokens if isinstance(num_draft_tokens, int) else None
-    n_copies = copy_drafts if isinstance(copy_drafts, int) else None if copy_drafts == "auto" else 0
+def make_pace(model: MTPModel, options: DraftOptions, counts: DraftCounts) -> Pace:
+    """How many drafts a step makes."""
+    n, copies = options.num_draft_tokens, options.copy_drafts
+    n_drafts = n if isinstance(n, int) else None
+    n_copies = copies if isinstance(copies, int) else None if copies == "auto" else 0
     depth = None
-    if isinstance(num_draft_tokens, Depth):
-        depth = num_draft_tokens.for_text()
+    if isinstance(n, Depth):
+        depth = n.for_text()
     elif None in (n_drafts, n_copies):
         depth = Depth(MAX_DRAFT_TOKENS, times=step_times(model), only=n_drafts)
     return Pace(model, n_drafts, n_copies, depth, counts)
-
-
-def resolve_number(model: MTPModel, num_draft_tokens: NumDraftTokens | None) -> NumDraftTokens:
-    """The number of the head's drafts: what was given, or else what was tuned.
-
-    Raises:
-        ValueError: It is out of range.
-    """
-    if num_draft_tokens is None:
-        num_draft_tokens = (model.drafting.tuned or Settings()).num_draft_tokens
-    is_auto = num_draft_tokens == "auto" or isinstance(num_draft_tokens, Depth)
-    if not is_auto and not _is_number(num_draft_tokens, 0, MAX_DRAFT_TOKENS):
-        raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {num_draft_tokens}.")
-    return num_draft_tokens
-
-
-def default_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> CopyDrafts:
-    """``copy_drafts``, or what ``None`` means: who gives a number of drafts wants just these.
-
-    Raises:
-        ValueError: It is out of range.
-    """
-    if copy_drafts is None:
-        return "off" if isinstance(num_draft_tokens, int) else "auto"
-    if copy_drafts not in ("auto", "off") and not _is_number(copy_drafts, 1, MAX_COPY_TOKENS):
-        raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copy_drafts}.")
-    return copy_drafts
-
-
-def most_copies(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> int:
-    """The most drafts that a step may copy."""
-    copies = default_copies(num_draft_tokens, copy_drafts)
-    return copies if isinstance(copies, int) else MAX_COPY_TOKENS if copies == "auto" else 0
-
-
-def _is_number(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and low <= value <= high
-
-
-def resolve_p_min(model: MTPModel, draft_p_min: float | None) -> float:
-    """The least probability of a draft: what was given, or else what was tuned.
-
-    Raises:
-        ValueError: It is no probability.
-    """
-    if draft_p_min is None:
-        draft_p_min = (model.drafting.tuned or Settings()).draft_p_min
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
-    return draft_p_min
 
 
 def step_times(model: MTPModel) -> StepTimes:

@@ -1,54 +1,14 @@
 """How many drafts each step makes, and what came of them: counts, and the time that each step took."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from ..models.protocol import MTPModel
 from .clock import Clock
+from .counts import DraftCounts
 from .decoder import Step
 from .depth import Depth
 from .exchange import Exchange
 from .step_times import PLAIN, Plan
-
-NumDraftTokens = int | Literal["auto"] | Depth
-
-
-@dataclass
-class DraftCounts:
-    """
-    What came of the drafts, by position in the window.
-
-    Args:
-        drafted (List[int]): Drafts of the head.
-        accepted (List[int]): Those accepted.
-        copied (List[int]): Drafts copied from the text.
-        copies_accepted (List[int]): Those accepted.
-        depth (int): The latest step's number of drafts.
-    """
-
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)
-    copies_accepted: list[int] = field(default_factory=list)
-    depth: int = 0
-
-    def add(self, n_drafted: int, n_accepted: int, copies: bool = False) -> None:
-        """Count a step."""
-        self.depth = n_drafted
-        drafted, accepted = (self.copied, self.copies_accepted) if copies else (self.drafted, self.accepted)
-        new = n_drafted - len(drafted)
-        drafted += [0] * new
-        accepted += [0] * new
-        for i in range(n_drafted):
-            drafted[i] += 1
-            accepted[i] += i < n_accepted
-
-    @property
-    def tokens_per_step(self) -> float:
-        """The mean number of tokens that a verify pass with drafts has yielded."""
-        n_steps = sum(self.drafted[:1]) + sum(self.copied[:1])
-        return 1 + (sum(self.accepted) + sum(self.copies_accepted)) / n_steps if n_steps > 0 else 1.0
 
 
 class Pace:

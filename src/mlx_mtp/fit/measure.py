@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from ..checkpoint.config import read_json
 from ..checkpoint.files import write_atomic
+from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
-from ..decoding.pace import DraftCounts
 
 RESAMPLES = 2000  # of the texts, for the standard errors
 SURE = 2.0  # standard errors that a gain must exceed, about 95 %

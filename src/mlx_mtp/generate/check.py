@@ -23,9 +23,8 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.loop import CopyDrafts, most_copies, mtp_generate_step
-from ..decoding.pace import NumDraftTokens
+from ..decoding.loop import mtp_generate_step
+from ..decoding.options import CopyDrafts, NumDraftTokens, resolve
 
 
 @dataclass
@@ -145,15 +144,10 @@ def check(
     row = recent.rows[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same and not exact:
-        size = 1 + _most_drafts(num_draft_tokens, copy_drafts)
+        size = 1 + resolve(model, num_draft_tokens, copy_drafts).most
         caches = _prefilled(model, prompt, prompt_cache, options)
         rounding = float(mx.abs(row - _run_in_windows(model, caches, same, size, **options)).max())
     return Check(len(same), _difference(len(same), row, *pair, rounding))
-
-
-def _most_drafts(num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> int:
-    n = num_draft_tokens if isinstance(num_draft_tokens, int) else MAX_DRAFT_TOKENS
-    return max(n, most_copies(num_draft_tokens, copy_drafts))
 
 
 def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:

@@ -13,9 +13,10 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.counts import DraftCounts
 from ..decoding.exchange import running_alike
-from ..decoding.loop import CopyDrafts, asks_for_copies, mtp_generate_step
-from ..decoding.pace import DraftCounts, NumDraftTokens
+from ..decoding.loop import mtp_generate_step
+from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
 
 

@@ -22,8 +22,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..batch.generator import BatchGenerator, Response
 from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
-from ..decoding.loop import CopyDrafts, mtp_generate_step, prefill
-from ..decoding.pace import DraftCounts, NumDraftTokens
+from ..decoding.counts import DraftCounts
+from ..decoding.loop import mtp_generate_step, prefill
+from ..decoding.options import CopyDrafts, NumDraftTokens
 from ..decoding.sampling import SeededSampler
 from ..models.prompt_cache import PromptCache, has_head, make_prompt_cache
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_lm import server as stock
 
-from ..decoding.loop import CopyDrafts
-from ..decoding.pace import DraftCounts
+from ..decoding.counts import DraftCounts
+from ..decoding.options import CopyDrafts
 
 
 class ApiError(Exception):

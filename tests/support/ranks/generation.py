@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 import mlx_mtp
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.decoder import Decoder
-from mlx_mtp.decoding.pace import DraftCounts
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.launch import report
