@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache
 from server_process import serve
 
-from mlx_mtp.server import api, engine, memory
+from mlx_mtp.prompt_store import memory
+from mlx_mtp.server import api, engine
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue
 from mlx_mtp.server.job import Step
