@@ -180,6 +180,8 @@ def check_random_tree(data, n_steps):
         prompt_cache, n = store.fetch(text[:-1], kv)
         if n > 0:
             assert_same(prompt_cache, inserted[tuple(text[:n])])
+            ends = [node.length for node in prompt_cache[-1].origin().path()[1:]]
+            assert_same_next(model, prompt_cache, read(model, text[:n], ends, kv=kv), kv)
         n_known = max((i for i in range(1, len(text)) if tuple(text[:i]) in inserted), default=0)
         assert n <= n_known
         cuts = draw(st.lists(st.integers(n + 1, len(text)), max_size=2))
@@ -197,6 +199,15 @@ def check_random_tree(data, n_steps):
     store.trim_to(0)
     assert store.nbytes == 0
     assert list(store._nodes()) == []
+
+
+def assert_same_next(model, a, b, kv=None, tokens=(7, 3)):
+    """The logits of these tokens are bit for bit the same, one by one and as a window."""
+    a, b = copy.deepcopy(a), copy.deepcopy(b)
+    assert arrays_equal(held(a)[:-1], held(b)[:-1])
+    for part in (tokens[:1], tokens):
+        logits = [model(mx.array([part]), cache=c[: len(model.layers)]) for c in (a, b)]
+        assert arrays_equal(*([x] for x in logits))
 
 
 def node_bytes(store):

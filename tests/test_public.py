@@ -97,6 +97,7 @@ def test_public_names():
         "DraftCounts",
         "GenerationResponse",
         "MTPModule",
+        "PromptStore",
         "__version__",
         "batch_generate",
         "convert",

@@ -81,6 +81,14 @@ class PromptStore:
             entries[-1].origin = weakref.ref(node)
             return entries, node.length
 
+    def n_common(self, tokens: Sequence[int]) -> int:
+        """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
+        text = np.asarray(tokens, np.uint32)
+        with self._lock:
+            self._check_model()
+            nodes = (node for root in self._roots.values() for node in root.prefixes(text))
+            return max((node.common(text) for node in nodes), default=0)
+
     def insert(self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None) -> None:
         """Keep what is new in a prompt cache, with a checkpoint at its end.
 

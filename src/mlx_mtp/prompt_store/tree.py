@@ -90,6 +90,12 @@ class Node:
         found = [c for c in found if np.array_equal(c.tokens, tokens[self.length : c.length])]
         return sorted(found, key=lambda c: -c.length)
 
+    def common(self, tokens: Tokens) -> int:
+        """How many tokens a text that begins with this node's has in common with any text below it."""
+        own = tokens[self.length :]
+        children = self.children.get(int(own[0]), []) if len(own) > 0 else []
+        return self.length + max((_n_common(c.tokens, own) for c in children), default=0)
+
     def subtree(self) -> "Iterator[Node]":
         """This node and all below it."""
         waiting = [self]
@@ -105,3 +111,9 @@ class Node:
             node = waiting.pop()
             yield node
             waiting += node.next(tokens)
+
+
+def _n_common(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) > 0 else n
