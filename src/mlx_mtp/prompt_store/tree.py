@@ -26,10 +26,18 @@ class Piece:
         arrays (Dict[str, mx.array], optional): Those in memory.
         nbytes (int): Their size.
         name (str, optional): Of the file.
+
+    Attributes:
+        refused (bool): Whether there is no space for it on disk.
     """
 
     def __init__(self, arrays: Any, nbytes: int, name: str | None = None):
         self.arrays, self.nbytes, self.name = arrays, nbytes, name
+        self.refused = False
+
+    @property
+    def in_memory(self) -> bool:
+        return self.arrays is not None
 
 
 class Node:
