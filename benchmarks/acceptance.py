@@ -1,7 +1,7 @@
 """The acceptance rate of sampled drafts, by position: rejection sampling, coupled drafts and token match.
 
-    python benchmarks/acceptance.py                        the bundled demo, with and without filters
-    python benchmarks/acceptance.py --model REPO --temps 1 --depths 2
+    python -m benchmarks.acceptance                        the bundled demo, with and without filters
+    python -m benchmarks.acceptance --model REPO --temps 1 --depths 2
 
 The rate of a position counts the drafts whose predecessors were accepted, with its standard error.
 """

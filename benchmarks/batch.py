@@ -1,8 +1,8 @@
 """The speed of several sequences at once, with MTP and without, beside ``mlx_lm.batch_generate``.
 
-    python benchmarks/batch.py              1, 2, 4 and 8 prompts on the bundled demo
-    python benchmarks/batch.py --wrong      with a head that is always wrong
-    python benchmarks/batch.py --temp 0.7   sampling; --seeded gives each prompt a seed of its own
+    python -m benchmarks.batch              1, 2, 4 and 8 prompts on the bundled demo
+    python -m benchmarks.batch --wrong      with a head that is always wrong
+    python -m benchmarks.batch --temp 0.7   sampling; --seeded gives each prompt a seed of its own
 
 In a round all runs generate at once in one process and take turns of 16 tokens a prompt, so that drift of the machine affects
 all alike. Ratios are taken in each round and their median is printed, by wall and by CPU time; "plain again" tells how precise

@@ -1,7 +1,7 @@
 """Two versions of this package side by side: speed relative to plain mlx-lm, and efficiency, by depth.
 
     git worktree add ../old COMMIT
-    python benchmarks/compare_versions.py ../old/src src
+    python -m benchmarks.compare_versions ../old/src src
 
 Each version runs in a child process of its own, and the two take turns at every generation, so that drift of the machine
 affects both alike. Greedy, the bundled demo in bfloat16, its Python prompts; a round is every run on every prompt.

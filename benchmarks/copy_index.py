@@ -1,6 +1,6 @@
 """What the index of copy drafts takes on the host: to build it, and for each token of the answer.
 
-python benchmarks/copy_index.py
+python -m benchmarks.copy_index
 """
 
 import random

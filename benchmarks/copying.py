@@ -1,8 +1,8 @@
 """Copy drafts on the four kinds of request whose answers copy from the prompt, beside the head, plain mlx-lm and Rapid-MLX.
 
-    python benchmarks/copying.py                      the bundled demo, which is made to say the answers in benchmarks/answers
-    python benchmarks/copying.py --model REPO         a model in its own words
-    python benchmarks/copying.py --bits 4             the backbone quantized
+    python -m benchmarks.copying                      the bundled demo, which is made to say the answers in benchmarks/answers
+    python -m benchmarks.copying --model REPO         a model in its own words
+    python -m benchmarks.copying --bits 4             the backbone quantized
 
 The demo is too small to follow a request. So its logits are replaced by those of the given answer: verify passes and the
 drafts of its head cost what they cost, and a draft is right where it is the answer's token. Its head, which knows Python only,

@@ -1,6 +1,6 @@
 """What fitting a head costs: time, memory and disk for 1,000 tokens at the shapes of published models.
 
-    python benchmarks/fit_cost.py --shapes 4b-4bit 27b-4bit
+    python -m benchmarks.fit_cost --shapes 4b-4bit 27b-4bit
 
 The head, the embedding and the output layer of a shape are made with random weights, and steps of training are timed on random
 tokens. The backbone, which each token goes through once, is not made: its share is given as operations.

@@ -1,6 +1,6 @@
 """What MTP gains on two processes, by the time that an exchange between them takes.
 
-    python benchmarks/latency.py
+    python -m benchmarks.latency
 
 Both run on this machine, with the ring backend. Each connection of the ring goes through a relay that holds every message back,
 so that each exchange (a sum over both) takes so much longer. Plain mlx-lm and MTP (auto) generate in turn in the same two

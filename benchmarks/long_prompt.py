@@ -1,7 +1,7 @@
 """Measure what a long prompt does to answers that are being generated, and how fast it is read alone.
 
     git archive COMMIT src | tar x -C /tmp/before
-    python benchmarks/long_prompt.py --before /tmp/before/src
+    python -m benchmarks.long_prompt --before /tmp/before/src
 
 Three streams run, then a prompt of 4,000 tokens comes. While it is read: the tokens that each stream gets, their speed beside
 that before, and the longest time between two of its tokens. Then the prompt alone, on a server with nothing else to do. Then a
@@ -9,25 +9,23 @@ client hangs up while its prompt is read: how long the server goes on. With ``--
 with this one. Greedy, without drafts in the streams, so that each token is a step of its own.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import json
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
-from server_process import SRC, Server, serve
 
 from mlx_mtp.checkpoint.load import DEMO
+from tests.support.server_process import ROOT, Server, serve
 
 STREAMS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(3)]
 MANY = 8000  # tokens, more than are generated
@@ -115,7 +113,7 @@ def hang_up(server: Server, prompt: str, after: float) -> float:
 
 def prompt_of(tokenizer, n: int, first: str) -> str:
     """A text of about n tokens that no other has begun with: nothing of it is in a prompt cache."""
-    source = (SRC / "mlx_mtp" / "models" / "rows.py").read_text() * (1 + n // 1000)
+    source = (ROOT / "src" / "mlx_mtp" / "models" / "rows.py").read_text() * (1 + n // 1000)
     return tokenizer.decode(tokenizer.encode(f"# {first}\n{source}")[:n])
 
 
@@ -127,7 +125,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("flags", nargs="*", help="Further flags of both servers, behind --.")
     args = parser.parse_args()
-    versions = {"before": args.before, "now": SRC} if args.before else {"now": SRC}
+    versions = {"before": args.before, "now": None} if args.before else {"now": None}
     tokenizer, logs = load_tokenizer(args.model), Path(tempfile.mkdtemp())
     results: dict[tuple[str, str], list[float]] = defaultdict(list)
     for i in range(args.repeat):

@@ -1,16 +1,12 @@
 """What a draft vocabulary gains, and what it costs in acceptance.
 
-    python benchmarks/measure_drafts.py                      the cost of a draft, at published shapes, random weights
-    python benchmarks/measure_drafts.py --acceptance FILES   acceptance of the bundled demo's first draft, by vocabulary
+    python -m benchmarks.measure_drafts                      the cost of a draft, at published shapes, random weights
+    python -m benchmarks.measure_drafts --acceptance FILES   acceptance of the bundled demo's first draft, by vocabulary
 
 The cost is the time of one pass of the head over one token, with its output layer and argmax. The two vocabularies alternate;
 each figure is a median. The corpus is ranked as by ``mlx_mtp.draft_vocab``.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import statistics
 import time
@@ -21,13 +17,13 @@ import mlx.nn as nn
 import mlx_lm
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
-from published import model_of
 
 import mlx_mtp
 from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.models.draft_lm_head import DraftLMHead, quantize_head
 from mlx_mtp.prompts import PYTHON
+from tests.support.published import model_of
 
 SHAPES = ("0.8B", "4B", "9B", "27B")
 ROWS = 32768

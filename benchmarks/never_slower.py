@@ -1,8 +1,8 @@
 """Whether auto is ever slower than plain mlx-lm or the best fixed depth, in cases that are hard for MTP.
 
-    python benchmarks/never_slower.py              on the bundled demo
-    python benchmarks/never_slower.py --repeat 9
-    python benchmarks/never_slower.py --kinds      on the nine kinds of request, without the fixed depths
+    python -m benchmarks.never_slower              on the bundled demo
+    python -m benchmarks.never_slower --repeat 9
+    python -m benchmarks.never_slower --kinds      on the nine kinds of request, without the fixed depths
 
 What auto does with the head alone comes first: copies hide it where a text repeats itself, and the demo's texts do. The last
 column says how much of each text does (``mlx_mtp/benchmark/repeats.py``).
@@ -12,10 +12,6 @@ Ratios are taken in each round and their median is printed; the ratio of plain d
 they are. The time to the first token does not count: the prompt is read before.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import inspect
 import random
@@ -27,7 +23,6 @@ from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
-from helpers import Scripted, plain
 from mlx_lm.generate import generate_step, generation_stream
 from tqdm import tqdm
 
@@ -35,6 +30,8 @@ import mlx_mtp
 from mlx_mtp.benchmark.repeats import repeated_share
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn
 from mlx_mtp.prompts import PYTHON, nine_kinds
+from tests.support.decoding import plain
+from tests.support.scripted import Scripted
 
 AGAIN = "plain again"
 FIXED = (PLAIN, 1, 2, 3, 4)

@@ -1,16 +1,12 @@
 """Measure the server's speed, as ratios of alternating runs.
 
-    python benchmarks/serve_speed.py
+    python -m benchmarks.serve_speed
 
 One stream is compared with ``mlx_mtp.stream_generate`` in its own process, and eight streams at once with ``mlx_lm.server``.
 The cost of a second stream is the longest time between two steps of the first while the second comes and goes, beside the
 median before, in steps of plain decoding. Greedy, the demo.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import http.client
 import json
@@ -23,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-from server_process import SRC, Server, serve
-
 from mlx_mtp.checkpoint.load import DEMO
+from tests.support.server_process import Server, serve
 
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(8)]
 IN_PROCESS = """
@@ -68,9 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     n, logs = args.max_tokens, Path(tempfile.mkdtemp())
     command = [sys.executable, "-c", IN_PROCESS, args.model]
-    worker = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SRC)}
-    )
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def in_process(prompt: str) -> float:
         print(repr((prompt, n)), file=worker.stdin, flush=True)

@@ -1,25 +1,19 @@
 """What each constant of Depth is worth: its speed on the simulated machines and texts of tests/depth_simulation.py without it.
 
-    python scripts/ablate_depth.py                       all constants, 24 seeds: the table of docs/depth.md
-    python scripts/ablate_depth.py --seeds 6 --only FIRST
+    python -m scripts.ablate_depth                       all constants, 24 seeds: the table of docs/depth.md
+    python -m scripts.ablate_depth --seeds 6 --only FIRST
 
 Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
-
-from depth_simulation import LONG, cases, ratio  # noqa: E402
-
-from mlx_mtp.decoding import depth, rates, step_times  # noqa: E402
+from mlx_mtp.decoding import depth, rates, step_times
+from tests.support.depth_simulation import LONG, cases, ratio
 
 # Each constant at the value at which it does nothing, or next to nothing.
 WITHOUT = [

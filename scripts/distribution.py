@@ -1,15 +1,11 @@
 """The joint distribution of the first tokens, from the loop, against that of plain decoding, computed by enumeration.
 
-    python scripts/distribution.py             every case, 5,000 runs of each
-    python scripts/distribution.py --runs 500  fewer runs
+    python -m scripts.distribution             every case, 5,000 runs of each
+    python -m scripts.distribution --runs 500  fewer runs
 
 A chi-square test a case, at a level of 1e-4; exit status 1 if one fails. The tests run a sample of the cases.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import itertools
 import sys
@@ -18,13 +14,14 @@ from collections import Counter
 
 import mlx.core as mx
 import numpy as np
-from helpers import Scripted, tiny_model
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from scipy.stats import chisquare
 from tqdm import tqdm
 
 import mlx_mtp
+from tests.support.models import tiny_model
+from tests.support.scripted import Scripted
 
 LEVEL = 1e-4
 VOCAB = 6

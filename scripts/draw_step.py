@@ -1,6 +1,6 @@
 """Draw docs/pictures/step.svg: one step of draft, verify, accept and roll back.
 
-python scripts/draw_step.py
+python -m scripts.draw_step
 """
 
 from html import escape

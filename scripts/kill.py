@@ -1,6 +1,6 @@
 """Kill conversions at random moments: the target is absent or complete.
 
-python scripts/kill.py [--moments 20] [--model PATH]
+python -m scripts.kill [--moments 20] [--model PATH]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Write a synthetic checkpoint of 6 GB in 6 shards, in the raw layout, to measure the memory that its conversion takes:
 
-python scripts/large.py FOLDER
+python -m scripts.large FOLDER
 /usr/bin/time -v mlx_mtp.convert --hf-path FOLDER --mlx-path OUT -q
 """
 

@@ -1,6 +1,6 @@
 """Make the table and the plot of docs/results.md from the files in docs/results/.
 
-    python scripts/results_table.py
+    python -m scripts.results_table
 
 Each file is what ``mlx_mtp.benchmark --model M --report FILE`` wrote on one machine.
 """

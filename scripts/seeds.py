@@ -1,23 +1,21 @@
 """One text for each seed: at every depth, with auto, without MTP, with a draft vocabulary and with a quantized draft lm_head.
 
-    python scripts/seeds.py               200 seeds, six sets of sampling options, a tiny random model
-    python scripts/seeds.py --seeds 20    fewer
+    python -m scripts.seeds               200 seeds, six sets of sampling options, a tiny random model
+    python -m scripts.seeds --seeds 20    fewer
 
 Exit status 1 if a seed gave two texts. The tests run a sample of this.
 """
 
 import argparse
 import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import mlx.core as mx
-from helpers import PROMPT, mtp, plain, tiny_model
 from tqdm import tqdm
 
 from mlx_mtp import make_sampler
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import tiny_model
 
 OPTIONS = [
     {"temp": 1.0},

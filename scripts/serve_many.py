@@ -1,18 +1,14 @@
 """Send many different requests at once: each text must equal that of a single run, none may be lost, nothing may leak.
 
-    python scripts/serve_many.py                200 requests, then 1,000 more
-    python scripts/serve_many.py --soak 0       without the 1,000
-    python scripts/serve_many.py --ranks 2 --model DIR      in two processes; DIR in float32, for equal rounding
+    python -m scripts.serve_many                200 requests, then 1,000 more
+    python -m scripts.serve_many --soak 0       without the 1,000
+    python -m scripts.serve_many --ranks 2 --model DIR      in two processes; DIR in float32, for equal rounding
 
 Up to ``--at-once`` requests run at once, with random lengths, sampling and penalties, streamed or not; some clients hang up
 midway. The text of greedy and of seeded requests is compared with mlx-lm's own single run. Exit status 1 on any difference,
 loss or leak.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import http.client
 import inspect
@@ -28,14 +24,14 @@ from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
-from helpers import plain, text_of
 from mlx_lm.sample_utils import make_logits_processors
-from server_process import Server, serve
 from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
+from tests.support.decoding import plain, text_of
+from tests.support.server_process import Server, serve
 
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 

@@ -1,16 +1,12 @@
 """Greedy decoding with MTP against mlx-lm's own, at full length: what the tests sample.
 
-    python scripts/sweep.py                            the bundled demo
-    python scripts/sweep.py --model tests/data/dense   another checkpoint
+    python -m scripts.sweep                            the bundled demo
+    python -m scripts.sweep --model tests/data/dense   another checkpoint
 
 For each precision and prompt: depths 1 to 8 with the model's own head, then heads that are always right, always wrong and
 right at random. Ends with exit status 1 if any token differed.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import argparse
 import inspect
 import random
@@ -21,11 +17,12 @@ from importlib import import_module
 
 import mlx.core as mx
 import mlx.nn as nn
-from helpers import Scripted, plain
 from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
+from tests.support.decoding import plain
+from tests.support.scripted import Scripted
 
 MODULES = [
     "abc",

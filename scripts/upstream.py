@@ -1,7 +1,7 @@
 """mlx-lm's own tests of generation and prompt caches, from its source distribution, on our model classes.
 
     pip download --no-deps --no-binary mlx-lm mlx-lm==0.32.2
-    python scripts/upstream.py mlx_lm-0.32.2.tar.gz
+    python -m scripts.upstream mlx_lm-0.32.2.tar.gz
 
 They name a checkpoint to download; in its place they get the bundled demo, once as mlx-lm loads it and once as we do. What
 passes with mlx-lm's class must pass with ours: exit status 1 if a test does not. Some fail with both, since they are of a
@@ -30,17 +30,16 @@ MODULES = ("test_generate", "test_prompt_cache")
 TEMPLATE = {"chat_template": "{% for m in messages %}# {{ m.content }}\n{% endfor %}"}
 
 
-def outcomes(load) -> dict[str, str]:
-    """The outcome of each test with this ``load`` in the place of mlx-lm's."""
+def outcomes(folder: str, load) -> dict[str, str]:
+    """The outcome of each test of a folder with this ``load`` in the place of mlx-lm's."""
     for name in MODULES:
         sys.modules.pop(name, None)
     generate = import_module("mlx_lm.generate")
     original, stream = utils.load, generate.generation_stream  # some tests replace the stream
     utils.load = lambda *args, **kwargs: load(str(DEMO), tokenizer_config=TEMPLATE)
     try:
-        tests = [
-            t for module in unittest.defaultTestLoader.loadTestsFromNames(MODULES) for case in module for t in case
-        ]
+        found = [unittest.TestLoader().discover(folder, f"{name}.py") for name in MODULES]
+        tests = [t for suite in found for module in suite for case in module for t in case]
         # Each in a suite of its own, hence with a fresh model, since some change theirs.
         return {test.id(): outcome(unittest.TestSuite([test])) for test in tqdm(tests, disable=None)}
     finally:
@@ -61,9 +60,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(args.sdist) as sdist:
             sdist.extractall(folder, filter="data")
-        sys.path.insert(0, str(next(Path(folder).glob("*/tests"))))
-        theirs = outcomes(utils.load)
-        ours = outcomes(mlx_mtp.load)
+        tests = str(next(Path(folder).glob("*/tests")))
+        theirs = outcomes(tests, utils.load)
+        ours = outcomes(tests, mlx_mtp.load)
     worse = [name for name in theirs if theirs[name] == "passes" != ours[name]]
     both = [name for name in theirs if theirs[name] != "passes" and name not in worse]
     for title, names in (("fail with ours alone", worse), ("fail with mlx-lm's class, too", both)):

@@ -2,7 +2,8 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
-from hub_stand_in import Hub
+
+from tests.support.hub_stand_in import Hub
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 

@@ -1,6 +1,6 @@
 """A few cases of each attack in scripts/attack."""
 
-from attack import batch, caches, loop
+from scripts.attack import batch, caches, loop
 
 
 def test_fuzzed_loop():

@@ -2,13 +2,14 @@
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, assert_cache_of, deep_model, mtp, plain
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.models.attention import fused_rows
 from mlx_mtp.models.cache import rollback
+from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
+from tests.support.models import deep_model
 
 # The layer is the same in all of them.
 FAMILIES = ("qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5_moe", "qwen3_next")))

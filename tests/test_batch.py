@@ -7,7 +7,6 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
@@ -16,6 +15,8 @@ from scipy.stats import chisquare
 
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.server.batch import Alone, Failure, Scheduler, Sequence, Token
+from tests.support.decoding import plain
+from tests.support.models import tiny_model
 
 STREAM = mx.default_stream(mx.default_device())
 model_of = cache(tiny_model)

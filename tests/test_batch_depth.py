@@ -4,13 +4,14 @@ import random
 from statistics import median
 
 import pytest
-from batch_helpers import run, scripted
-from helpers import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.batch.depth import BatchDepth, SizeTimes, joint
 from mlx_mtp.decoding.depth import expected_tokens
+from tests.support.batches import run
+from tests.support.models import tiny_model
+from tests.support.scripted import scripted
 
 RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
 

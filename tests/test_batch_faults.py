@@ -4,13 +4,15 @@ import functools
 
 import mlx.core as mx
 import pytest
-from batch_helpers import Fault, Faulty, assert_goes_on, run, scripted
-from helpers import plain, tiny_model
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 from mlx_mtp import make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
+from tests.support.batches import Fault, Faulty, run
+from tests.support.decoding import assert_goes_on, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import scripted
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 N = 12

@@ -6,13 +6,10 @@ import gc
 import itertools
 import random
 
-import distribution
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from batch_helpers import Text, run, scripted
-from helpers import STOPS, assert_cache_of, deep_model, mtp, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
@@ -20,7 +17,6 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 from scipy.stats import chisquare
-from test_processors import Alternating, Copied, RolledBack
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
@@ -29,6 +25,12 @@ from mlx_mtp.batch.decoder import Batch
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.drafter import Drafts
+from scripts import distribution
+from tests.support.batches import Text, run
+from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
+from tests.support.models import deep_model, tiny_model
+from tests.support.scripted import scripted
+from tests.test_processors import Alternating, Copied, RolledBack
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPTS = [

@@ -5,8 +5,6 @@ import re
 
 import mlx.core as mx
 import pytest
-from batch_helpers import run
-from helpers import plain, tiny_model
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch import row as row_module
@@ -14,6 +12,9 @@ from mlx_mtp.batch.depth import BatchDepth
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.drafter import Drafts
+from tests.support.batches import run
+from tests.support.decoding import plain
+from tests.support.models import tiny_model
 
 PROMPTS = [[3, 1, 4], [1, 5]]
 N = 24

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from published import ARCHITECTURES
 
 from mlx_mtp import prompts
 from mlx_mtp.benchmark import __main__ as benchmark
@@ -26,6 +25,7 @@ from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, T
 from mlx_mtp.benchmark.shapes import SHAPES
 from mlx_mtp.benchmark.synthetic import synthetic_model
 from mlx_mtp.decoding.pace import DraftCounts
+from tests.support.published import ARCHITECTURES
 
 RUNS = (1, 3, NO_COPIES, COPIES, AUTO)
 SMALL = {

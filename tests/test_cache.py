@@ -5,13 +5,13 @@ import copy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import arrays_equal, deep_model
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.models.cache import ArraysCache, begin, rollback
 from mlx_mtp.models.prompt_cache import open_prompt_cache
+from tests.support.models import arrays_equal, deep_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -13,7 +13,6 @@ import termios
 import time
 
 import pytest
-from helpers import plain, text_of
 from mlx_lm.chat import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,6 +23,7 @@ from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.generate import GenerationResponse
+from tests.support.decoding import plain, text_of
 
 TURNS = ("def read(path):", "class Reader:")
 FIGURES = r"\[20 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"

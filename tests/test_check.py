@@ -9,12 +9,13 @@ from importlib import import_module
 
 import mlx.core as mx
 import pytest
-from helpers import arrays_equal, plain, round_otherwise, tiny_model
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from mlx_mtp.models.cache import ArraysCache
+from tests.support.decoding import plain
+from tests.support.models import arrays_equal, round_otherwise, tiny_model
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 

@@ -6,7 +6,8 @@ import sys
 from importlib import import_module
 
 import pytest
-from helpers import DATA
+
+from tests.support.models import DATA
 
 COMMANDS = {
     "generate": "mlx_mtp.generate.__main__",

@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import deep_model, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm import chat, processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
@@ -24,6 +23,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.models.attention import rows_at_once
 from mlx_mtp.models.cache import ArraysCache
+from tests.support.models import deep_model, tiny_config, tiny_model
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]

@@ -15,8 +15,6 @@ import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import pytest
-from checkpoints import BAD, BAD_IDS, copied, write
-from helpers import DATA, full_disk, mtp, plain, tensors, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -26,6 +24,9 @@ from mlx_mtp.convert import acceptance, card, conversion, convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.models.mtp import split_head
+from tests.support.checkpoints import BAD, BAD_IDS, copied, full_disk, tensors, write
+from tests.support.decoding import mtp, plain
+from tests.support.models import DATA, tiny_config, tiny_model
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
 

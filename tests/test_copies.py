@@ -6,7 +6,6 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, STOPS, Scripted, assert_cache_of, mtp, plain, script_copies, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
@@ -18,6 +17,9 @@ from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import PLAIN, Plan
+from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import Scripted, script_copies
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...

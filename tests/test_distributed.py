@@ -1,22 +1,22 @@
-"""Several processes run one model: the tokens are those of one process. See ``ranks/`` for what each of them does."""
+"""Several processes run one model: the tokens are those of one process. See ``support/ranks/`` for what each of them does."""
 
 import json
 import re
 import sys
 from types import SimpleNamespace
 
-import distribution
 import mlx.core as mx
 import pytest
-from checkpoints import write
-from helpers import tensors, tiny_config, tiny_model
-from launch import LAUNCH, launch, run
 from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
 from mlx_mtp.models.draft_lm_head import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
+from scripts import distribution
+from tests.support.checkpoints import tensors, write
+from tests.support.launch import LAUNCH, launch, run
+from tests.support.models import tiny_config, tiny_model
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Two of everything that two ranks divide, and of what four do by a slow test.
@@ -35,7 +35,7 @@ def checkpoint(folder, family, **changes):
 
 def check(n, how_much, models, timeout=120):
     """Launch ``n`` ranks with these models, each of them "tensor:FOLDER" or "pipeline:FOLDER"."""
-    facts, *others = launch(n, "generation.py", how_much, *models, timeout=timeout)
+    facts, *others = launch(n, "generation", how_much, *models, timeout=timeout)
     assert all(other == facts for other in others)
     assert len(facts) > 15
     collectives = [value for name, value in facts.items() if name.endswith("collectives")]
@@ -70,7 +70,7 @@ def test_two_ranks_do_everything_with_each_family(tmp_path, how, sizes, family):
 @pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
 def test_ranks_sample_the_exact_distribution(tmp_path, how, sizes):
     folder = checkpoint(tmp_path, "qwen3_5", **sizes | {"vocab_size": distribution.VOCAB})
-    p_values, other = launch(2, "sampling.py", how, str(folder), "200", timeout=500)
+    p_values, other = launch(2, "sampling", how, str(folder), "200", timeout=500)
     assert p_values == other
     assert len(p_values) == 5
     assert min(p_values.values()) > distribution.LEVEL, p_values

@@ -8,7 +8,6 @@ from functools import cache as cached
 import mlx.core as mx
 import mlx_lm
 import pytest
-from helpers import arrays_equal, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import speculative_generate_step
@@ -19,6 +18,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp.models.cache import ArraysCache
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from tests.support.decoding import plain
+from tests.support.models import arrays_equal, tiny_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from helpers import DATA, arrays_equal, plain, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +21,8 @@ from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.models.draft_lm_head import BITS, DraftLMHead
+from tests.support.decoding import plain
+from tests.support.models import DATA, arrays_equal, tiny_model
 
 CHECKPOINTS = ["demo", "dense", "moe35", "moe36", "next"]
 LAYERS = ["dense", "next"]  # with tied embeddings, and without

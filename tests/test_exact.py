@@ -6,11 +6,12 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import arrays_equal, plain, round_otherwise, tiny_model
 from mlx_lm.models import gated_delta, switch_layers
 
 from mlx_mtp import mtp_generate_step
 from mlx_mtp.models.cache import ArraysCache, rollback
+from tests.support.decoding import plain
+from tests.support.models import arrays_equal, round_otherwise, tiny_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])

@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 import pytest
-from helpers import full_disk
 
 from mlx_mtp.checkpoint.files import save_atomic, write_atomic
+from tests.support.checkpoints import full_disk
 
 WRITES = {
     "text": lambda file, n: write_atomic(file, "a" * n),

@@ -10,8 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoints import write
-from helpers import plain, tensors, tiny_config, tiny_model
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -30,6 +28,9 @@ from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
 from mlx_mtp.models.mtp import run_head
+from tests.support.checkpoints import tensors, write
+from tests.support.decoding import plain
+from tests.support.models import tiny_config, tiny_model
 
 LAYERS = "language_model.model.layers"
 PROMPT = mx.array([30, 31, 32, 33])

@@ -10,8 +10,6 @@ from functools import cache as cached
 import mlx.core as mx
 import mlx_lm
 import pytest
-from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
-from helpers import DATA
 from mlx_lm.generate import main as mlx_lm_main
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import save_prompt_cache
@@ -22,6 +20,8 @@ from mlx_mtp import cli
 from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
+from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
+from tests.support.models import DATA
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 

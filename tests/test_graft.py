@@ -8,8 +8,6 @@ import shutil
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import DATA, mtp, tensors
-from hub_stand_in import HEADER_BYTES
 from mlx.utils import tree_flatten
 
 import mlx_mtp
@@ -18,6 +16,10 @@ from mlx_mtp.convert import acceptance, convert
 from mlx_mtp.convert.acceptance import CHECK_TOKENS, FLOOR
 from mlx_mtp.models.mtp import split_head
 from mlx_mtp.prompts import PYTHON
+from tests.support.checkpoints import tensors
+from tests.support.decoding import mtp
+from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.models import DATA
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
 FOUR_BITS = {"quantize": True, "q_bits": 4, "q_group_size": 32}

@@ -2,12 +2,12 @@
 
 import huggingface_hub
 import pytest
-from helpers import DATA
-from hub_stand_in import HEADER_BYTES, TOKEN
 
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader
+from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
+from tests.support.models import DATA
 
 
 def test_loads_a_repository_like_its_folder(hub):

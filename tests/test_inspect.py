@@ -6,15 +6,15 @@ import sys
 
 import mlx.core as mx
 import pytest
-from checkpoints import BAD, BAD_IDS, configure, copied
-from helpers import DATA, tensors
-from hub_stand_in import HEADER_BYTES
 
 import mlx_mtp
 from mlx_mtp.convert import convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.models.mtp import split_head
+from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, tensors
+from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.models import DATA
 
 
 def report(text) -> dict[str, str]:

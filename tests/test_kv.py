@@ -6,12 +6,13 @@ several queries. A window is where two and more rows come from.
 
 import mlx.core as mx
 import pytest
-from helpers import plain, tiny_model
 from mlx_lm.models.base import create_causal_mask, quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.models.cache import rollback
+from tests.support.decoding import plain
+from tests.support.models import tiny_model
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4])

@@ -7,8 +7,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head, write
-from helpers import DATA, tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
@@ -16,6 +14,8 @@ from mlx_lm.utils import load_model
 import mlx_mtp
 from mlx_mtp.models import MODEL_TYPES
 from mlx_mtp.models.mtp import EXPERT_PROJECTIONS, is_raw
+from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head, write
+from tests.support.models import DATA, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 

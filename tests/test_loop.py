@@ -7,7 +7,6 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import DATA, PROMPT, STOPS, Scripted, assert_cache_of, load_reference, mtp, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -20,6 +19,9 @@ from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.depth import Depth
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.step_times import Plan
+from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
+from tests.support.models import DATA, load_reference, tiny_model
+from tests.support.scripted import Scripted
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 model_of = cache(tiny_model)

@@ -8,7 +8,6 @@ import concurrent.futures
 import mlx.core as mx
 import mlx_lm
 import pytest
-from helpers import plain, tiny_model
 from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.utils import load_model
@@ -16,6 +15,8 @@ from mlx_lm.utils import load_model
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.models.cache import ArraysCache
+from tests.support.decoding import plain
+from tests.support.models import tiny_model
 
 PROMPTS = ("def read(path):", "import os\nimport sys\n\n\nclass Queue:\n    def ", "x = 1")
 

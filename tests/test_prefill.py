@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from batch_helpers import run
-from helpers import plain, tiny_model
-from test_batch import run as run_scheduler
-from test_batch import scheduler_of, sequence_of
 
 from mlx_mtp import BatchGenerator
 from mlx_mtp.batch.prefill import PrefillPace
+from tests.support.batches import run
+from tests.support.decoding import plain
+from tests.support.models import tiny_model
+from tests.test_batch import run as run_scheduler
+from tests.test_batch import scheduler_of, sequence_of
 
 
 @dataclass

@@ -4,7 +4,6 @@ import functools
 
 import mlx.core as mx
 import pytest
-from helpers import DATA, load_reference, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -12,6 +11,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_mtp import mtp_generate_step
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.decoding.processors import keeps_state
+from tests.support.decoding import plain
+from tests.support.models import DATA, load_reference, tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]
 model_of = functools.cache(tiny_model)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from helpers import STOPS, plain, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -19,6 +18,8 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.models.prompt_cache import open_prompt_cache
+from tests.support.decoding import STOPS, plain
+from tests.support.models import tiny_model
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 model_of = functools.cache(tiny_model)

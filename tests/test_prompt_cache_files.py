@@ -6,7 +6,6 @@ import functools
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import PROMPT, deep_model, mtp, plain, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
@@ -17,6 +16,8 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.models import mixin
 from mlx_mtp.models.cache import ArraysCache
 from mlx_mtp.models.fingerprint import SIZE
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import deep_model, tiny_model
 
 model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from helpers import DATA
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
-from published import ARCHITECTURES, model_of
 
 import mlx_mtp
 from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.convert.quantization import backbone_predicate
 from mlx_mtp.convert.recipe import named_recipes, read_recipe, recipe_flags
+from tests.support.models import DATA
+from tests.support.published import ARCHITECTURES, model_of
 
 README = Path(__file__).parents[1] / "convert" / "README.md"
 RECIPES = named_recipes()

@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import DATA, load_reference
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from tests.support.models import DATA, load_reference
 
 CHECKPOINTS = ["dense", "moe35", "moe36", "next"]
 TOLERANCE = 2e-4  # of logits; the closest top two of the greedy continuations are further apart

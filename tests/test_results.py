@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import results_table
-from helpers import DATA
 from mlx import nn
 
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import row
 from mlx_mtp.checkpoint.load import load
+from scripts import results_table
+from tests.support.models import DATA
 
 ROOT = Path(__file__).parents[1]
 ROWS = sorted((ROOT / "docs" / "results").glob("*.json"))

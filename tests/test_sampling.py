@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import distribution
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from scipy.stats import chisquare
 
 import mlx_mtp
 from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual, n_leading
+from scripts import distribution
 
 LEVEL = 1e-5  # of each chi-square test
 N = 1_000_000
@@ -174,5 +174,5 @@ def test_rejects_options_out_of_range(options):
     ids=lambda case: case.name,
 )
 def test_joint_distribution_of_the_first_tokens(case):
-    """What `python scripts/distribution.py` does for every case."""
+    """What `python -m scripts.distribution` does for every case."""
     assert case.p_value(runs=150) > distribution.LEVEL

@@ -26,5 +26,5 @@ def test_the_archive_has_every_file_of_the_repository(tmp_path):
     assert built.returncode == 0, built.stderr
     with tarfile.open(tmp_path / "tree" / "built" / built.stdout.splitlines()[-1]) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"tests/helpers.py", "tests/ranks/generation.py", "tests/data/dense/config.json"} <= wanted
+    assert {"tests/support/models.py", "tests/support/ranks/generation.py", "tests/data/dense/config.json"} <= wanted
     assert wanted - held == set()

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from helpers import PROMPT, mtp, plain, tiny_model
 from mlx_lm import sample_utils
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.generate import StopSequences, generate_step
@@ -18,6 +17,9 @@ from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.decoding.noise import MAX_SEED, coin, gumbel
 from mlx_mtp.models.draft_lm_head import DraftLMHead
 from mlx_mtp.server.batch import Scheduler, Sequence, Token
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import Scripted
 
 LEVEL = 1e-4  # of each chi-square test
 P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
@@ -164,8 +166,6 @@ def test_goes_on_from_a_position(model):
 
 def test_most_drafts_of_the_target_itself_are_accepted(model):
     """Where draft and target have one distribution, common noise makes them choose alike."""
-    from helpers import Scripted
-
     sampler = make_sampler(temp=0.7, seed=2)
     truth = PROMPT.tolist() + mtp(PROMPT, model, max_tokens=40, num_draft_tokens=0, sampler=sampler)
     counts = mlx_mtp.DraftCounts()

@@ -14,22 +14,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 
-import helpers
 import mlx.core as mx
 import openai
 import pytest
-from helpers import plain
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
 from openai import OpenAI
-from server_process import SRC, Server, serve
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server import api as http_server
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.metrics import Metrics
+from tests.support import decoding
+from tests.support.decoding import plain
+from tests.support.server_process import ROOT, Server, serve
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(4)]
@@ -58,7 +58,7 @@ def client(server):
 @pytest.fixture(scope="module")
 def text_of(demo):
     """Tokens -> text, up to the end of text."""
-    return partial(helpers.text_of, demo[1])
+    return partial(decoding.text_of, demo[1])
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_penalties_equal_mlx_lm(client, demo, text_of):
 
 
 def test_readme_examples(server, alone):
-    readme = (SRC.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", readme, re.DOTALL)
     shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
     r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
@@ -451,7 +451,7 @@ def test_rejects_invalid_sizes(size, capsys):
 def test_start_fails_in_one_line(server, flags, message):
     flags = [str(server.port) if flag is None else flag for flag in flags]
     command = [sys.executable, "-m", "mlx_mtp.server", "--port", "0", *flags]
-    r = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(SRC)})
+    r = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={"PYTHONPATH": "src"})
     assert r.returncode == 2
     (line,) = [line for line in r.stderr.splitlines() if line.startswith("mlx_mtp.server: error: ")]
     assert message in line

@@ -13,10 +13,8 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from helpers import tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache
-from server_process import serve
 
 from mlx_mtp.prompt_store import memory
 from mlx_mtp.server import api, engine
@@ -25,6 +23,8 @@ from mlx_mtp.server.engine import ResponseGenerator, SingleQueue
 from mlx_mtp.server.job import Step
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
+from tests.support.models import tiny_model
+from tests.support.server_process import serve
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (

@@ -10,12 +10,9 @@ from contextlib import suppress
 from shutil import copytree
 from types import SimpleNamespace
 
-import checkpoints
 import mlx.core as mx
 import pytest
-from helpers import plain, text_of
 from mlx_lm.models.cache import LRUPromptCache
-from server_process import Server, serve
 
 import mlx_mtp
 from mlx_mtp import make_sampler
@@ -23,6 +20,9 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import News
 from mlx_mtp.server.ranks import EVERY, RankGenerator
+from tests.support import checkpoints
+from tests.support.decoding import plain, text_of
+from tests.support.server_process import Server, serve
 
 PROMPTS = [f"class Tree{i}:\n" for i in range(9)]
 LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
@@ -66,7 +66,7 @@ WAYS = [pytest.param([], id="tensor"), pytest.param(["--pipeline"], id="pipeline
 @pytest.fixture(scope="module", params=WAYS)
 def server(request, tmp_path_factory, checkpoint):
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--model", checkpoint, *FLAGS, *request.param, module="failing_server", ranks=2) as s:
+    with serve(log, "--model", checkpoint, *FLAGS, *request.param, module="tests.support.failing_server", ranks=2) as s:
         yield s
         with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
             unfinished.sendall(stream_request(5000))
@@ -147,7 +147,7 @@ def test_failing_request_fails_alone(server, alone):
 
 @pytest.mark.slow
 def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
-    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="failing_server", ranks=2) as s:
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="tests.support.failing_server", ranks=2) as s:
         body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}
         with suppress(OSError):
             assert s.request("/v1/completions", body)[0] != 200

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from attack.answers import attack
 from openai import OpenAI
-from server_process import serve
-from tool_texts import SCHEMAS, make_model, render
+
+from scripts.attack.answers import attack
+from tests.support.server_process import serve
+from tests.support.tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
@@ -16,7 +17,9 @@ ADD = render("add", {"a": 1, "b": 2})
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    with serve(folder / "log", "--model", str(make_model(folder / "model")), module="scripted_server") as s:
+    with serve(
+        folder / "log", "--model", str(make_model(folder / "model")), module="tests.support.scripted_server"
+    ) as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
@@ -156,7 +159,7 @@ def test_in_the_loop_of_mlx_lm(server, tmp_path):
     """The same answers, where a request is generated alone."""
     model = server.process.args[server.process.args.index("--model") + 1]
     flags = ["--model", model, "--kv-bits", "8", "--kv-group-size", "32"]
-    with serve(tmp_path / "log", *flags, module="scripted_server") as s:
+    with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
         choice = say(s, f"One.\nTwo.</think>\n\n{ADD}\nThree.\nFour.", thinking=True, stop="\n")
         assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three.")
         assert calls_in(choice) == [("add", {"a": 1, "b": 2})]

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from checkpoints import configure, copied, edit
-from helpers import DATA, plain
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
@@ -20,6 +18,9 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.loop import step_times
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.models.drafting import Settings
+from tests.support.checkpoints import configure, copied, edit
+from tests.support.decoding import plain
+from tests.support.models import DATA
 
 PROMPT = "def read(path):"
 TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})

@@ -6,13 +6,15 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import assert_cache_of, mtp, plain, script_copies, tiny_model
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding.pace import DraftCounts
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from tests.support.decoding import assert_cache_of, mtp, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import script_copies
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 

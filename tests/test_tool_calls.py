@@ -6,10 +6,10 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 from mlx_mtp.server.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from mlx_mtp.server.values import Types, is_string, to_json
+from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 
 def pieces_of(text: str, sizes: list[int]) -> list[str]:

@@ -6,7 +6,6 @@ import sys
 
 import mlx.core as mx
 import pytest
-from helpers import DATA, arrays_equal, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx import nn
@@ -20,6 +19,7 @@ from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE
 from mlx_mtp.models.drafting import Settings
+from tests.support.models import DATA, arrays_equal, tiny_model
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
 

@@ -4,11 +4,13 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, Scripted, plain, tiny_model
 
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
 from mlx_mtp.decoding import clock
 from mlx_mtp.models.drafting import Settings
+from tests.support.decoding import PROMPT, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import Scripted
 
 N = 40
 PROMPTS = (PROMPT, mx.array([7, 7, 2, 9, 1, 1, 0, 4]))

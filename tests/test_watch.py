@@ -11,22 +11,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
-import launch
 import pytest
 
 from mlx_mtp.distributed.connect import connect
+from tests.support import launch
 
-SCRIPT = Path(__file__).parent / "ranks/watched.py"
+RANKS = "tests.support.ranks"
 BEAT, PATIENCE = 0.1, 0.7
 TIMEOUT = 30  # seconds until a test fails
 HOST = socket.gethostname()
 
 
 class Group:
-    """Processes inside ``watch``, each of which does a deed of ranks/watched.py."""
+    """Processes inside ``watch``, each of which does a deed of support/ranks/watched.py."""
 
     def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT):
         self.processes, self.files = [], []
@@ -34,7 +33,7 @@ class Group:
         for rank, deed in enumerate(deeds):
             ours, theirs = socket.socketpair()
             words = [theirs.fileno(), rank, len(deeds), beat, PATIENCE, deed]
-            command = [sys.executable, SCRIPT, *map(str, words)]
+            command = [sys.executable, "-m", f"{RANKS}.watched", *map(str, words)]
             self.processes.append(
                 subprocess.Popen(
                     command,
@@ -42,6 +41,7 @@ class Group:
                     stderr=subprocess.PIPE,
                     text=True,
                     pass_fds=[theirs.fileno()],
+                    cwd=launch.ROOT,
                     env=environment,
                 )
             )
@@ -273,7 +273,7 @@ def test_strangers_are_turned_away():
 
 @pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])
 def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed):
-    run = launch.run(2, sys.executable, str(SCRIPT.with_name("collective.py")), deed, timeout=60)
+    run = launch.run(2, sys.executable, "-m", f"{RANKS}.collective", deed, timeout=60)
     errors = [line for line in run.stderr.splitlines() if line.startswith("mlx_mtp")]
     assert len(errors) == 1
     assert errors[0].startswith(f"mlx_mtp: error: Rank 1 ({HOST}) ")

@@ -1,27 +1,24 @@
 """Attack a server's reading of its own answers: whatever a model says, the client gets all of it, and calls that are calls.
 
-    python scripts/attack/answers.py --count 500 --seed 1
+    python -m scripts.attack.answers --count 500 --seed 1
 
 A model with Qwen's chat template says random pieces of tool calls, reasoning and prose. Each answer must have status 200, be
 the same in a stream, hold every word that the model has said, and have a finish reason that fits; the arguments of a call that
 is complete must be the JSON of an object. Failures are printed, and the exit status is 1.
 """
 
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[2] / "tests")
-
 import argparse
 import json
 import random
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from server_process import Server, serve
-from tool_texts import SCHEMAS, make_model, render
 from tqdm import tqdm
+
+from tests.support.server_process import Server, serve
+from tests.support.tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
@@ -105,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     log = folder / "server.log"
-    with serve(log, "--model", str(make_model(folder / "model")), module="scripted_server") as server:
+    with serve(log, "--model", str(make_model(folder / "model")), module="tests.support.scripted_server") as server:
         failures = attack(server, args.seed, args.count)
     if "Traceback" in log.read_text():
         failures.append(f"a traceback in {log}")

@@ -1,6 +1,6 @@
 """Fuzz the batch: sequences of all kinds come and go, hooks raise, calls are refused.
 
-    python scripts/attack/batch.py --count 300 --seed 1
+    python -m scripts.attack.batch --count 300 --seed 1
 
 Each text is compared with mlx-lm's own generation of its prompt alone, and the prompt cache that it leaves with one that mlx-lm
 fills with the same tokens. A sampler or processor that raises must end its own text with its own error; a call of ``insert``
@@ -10,16 +10,15 @@ that is refused must change nothing. Exit status 1 and the case's own seed where
 import argparse
 import random
 import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-
-from batch_helpers import Fault, Faulty, Text, assert_goes_on, run, scripted
-from helpers import plain, tiny_model
 from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 from mlx_mtp import make_sampler
+from tests.support.batches import Fault, Faulty, Text, run
+from tests.support.decoding import assert_goes_on, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import scripted
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 VOCAB, N_STEPS = 32, 2000

@@ -1,6 +1,6 @@
 """Fuzz prompt cache files: random damage to their token ids, counts, shapes and dtypes.
 
-    python scripts/attack/caches.py --count 500 --seed 1
+    python -m scripts.attack.caches --count 500 --seed 1
 
 A damaged file is refused with one sentence, or goes on as mlx-lm does after the same tokens. The values of keys and states are
 left alone: nothing tells a wrong one. Exit status 1 and the damage where it is otherwise.
@@ -13,14 +13,13 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-
 import mlx.core as mx
-from helpers import PROMPT, deep_model, mtp, plain
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from tqdm import tqdm
 
 from mlx_mtp import make_prompt_cache
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import deep_model
 
 VOCAB, N = 32, len(PROMPT) + 9
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)

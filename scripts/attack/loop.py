@@ -1,6 +1,6 @@
 """Fuzz the loop: random models, prompts, depths, options, patterns of right drafts and ways to end.
 
-    python scripts/attack/loop.py --count 500 --seed 1
+    python -m scripts.attack.loop --count 500 --seed 1
 
 Each case is compared with mlx-lm's own generation, token by token, and the prompt cache that it leaves with one that mlx-lm
 fills with the same tokens: both must go on alike. Exit status 1 and the case's own seed where they do not.
@@ -10,18 +10,17 @@ import argparse
 import random
 import sys
 import threading
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 import mlx.core as mx
-from helpers import Scripted, assert_cache_of, mtp, plain, tiny_model
 from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding.drafter import HeadDrafter
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from tests.support.decoding import assert_cache_of, mtp, plain
+from tests.support.models import tiny_model
+from tests.support.scripted import Scripted
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 VOCAB = 32

@@ -1,17 +1,11 @@
 """Attack a server with hostile requests: every one must get an answer that blames the client, and none may change the others.
 
-    python scripts/attack/server.py --count 2000 --seed 1
+    python -m scripts.attack.server --count 2000 --seed 1
 
 Half of the requests are valid bodies with random mutations, half are bytes that resemble HTTP. Each must get an HTTP answer
 below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a closed connection. Valid requests in between
 must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
 """
-
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[2] / "tests")
 
 import argparse
 import copy
@@ -19,11 +13,14 @@ import json
 import random
 import re
 import signal
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from server_process import Server, serve
 from tqdm import tqdm
+
+from tests.support.server_process import Server, serve
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "import os\n", "max_tokens": 4}

@@ -1,15 +1,15 @@
 """The joint distribution of the first tokens that ranks sample, against that of plain decoding of the whole model.
 
-python sampling.py tensor|pipeline FOLDER RUNS
+python -m tests.support.ranks.sampling tensor|pipeline FOLDER RUNS
 """
 
 import sys
 
 import mlx.core as mx
-from distribution import Case
-from launch import report
 
 import mlx_mtp
+from scripts.distribution import Case
+from tests.support.launch import report
 
 how, folder, runs = sys.argv[1:]
 group = mx.distributed.init()

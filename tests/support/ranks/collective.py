@@ -1,13 +1,16 @@
 """Sums without end, of two ranks of which rank 1 is lost: for tests/test_watch.py, run by mlx.launch.
 
-python collective.py kill|stop|fail
+python -m tests.support.ranks.collective kill|stop|fail
 """
 
 import os
 import signal
 import sys
 
-import bare  # noqa: F401
+from tests.support.ranks import bare  # noqa: F401
+
+# isort: split
+
 import mlx.core as mx
 
 from mlx_mtp.distributed.ranks import Ranks

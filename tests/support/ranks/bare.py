@@ -5,5 +5,5 @@ import types
 from pathlib import Path
 
 package = types.ModuleType("mlx_mtp")
-package.__path__ = [str(Path(__file__).parents[2] / "src/mlx_mtp")]
+package.__path__ = [str(Path(__file__).parents[3] / "src/mlx_mtp")]
 sys.modules["mlx_mtp"] = package

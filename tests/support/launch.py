@@ -1,4 +1,4 @@
-"""Run a script in several processes, as ``mlx.launch`` does, and collect what each of them reports."""
+"""Run a program in several processes, as ``mlx.launch`` does, and collect what each of them reports."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 LAUNCH = Path(sys.executable).parent / "mlx.launch"
 _ports = count(31000 + os.getpid() % 1000 * 8, 8)  # the next launch's first one
 
@@ -24,13 +24,12 @@ def run(n: int, *program: str, timeout: float = 120, stdin: str = "") -> subproc
 
     ``mlx.launch`` passes ``stdin`` to each, and never ends it. Its own exit status is always 0.
     """
-    folders = [TESTS, TESTS.parent / "src", TESTS.parent / "scripts"]
-    paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     read_end, open_end = os.pipe()  # it stays open: mlx.launch spins once its input has ended
     os.write(open_end, stdin.encode())
     pipes = {"stdin": read_end, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command(n, *program), env=env, text=True, start_new_session=True, **pipes)
+    options = {"cwd": ROOT, "env": env, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command(n, *program), **options, **pipes)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -41,12 +40,12 @@ def run(n: int, *program: str, timeout: float = 120, stdin: str = "") -> subproc
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def launch(n: int, script: str, *args: str, timeout: float = 120) -> list[dict]:
-    """Run a script of ``tests/ranks`` in ``n`` processes -> what each has reported, by rank.
+def launch(n: int, module: str, *args: str, timeout: float = 120) -> list[dict]:
+    """Run a module of ``tests/support/ranks`` in ``n`` processes -> what each has reported, by rank.
 
-    A script reports by ``report(name, value)``.
+    A module reports by ``report(name, value)``.
     """
-    done = run(n, sys.executable, str(TESTS / "ranks" / script), *args, timeout=timeout)
+    done = run(n, sys.executable, "-m", f"tests.support.ranks.{module}", *args, timeout=timeout)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert "exited with code" not in done.stderr, done.stdout + done.stderr
     return [{line["name"]: line["value"] for line in lines if line["rank"] == r} for r in range(n)]

@@ -1,19 +1,19 @@
 """Generation on several ranks beside one process with the whole model.
 
-python generation.py all|some tensor:FOLDER|pipeline:FOLDER ...
+python -m tests.support.ranks.generation all|some tensor:FOLDER|pipeline:FOLDER ...
 """
 
 import sys
 
 import mlx.core as mx
-from batch_helpers import run
-from helpers import PROMPT, mtp, plain
-from launch import report
 from mlx_lm.generate import generation_stream
 
 import mlx_mtp
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.decoding.pace import DraftCounts
+from tests.support.batches import run
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.launch import report
 
 how_much, *models = sys.argv[1:]
 group = mx.distributed.init()

@@ -4,14 +4,15 @@ import json
 import shutil
 from pathlib import Path
 
-from checkpoints import write
-from helpers import tiny_config, tiny_model
 from mlx.utils import tree_flatten
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_mtp.checkpoint.load import DEMO
 
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
+from .checkpoints import write
+from .models import DATA, tiny_config, tiny_model
+
+TEMPLATE = (DATA / "tools.jinja").read_text()
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
 SCHEMAS = {
     "write": {"properties": {"path": STRING, "content": STRING}},

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-TESTS = Path(__file__).parent
-SRC = TESTS.parent / "src"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -85,22 +84,24 @@ class Server:
 
 
 @contextmanager
-def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1, src: Path = SRC) -> Iterator[Server]:
+def serve(
+    log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1, src: Path | None = None
+) -> Iterator[Server]:
     """
     Args:
         ranks (int): In how many processes, connected by MLX's ring as ``mlx.launch`` connects them.
-        src (Path): The source that it runs, this one or another version's.
+        src (Path, optional): The source of another version to run.
     """
     # mlx-lm's server logs the port that it was given.
     port = _free_ports(1)[0] if module == "mlx_lm.server" else 0
     command = [sys.executable, "-m", module, "--port", str(port), *flags]
-    envs: list[dict[str, str]] = [{}]
+    envs: list[dict[str, str]] = [{} if src is None else {"PYTHONPATH": str(src)}]
     if ranks > 1:
         hosts = log.with_name("hosts")
         hosts.write_text(json.dumps([[f"127.0.0.1:{p}"] for p in _free_ports(ranks)]))
         envs = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(ranks)]
     with open(log, "w") as file:
-        processes = [_start(command, file, src, env) for env in envs]
+        processes = [_start(command, file, env) for env in envs]
     try:
         for _ in range(1200):
             if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
@@ -115,10 +116,11 @@ def serve(log: Path, *flags: str, module: str = "mlx_mtp.server", ranks: int = 1
                 process.wait()
 
 
-def _start(command: list[str], log: IO[str], src: Path, env: dict[str, str]) -> subprocess.Popen:
+def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": f"{src}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1", **env},
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
         stderr=log,
         stdout=log,
         # A script starts its background jobs with SIGINT ignored, and children inherit that.

@@ -1,6 +1,6 @@
 """One of the processes of tests/test_watch.py, which the test makes ranks of a group.
 
-python watched.py FD RANK SIZE BEAT PATIENCE DEED
+python -m tests.support.ranks.watched FD RANK SIZE BEAT PATIENCE DEED
 """
 
 import ctypes
@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
-import bare  # noqa: F401
+from tests.support.ranks import bare  # noqa: F401
+
+# isort: split
 
 from mlx_mtp.distributed.watch import watch
 

@@ -1,12 +1,16 @@
 """Checkpoints in folders, good and bad, for the tests."""
 
 import json
+import resource
 import shutil
+from contextlib import contextmanager
+from pathlib import Path
 
 import mlx.core as mx
-from helpers import DATA
 
 from mlx_mtp.models import MODEL_TYPES
+
+from .models import DATA
 
 
 def write(folder, config, weights):
@@ -16,6 +20,25 @@ def write(folder, config, weights):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DATA / "moe35" / name, folder)
     return folder
+
+
+def tensors(folder: Path) -> dict[str, mx.array]:
+    """All of a checkpoint's tensors."""
+    weights: dict[str, mx.array] = {}
+    for file in folder.glob("*.safetensors"):
+        weights.update(mx.load(str(file)))
+    return weights
+
+
+@contextmanager
+def full_disk(n_bytes):
+    """Files cannot grow beyond ``n_bytes``, and writing them fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def copied(tmp_path, name="dense"):

@@ -1,0 +1,52 @@
+"""Generation, ours and mlx-lm's, and what it must leave."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from mlx_mtp import mtp_generate_step
+from mlx_mtp.decoding.sampling import for_one_text
+from mlx_mtp.models.cache import ArraysCache
+
+# Where a generation is stopped: at every length up to 40 with `-m slow`, at those that differ most by default.
+STOPS = [
+    pytest.param((1, 2, 3, 4, 5, 7, 9, 14, 25, 40), id="some stops"),
+    pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops"),
+]
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+
+
+def plain(prompt, model, **kwargs) -> list[int]:
+    """The tokens of mlx-lm's own generation; a sampler with a seed draws from its first position on."""
+    sampler = for_one_text(kwargs.pop("sampler", None))
+    return [token for token, _ in generate_step(mx.array(prompt), model, sampler=sampler, **kwargs)]
+
+
+def mtp(prompt, model, **kwargs):
+    return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **kwargs)]
+
+
+def text_of(tokenizer, tokens) -> str:
+    """The text up to the end of text."""
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        if token in tokenizer.eos_token_ids:
+            break
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text
+
+
+def assert_cache_of(model, prompt_cache, n_tokens):
+    """A cache of ``n_tokens`` tokens: no window open, a row of the head for each but the last, whose hidden state waits."""
+    backbone, (head, last_hidden) = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
+    assert {c.offset for c in backbone if not isinstance(c, ArraysCache)} == {n_tokens}
+    assert all(c.window is None for c in backbone if isinstance(c, ArraysCache))
+    assert head.offset == n_tokens - 1
+    assert last_hidden[0].shape[1] == 1
+
+
+def assert_goes_on(model, prompt_cache, tokens):
+    """A complete prompt cache, which goes on as these tokens do."""
+    assert_cache_of(model, prompt_cache, len(tokens))
+    assert mtp([7], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=4)
