@@ -10,12 +10,13 @@ import time
 
 import mlx.core as mx
 import pytest
-from helpers import full_disk, tiny_model
-from test_prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
 from mlx_mtp.prompt_store import PromptStore, disk, files, folder
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.folder import Folder, Outcome
+from tests.support.checkpoints import full_disk
+from tests.support.models import tiny_model
+from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
 CUTS = (4, 9)
 ROOM = 1 << 30
@@ -309,7 +310,7 @@ def test_a_piece_whose_text_was_dropped_is_written_with_it(tmp_path):
 
 KILLED = """
 import sys
-from test_prompt_store_disk import stored, read, ROOM, model_of
+from tests.test_prompt_store_disk import stored, read
 path, seed = sys.argv[1], int(sys.argv[2])
 print("ready", flush=True)
 for i in range(1000):

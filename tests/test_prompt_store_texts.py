@@ -5,7 +5,6 @@ from contextlib import closing
 
 import mlx.core as mx
 import pytest
-from helpers import arrays_equal, deep_model, plain, text_of
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
@@ -13,9 +12,10 @@ from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
+from tests.support.decoding import plain, text_of
+from tests.support.models import arrays_equal
+from tests.support.prompt_store import TEXT, model_of
 
-model_of = functools.cache(deep_model)
-TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 CUTS = (5, 11)
 KINDS = [
     ("qwen3_5", mx.float32, {}),

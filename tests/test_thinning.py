@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_store_sizes import SIZES, Sessions, sized_store
 
 from mlx_mtp.prompt_store.cuts import EVERY, LAST, choose_cuts, message_ends
 from mlx_mtp.prompt_store.thinning import Held, worth
+from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
 GB = 10**9
