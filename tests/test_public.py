@@ -20,10 +20,14 @@ ARROWS = {
     "models": {"distributed"},
     "checkpoint": {"distributed", "models"},
     "decoding": {"distributed", "models"},
+    "prompt_store": {"models"},
     "batch": {"decoding", "distributed", "models"},
     "prompts": set(),
     "cli": {"checkpoint", "decoding", "distributed", "models"},
-    **{command: {"batch", "decoding", "distributed", "checkpoint", "models"} | SHARED for command in COMMANDS},
+    **{
+        command: {"batch", "decoding", "distributed", "checkpoint", "models", "prompt_store"} | SHARED
+        for command in COMMANDS
+    },
     "chat": {"generate", "decoding", "checkpoint", "models"} | SHARED,  # an answer is generated as there
     "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
 }
@@ -93,6 +97,7 @@ def test_public_names():
         "DraftCounts",
         "GenerationResponse",
         "MTPModule",
+        "PromptStore",
         "__version__",
         "batch_generate",
         "convert",

@@ -14,7 +14,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import GenerationContext
 from starlette.testclient import TestClient
 
-from mlx_mtp.server import engine, memory
+from mlx_mtp.prompt_store import memory
+from mlx_mtp.server import engine
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread

@@ -12,6 +12,7 @@ from .decoding.sampling import make_sampler
 from .generate import GenerationResponse, generate, stream_generate
 from .models.mtp import MTPModule
 from .models.prompt_cache import make_prompt_cache
+from .prompt_store import PromptStore
 
 __all__ = [
     "DEMO",
@@ -22,6 +23,7 @@ __all__ = [
     "DraftCounts",
     "GenerationResponse",
     "MTPModule",
+    "PromptStore",
     "__version__",
     "batch_generate",
     "convert",

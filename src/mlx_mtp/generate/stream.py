@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,8 @@ from ..decoding.exchange import running_alike
 from ..decoding.loop import mtp_generate_step
 from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
+from ..prompt_store import PromptStore
+from .stored import stored_steps
 
 
 @dataclass
@@ -53,6 +56,7 @@ def stream_generate(
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
     exact: bool = False,
+    prompt_store: PromptStore | None = None,
     **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """
@@ -73,6 +77,8 @@ def stream_generate(
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, see ``models/exact.py``. Default: ``False``.
+        prompt_store (PromptStore, optional): Has the prefixes of texts that were read before, and takes this prompt and its
+          answer, see ``mlx_mtp.PromptStore``. Default: ``None``.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, or with ``mtp=False`` to mlx-lm.
 
     Yields:
@@ -86,6 +92,8 @@ def stream_generate(
         if draft_model is not None and asks_for_copies(copy_drafts):
             raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
     if not mtp and not asks_for_copies(copy_drafts):
+        if prompt_store is not None:
+            raise ValueError("prompt_store requires mtp=True or copy_drafts.")
         if draft_model is not None and num_draft_tokens is not None:
             kwargs["num_draft_tokens"] = num_draft_tokens
         kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
@@ -109,7 +117,7 @@ def stream_generate(
         "draft_p_min": draft_p_min,
         "exact": exact,
     }
-    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, **kwargs)
+    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, prompt_store, **kwargs)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
@@ -128,12 +136,14 @@ def _stream_mtp(
     prompt: mx.array,
     max_tokens: int,
     stream: mx.Stream | mx.ThreadLocalStream,
+    store: PromptStore | None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """As mlx-lm's ``stream_generate`` does with its steps, make responses of those of ``mtp_generate_step``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
-    steps = mtp_generate_step(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
+    make_steps = mtp_generate_step if store is None else partial(stored_steps, store, tokenizer)
+    steps = make_steps(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(

@@ -19,10 +19,10 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from .. import cli
 from ..decoding import sampling
+from ..prompt_store.memory import cache_budget
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
 from .job import Job, Outbox, Step
-from .memory import cache_budget
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
 from .provider import ModelKey, ModelProvider

@@ -1,0 +1,123 @@
+"""Generation with a prompt store: what it has of the prompt is not read again, and what is read is kept there."""
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.sample_utils import LogitsProcessor
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoding.loop import mtp_generate_step, prefill
+from ..decoding.processors import keeps_state
+from ..prompt_store import PromptStore
+from ..prompt_store.arrays import KVOptions
+from ..prompt_store.cuts import OPENING, choose_cuts, message_ends
+
+KV_DEFAULTS = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": DEFAULT_QUANTIZED_KV_START}
+
+
+def stored_steps(
+    store: PromptStore,
+    tokenizer: TokenizerWrapper,
+    prompt: mx.array,
+    model: Any,
+    stream: Any,
+    **options: Any,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """``mtp_generate_step`` with a prompt store in place of a prompt cache.
+
+    Raises:
+        ValueError: The options do not go with a store, or it is another model's.
+    """
+    for name in ("prompt_cache", "input_embeddings"):
+        if options.get(name) is not None:
+            raise ValueError(f"prompt_store and {name} cannot be combined.")
+    if store.model is not model:
+        raise ValueError("The prompt store is that of another model: make one with PromptStore(model).")
+    if model.ranks is not None:
+        raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
+    tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
+    kv = _kv_options(options)
+    cuts = choose_cuts(message_ends(tokens, _opening(tokenizer)), len(tokens), store.n_common(tokens))
+    cache, n = _read(store, tokens, cuts, kv, model, stream, options)
+    processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
+    try:
+        with closing(
+            mtp_generate_step(prompt[n:], model, stream, prompt_cache=cache, logits_processors=processors, **options)
+        ) as steps:
+            for step in steps:
+                tokens.append(step[0])
+                yield step
+    finally:
+        store.insert(tokens, cache, kv)
+
+
+def _read(
+    store: PromptStore,
+    tokens: list[int],
+    cuts: list[int],
+    kv: KVOptions | None,
+    model: Any,
+    stream: Any,
+    options: dict[str, Any],
+) -> tuple[list[Any], int]:
+    """Read a prompt up to its last cut -> its prompt cache, and the number of tokens in it."""
+    cache, n = store.fetch(tokens[:-1], kv)
+    progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
+    shared = {name: options[name] for name in ("prefill_step_size", *KV_DEFAULTS) if name in options}
+
+    def tell(n_read: int, _: int) -> None:
+        progress(n + n_read, len(tokens))
+
+    options["prompt_progress_callback"] = tell
+    for cut in cuts:
+        if cut > n:
+            part = mx.array(tokens[n:cut])
+            # The text comes along for who copies from it, and no draft is made.
+            prefill(
+                part,
+                model,
+                stream=stream,
+                prompt_cache=cache,
+                num_draft_tokens=0,
+                copy_drafts="auto",
+                prompt_progress_callback=tell,
+                **shared,
+            )
+            n = cut
+            store.insert(tokens[:n], cache, kv)
+    return cache, n
+
+
+def _kv_options(options: dict[str, Any]) -> KVOptions | None:
+    bits, size, start = (options.get(name, default) for name, default in KV_DEFAULTS.items())
+    return None if bits is None else (bits, size, start)
+
+
+def _opening(tokenizer: TokenizerWrapper) -> list[int]:
+    """The tokens that open a message."""
+    tokens: list[int] = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
+    return tokens
+
+
+def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
+    """A logits processor that is shown these tokens [N] before all others, as if they had been read with them."""
+    if keeps_state(processor):
+        return _Seeing(before, processor)
+    return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+
+
+class _Seeing:
+    """The same, of a processor that keeps state, with its ``copy`` and ``rollback`` if it has them."""
+
+    def __init__(self, before: mx.array, processor: Any):
+        self.before, self.processor = before, processor
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        return self.processor(mx.concatenate([self.before, tokens]), logits)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.processor, name)
+        return (lambda: _Seeing(self.before, method())) if name == "copy" else method

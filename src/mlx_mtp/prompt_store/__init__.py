@@ -1,0 +1,5 @@
+"""A prefix of a text is read once: prompt caches of what was read, with checkpoints to resume from."""
+
+from .store import PromptStore
+
+__all__ = ["PromptStore"]

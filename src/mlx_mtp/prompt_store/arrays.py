@@ -1,0 +1,126 @@
+"""A prompt cache as named arrays: the rows of a span of tokens, and the states after a token.
+
+    rows     keys and values of the tokens [begin, end) in each attention layer, and the head's
+    states   of the recurrent layers after the last token, and the hidden state that the head waits with
+
+Row p - 1 of the head pairs the hidden state of token p - 1 with token p: it belongs to token p, and the first token has none.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as stock
+
+from ..models.prompt_cache import PromptCache, has_head, make_prompt_cache
+
+Arrays = dict[str, mx.array]
+KVOptions = tuple[int, int, int]  # kv_bits, kv_group_size, quantized_kv_start
+
+
+class Format(NamedTuple):
+    """What arrays there are of each token. Prompt caches of two formats share nothing.
+
+    Args:
+        kv (Tuple[int, int, int], optional): How keys and values are quantized; ``None`` where they are not, be it yet.
+        head (bool): Whether the head has a row for each token but the first.
+    """
+
+    kv: KVOptions | None
+    head: bool
+
+
+def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
+    """
+    Raises:
+        ValueError: Keys and values are quantized, and ``kv`` does not say so.
+    """
+    quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
+    if quantized and (kv is None or quantized != {kv[:2]}):
+        bits, size = next(iter(quantized))
+        raise ValueError(
+            f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=(kv_bits, kv_group_size, "
+            f"quantized_kv_start), as it was read with, not {kv}."
+        )
+    has_rows = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
+    return Format(kv if quantized else None, has_rows and has_head(model))
+
+
+def rows(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:
+    """The rows of the tokens [begin, end), not yet copied out of the cache's arrays."""
+    parts = [(str(i), c, begin, end) for i, c in enumerate(cache.backbone) if hasattr(c, "offset")]
+    if format.head and end > 1:
+        parts.append(("head", cache.head, max(begin - 1, 0), end - 1))
+    out: Arrays = {}
+    for name, c, i, k in parts:
+        held: Any = tree_flatten([c.keys, c.values])  # two arrays, or six where they are quantized
+        out |= {f"{name}.{j}": x[:, :, i:k] for j, (_, x) in enumerate(held)}  # [1, H, k - i, D]
+    return out
+
+
+def states(cache: PromptCache, format: Format) -> Arrays:
+    """The states after the last token."""
+    recurrent = [(i, c) for i, c in enumerate(cache.backbone) if isinstance(c, stock.ArraysCache)]
+    arrays = {f"{i}.{j}": x for i, c in recurrent for j, x in enumerate(c.cache)}
+    return arrays | ({"hidden": cache.last_hidden} if format.head else {})
+
+
+def copied(arrays: Arrays) -> Arrays:
+    """Arrays of their own, done: a slice would hold the array that it is cut from, and another thread could not evaluate it."""
+    arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
+    mx.eval(arrays)
+    return arrays
+
+
+def are_equal(a: Arrays, b: Arrays) -> bool:
+    """Whether two sets of rows are the same, bit for bit."""
+    if a.keys() != b.keys() or any(a[n].shape != b[n].shape or a[n].dtype != b[n].dtype for n in a):
+        return False
+    same = [mx.array_equal(a[name].view(mx.uint8), b[name].view(mx.uint8)) for name in a]
+    return not same or bool(mx.stack(same).all().item())
+
+
+def nbytes(arrays: Arrays) -> int:
+    return sum(x.nbytes for x in arrays.values())
+
+
+def make_cache(model: Any, format: Format, tokens: Sequence[int], spans: Sequence[Arrays], last: Arrays) -> list[Any]:
+    """A prompt cache of these tokens.
+
+    Args:
+        spans (Sequence[Arrays]): The rows, from the first token to the last.
+        last (Arrays): The states after the last one.
+    """
+    entries = make_prompt_cache(model)
+    cache = PromptCache(entries, len(model.layers))
+    for i, c in enumerate(cache.backbone):
+        if isinstance(c, stock.ArraysCache):
+            c.cache = [last[f"{i}.{j}"] for j in range(len(c.cache))]
+        else:
+            entries[i] = _keys(str(i), format.kv, spans)
+    if format.head:
+        entries[cache.n_layers] = _keys("head", None, spans)
+        cache.last_hidden = last["hidden"]
+    cache.record(len(tokens), tokens)
+    mx.eval([c.state for c in entries])  # another thread may use them
+    return entries
+
+
+def _keys(name: str, kv: KVOptions | None, spans: Sequence[Arrays]) -> Any:
+    """A layer's cache with the rows of all spans, and with space for the next tokens."""
+    held = [span for span in spans if f"{name}.0" in span]
+    n = sum(span[f"{name}.0"].shape[2] for span in held)
+    entry = stock.KVCache() if kv is None else stock.QuantizedKVCache(kv[1], kv[0])
+    if n == 0:
+        return entry
+    n_arrays = 2 if kv is None else 6  # of quantized keys and values: packed, scales, biases
+    space = (n // entry.step + 1) * entry.step - n
+    joined = []
+    for j in range(n_arrays):
+        parts = [span[f"{name}.{j}"] for span in held]
+        B, H, _, D = parts[0].shape
+        joined.append(mx.concatenate([*parts, mx.zeros((B, H, space, D), parts[0].dtype)], axis=2))
+    entry.keys, entry.values = joined if kv is None else (tuple(joined[:3]), tuple(joined[3:]))
+    entry.offset = n
+    return entry

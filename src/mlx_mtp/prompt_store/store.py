@@ -1,0 +1,413 @@
+"""Prefixes of texts that were read before, in memory and on disk."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..models.prompt_cache import make_prompt_cache, open_prompt_cache
+from . import arrays
+from .arrays import Arrays, Format, KVOptions
+from .disk import FLUSH, Disk, Work, key_of
+from .folder import Entry, Folder, Outcome
+from .memory import cache_budget
+from .thinning import Held, worth
+from .tree import Node, Piece, Tokens
+
+MAX_DISK_BYTES = 64 * 10**9
+MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
+
+
+@dataclass
+class Counts:
+    """What a store has done.
+
+    Args:
+        fetches (int): Texts that were looked up.
+        hits (int): Those of which a prefix was found.
+        tokens (int): The tokens of these prefixes.
+    """
+
+    fetches: int = 0
+    hits: int = 0
+    tokens: int = 0
+
+
+class PromptStore:
+    """Prompt caches of the texts that a model has read, each part of a text once.
+
+    A text is inserted wherever it may part from others: there it gets a checkpoint, from which any text with this beginning is
+    resumed. What is fetched is bit for bit what was inserted. Any thread may call any method.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``. With other weights, as those of an adapter, the store begins anew.
+        max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what the model leaves of the memory that
+          the device recommends to use.
+        max_checkpoints (int, optional): The most checkpoints in memory. Default: ``None``, any number.
+        folder (Union[str, Path], optional): Where texts are kept beyond the process; several processes may share it. It is
+          written behind: ``close`` the store to have the ends of all texts there. Default: ``None``.
+        max_disk_bytes (int): The most that the folder may hold.
+        max_hourly_bytes (int): The most that may be written there in an hour.
+
+    Raises:
+        OSError: The folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_bytes: int | None = None,
+        max_checkpoints: int | None = None,
+        *,
+        folder: str | Path | None = None,
+        max_disk_bytes: int = MAX_DISK_BYTES,
+        max_hourly_bytes: int = MAX_HOURLY_BYTES,
+    ):
+        self.model = model
+        self.max_bytes = cache_budget(model) if max_bytes is None else max_bytes
+        self.max_checkpoints = max_checkpoints
+        self.counts = Counts()
+        self._lock = threading.RLock()
+        self._clear()
+        self.disk: Disk | None = None
+        if folder is not None:
+            self.disk = Disk(
+                Folder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes), self._next_work, self._on_done
+            )
+
+    def close(self, seconds: float = FLUSH) -> None:
+        """Write what is left to disk, as far as it takes no longer than this, and forget all texts."""
+        if self.disk is not None:
+            self.disk.close(seconds)
+            self.disk = None
+        with self._lock:
+            self._clear()
+
+    def __enter__(self) -> "PromptStore":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> tuple[list[Any], int]:
+        """A prompt cache of the longest prefix that the text can be resumed from.
+
+        Args:
+            tokens (Sequence[int]): The text. To generate, leave out the last token, which generation begins with.
+            kv (Tuple[int, int, int], optional): ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``, where keys and
+              values are quantized. Default: ``None``.
+
+        Returns:
+            Tuple[List[Any], int]: The prompt cache, which is the caller's own, and the number of tokens in it.
+        """
+        text = np.asarray(tokens, np.uint32)
+        with self._lock:
+            self._check_model()
+            self._now += 1
+            self.counts.fetches += 1
+            self._read_index(kv)
+            while (found := self._deepest(text, kv)) is not None:
+                entries = self._restore(*found, text)
+                if entries is not None:
+                    return entries, found[1].length
+            return make_prompt_cache(self.model), 0
+
+    def n_common(self, tokens: Sequence[int]) -> int:
+        """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
+        text = np.asarray(tokens, np.uint32)
+        with self._lock:
+            self._check_model()
+            nodes = (node for root in self._roots.values() for node in root.prefixes(text))
+            return max((node.common(text) for node in nodes), default=0)
+
+    def insert(self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None) -> None:
+        """Keep what is new in a prompt cache, with a checkpoint at its end.
+
+        Args:
+            tokens (Sequence[int]): All of the tokens in the cache.
+            prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
+            kv (Tuple[int, int, int], optional): As in ``fetch``.
+
+        Raises:
+            ValueError: It is another model's, or not of these tokens.
+        """
+        text = np.asarray(tokens, np.uint32)
+        with self._lock:
+            self._check_model()
+            cache = open_prompt_cache(self.model, list(prompt_cache))
+            if cache.n_tokens != len(text):
+                raise ValueError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
+            if len(text) == 0:
+                return
+            format = arrays.format_of(self.model, cache, kv)
+            node = self._origin(cache.entries[-1], format, text)
+            while (child := self._same_child(node, text, cache, format)) is not None:
+                node = child
+            if node.length < len(text):
+                node = self._add(node, text[node.length :], arrays.rows(cache, format, node.length, len(text)))
+            if not _in_memory(node):
+                node.checkpoint = self._held(arrays.states(cache, format))
+                node.used = self._now
+            cache.entries[-1].origin = weakref.ref(node)
+            self.trim_to(self.max_bytes, self.max_checkpoints)
+        if self.disk is not None:
+            self.disk.wake()
+
+    def trim_to(self, n_bytes: int, n_checkpoints: int | None = None) -> None:
+        """Give up what is worth least, until this much is left."""
+        with self._lock:
+            held = [node for node in self._nodes() if _in_memory(node)]
+            n_most = len(held) if n_checkpoints is None else n_checkpoints
+            while held and (self.nbytes > n_bytes or len(held) > n_most):
+                least = min(held, key=self._worth)
+                held.remove(least)
+                self._give_up(least)
+
+    @property
+    def n_checkpoints(self) -> int:
+        """Those in memory."""
+        with self._lock:
+            return sum(map(_in_memory, self._nodes()))
+
+    def _clear(self) -> None:
+        self._key = self.model.fingerprint()
+        self._roots: dict[Format, Node] = {}
+        self._now = 0  # in requests
+        self.nbytes = 0  # in memory
+        self._spans: dict[str, Node] = {}  # on disk, by the file
+        self._keys: dict[Format, str] = {}
+        self._last_entry: dict[Format, int] = {}  # of the index that was read
+
+    def _check_model(self) -> None:
+        if self.model.fingerprint() != self._key:
+            self._clear()
+
+    def _nodes(self) -> Iterator[Node]:
+        """All but the roots."""
+        for root in self._roots.values():
+            yield from (node for node in root.subtree() if node is not root)
+
+    def _root(self, format: Format) -> Node:
+        if format not in self._roots:
+            self._roots[format] = Node(np.zeros(0, np.uint32), None, Piece({}, 0))
+        return self._roots[format]
+
+    # Find
+
+    def _deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
+        """The checkpoint to resume a text from. At the same length, the head's rows and the one that was used last."""
+        best: tuple[Format, Node] | None = None
+        for format, root in self._roots.items():
+            if format.kv not in (None, kv):
+                continue
+            # What is not quantized yet serves both.
+            end = kv[2] - 1 if kv is not None and format.kv is None else len(text)
+            for node in root.prefixes(text[: max(end, 0)]):
+                if node.checkpoint is not None and (best is None or _rank(format, node) > _rank(*best)):
+                    best = format, node
+        return best
+
+    def _origin(self, last: Any, format: Format, text: Tokens) -> Node:
+        """The node that a prompt cache was resumed from, or the root: above it, the cache's rows are the tree's."""
+        root = self._root(format)
+        node = getattr(last, "origin", lambda: None)()
+        if node is None or node.length > len(text):
+            return root
+        path = node.path()
+        is_prefix = np.array_equal(np.concatenate([n.tokens for n in path]), text[: node.length])
+        return node if path[0] is root and is_prefix else root
+
+    def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
+        """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
+        for child in node.next(text):
+            rows = arrays.rows(cache, format, child.begin, child.length)
+            if self._load(child, child.span, format) and arrays.are_equal(child.span.arrays, rows):
+                return child
+        return None
+
+    def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
+        """A prompt cache that ends at a node's checkpoint; ``None`` if a file of it is no longer there or damaged."""
+        checkpoint, path = node.checkpoint, node.path()[1:]
+        assert checkpoint is not None
+        if not all(self._load(n, n.span, format) for n in path) or not self._load(node, checkpoint, format):
+            return None
+        node.used, node.uses = self._now, node.uses + 1
+        self.counts.hits += 1
+        self.counts.tokens += node.length
+        if self.disk is not None:
+            self.disk.touch([piece.name for piece in (checkpoint, *(n.span for n in path)) if piece.name is not None])
+        spans = [n.span.arrays for n in path]
+        entries = arrays.make_cache(self.model, format, text[: node.length].tolist(), spans, checkpoint.arrays)
+        entries[-1].origin = weakref.ref(node)
+        self.trim_to(self.max_bytes, self.max_checkpoints)  # what was read from disk is held as well
+        return entries
+
+    # On disk
+
+    def _read_index(self, kv: KVOptions | None) -> None:
+        """Add what this process or another one has written since."""
+        if self.disk is None:
+            return
+        for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)}:
+            for entry in self.disk.entries(self._key_of(format), self._last_entry.get(format, 0)):
+                self._last_entry[format] = entry.id
+                self._add_entry(self._root(format), entry)
+
+    def _add_entry(self, root: Node, entry: Entry) -> None:
+        parent = self._spans.get(entry.parent, None if entry.parent else root)
+        if parent is None or entry.name in self._spans:
+            return
+        piece = Piece(None, entry.nbytes, entry.name)
+        if entry.tokens is not None:
+            self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.uint32), parent, piece)
+        elif parent.checkpoint is None:
+            parent.checkpoint = piece
+
+    def _key_of(self, format: Format) -> str:
+        if format not in self._keys:
+            self._keys[format] = key_of(self.model, format)
+        return self._keys[format]
+
+    def _load(self, node: Node, piece: Piece, format: Format) -> bool:
+        """Have a node's span or checkpoint in memory -> whether that was possible."""
+        if piece.in_memory:
+            return True
+        if self.disk is None or node.parent is None:
+            return False
+        is_span = piece is node.span
+        parent = (node.parent.span.name or "") if is_span else node.span.name or ""
+        found = self.disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
+        if found is not None:
+            piece.arrays, piece.nbytes = found, arrays.nbytes(found)
+            self.nbytes += piece.nbytes
+        elif is_span:
+            self._remove_below(node)
+        else:
+            node.checkpoint = None
+        return found is not None
+
+    def _remove_below(self, top: Node) -> None:
+        """Take a node and all below it out of the tree."""
+        for node in [*top.subtree()][::-1]:
+            for piece in (node.span, node.checkpoint):
+                if piece is not None and piece.in_memory:
+                    self.nbytes -= piece.nbytes
+            self._spans.pop(node.span.name or "", None)
+            node.remove()
+
+    def _next_work(self, is_last: bool) -> Work | None:
+        """What to write next: a checkpoint that is worth it, after the spans above it."""
+        with self._lock:
+            waiting = [n for n in self._nodes() if n.checkpoint is not None and n.checkpoint.name is None]
+            for node in sorted(waiting, key=lambda n: -n.used):
+                assert node.checkpoint is not None
+                if node.checkpoint.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
+                    continue
+                root, *path = node.path()
+                above = next((n for n in path if n.span.name is None), None)
+                last, piece, parent = (
+                    (node, node.checkpoint, node) if above is None else (above, above.span, above.parent)
+                )
+                assert parent is not None
+                if not piece.refused:
+                    format = next(f for f, r in self._roots.items() if r is root)
+                    return Work(last, piece, self._key_of(format), parent.span.name or "")
+            return None
+
+    def _on_done(self, work: Work, outcome: Outcome, name: str) -> None:
+        with self._lock:
+            if work.node.parent is None:
+                return  # it was given up meanwhile
+            if outcome in (Outcome.WRITTEN, Outcome.THERE):
+                work.piece.name = name
+                if work.is_span:
+                    self._spans.setdefault(name, work.node)
+            elif outcome is Outcome.NO_SPACE:
+                work.piece.refused = True
+            else:
+                self._not_on_disk(work.node.parent if work.is_span else work.node)
+
+    def _not_on_disk(self, node: Node) -> None:
+        """The file of a node's span was dropped: write it again, if it is in memory."""
+        if node.parent is None:
+            return
+        if not node.span.in_memory:
+            self._remove_below(node)
+            return
+        self._spans.pop(node.span.name or "", None)
+        node.span.name = None
+        if node.checkpoint is not None:
+            node.checkpoint.name = None
+            if not node.checkpoint.in_memory:
+                node.checkpoint = None
+
+    # Hold and give up
+
+    def _add(self, parent: Node, tokens: Tokens, rows: Arrays) -> Node:
+        return Node(tokens.copy(), parent, self._held(rows))
+
+    def _held(self, new: Arrays) -> Piece:
+        own = arrays.copied(new)
+        piece = Piece(own, arrays.nbytes(own))
+        self.nbytes += piece.nbytes
+        return piece
+
+    def _worth(self, node: Node) -> float:
+        assert node.checkpoint is not None
+        n_bytes = node.checkpoint.nbytes + sum(n.span.nbytes for n in _only_for(node))
+        on_disk = node.checkpoint.name is not None
+        n_tokens = node.length - _above(node, lambda n: n.checkpoint is not None).length
+        return worth(Held(n_tokens, n_bytes, self._now - node.used, node.uses, on_disk))
+
+    def _give_up(self, node: Node) -> None:
+        """Free a checkpoint, and the spans that no other one needs."""
+        assert node.checkpoint is not None
+        spare = _only_for(node)
+        for piece in (node.checkpoint, *(n.span for n in spare)):
+            self.nbytes -= piece.nbytes
+            piece.arrays = None
+        if node.checkpoint.name is None:
+            node.checkpoint = None
+        for n in spare:
+            if n.span.name is None:
+                n.remove()
+
+
+def _in_memory(node: Node) -> bool:
+    return node.checkpoint is not None and node.checkpoint.in_memory
+
+
+def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
+    return node.length, format.head, node.used
+
+
+def _above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
+    """The next node above for which this is so, or the root."""
+    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
+
+
+def _only_for(node: Node) -> list[Node]:
+    """The nodes whose spans are in memory for this one's checkpoint alone, the lowest first."""
+    found: list[Node] = []
+    n: Node | None = node
+    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
+        if not n.span.in_memory or (n is not node and _in_memory(n)):
+            break
+        found.append(n)
+        n = n.parent
+    return found
+
+
+def _is_worth_writing(node: Node) -> bool:
+    """Whether a checkpoint saves more than its bytes would as keys and values: so disk grows with the tokens alone.
+
+    Where texts part, and where one was resumed twice, others will be.
+    """
+    assert node.checkpoint is not None
+    above = _above(node, lambda n: n.checkpoint is not None and n.checkpoint.name is not None)
+    n_bytes = (node.length - above.length) * node.span.nbytes / len(node.tokens)
+    return n_bytes >= node.checkpoint.nbytes or node.uses > 1 or sum(map(len, node.children.values())) > 1

@@ -1,0 +1,66 @@
+"""Prompt caches of small models for the tests of the prompt store: how a text is read, and what a cache holds."""
+
+import copy
+import functools
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from mlx_mtp import make_prompt_cache
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.models.prompt_cache import PromptCache
+
+from .models import arrays_equal, deep_model
+
+model_of = functools.cache(deep_model)
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+KV = (8, 32, 6)  # quantized from the 6th token on
+KV_OPTIONS = dict(kv_bits=KV[0], kv_group_size=KV[1], quantized_kv_start=KV[2])
+
+
+def read(model, tokens, cuts=(), store=None, kv=None):
+    """A prompt cache of a text, read on from the store's where it is given, and inserted at each cut and at the end."""
+    prompt_cache, n = (make_prompt_cache(model), 0) if store is None else store.fetch(tokens, kv)
+    options = KV_OPTIONS if kv else {}
+    for cut in sorted({*cuts, len(tokens)}):
+        if cut > n:
+            prefill(mx.array(tokens[n:cut]), model, prompt_cache=prompt_cache, **options)
+            n = cut
+            if store is not None:
+                store.insert(tokens[:n], prompt_cache, kv)
+    return prompt_cache
+
+
+def held(prompt_cache) -> list:
+    """All that a prompt cache holds, without the space for more tokens."""
+    parts = []
+    for c in prompt_cache:
+        if isinstance(c, stock.ArraysCache):
+            parts.append(c.cache)
+        elif c.keys is None:
+            parts.append([])
+        else:
+            parts.append([type(c).__name__, *c.keys_and_values()])
+    return [[x for x in part if not isinstance(x, str)] for part in parts]
+
+
+def names(prompt_cache) -> list[str]:
+    return [type(c).__name__ for c in prompt_cache]
+
+
+def assert_same(a, b):
+    assert names(a) == names(b)
+    assert arrays_equal(held(a)[:-1], held(b)[:-1])
+    a, b = (PromptCache(c, len(c) - 2) for c in (a, b))
+    assert (a.n_tokens, a.n_recorded, a.text) == (b.n_tokens, b.n_recorded, b.text)
+    assert (a.fingerprint, a.part) == (b.fingerprint, b.part)
+    assert arrays_equal([a.last_hidden], [b.last_hidden])
+
+
+def assert_same_next(model, a, b, kv=None, tokens=(7, 3)):
+    """The logits of these tokens are bit for bit the same, one by one and as a window."""
+    a, b = copy.deepcopy(a), copy.deepcopy(b)
+    assert arrays_equal(held(a)[:-1], held(b)[:-1])
+    for part in (tokens[:1], tokens):
+        logits = [model(mx.array([part]), cache=c[: len(model.layers)]) for c in (a, b)]
+        assert arrays_equal(*([x] for x in logits))

@@ -1,0 +1,292 @@
+"""The prompt store: what is fetched is bit for bit what was inserted, and each part of a text is held once."""
+
+import copy
+import gc
+import threading
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import cache as stock
+
+from mlx_mtp import make_prompt_cache
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.prompt_store import PromptStore
+from tests.support.decoding import mtp, plain
+from tests.support.models import arrays_equal, tiny_model
+from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same, assert_same_next, held, model_of, names, read
+
+
+@pytest.mark.parametrize("kv", [None, KV], ids=["", "quantized"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_fetched_is_what_was_inserted(family, kv):
+    model = model_of(family)
+    store, cuts = PromptStore(model, 1 << 30), (1, 2, 5, 6, 7, 8, 15, 16)
+    read(model, TEXT, cuts, store, kv)
+    fresh, options = make_prompt_cache(model), KV_OPTIONS if kv else {}
+    for before, n in zip((0, *cuts), cuts):
+        prefill(mx.array(TEXT[before:n]), model, prompt_cache=fresh, **options)
+        PromptCache(fresh, len(model.layers)).record(n, TEXT[:n])
+        fetched, n_fetched = store.fetch([*TEXT[:n], 31], kv)
+        assert n_fetched == n
+        assert_same(fetched, fresh)
+
+
+def test_an_empty_store_gives_an_empty_cache():
+    store = PromptStore(model_of("qwen3_5"), 1 << 30)
+    fetched, n = store.fetch(TEXT)
+    assert n == 0
+    assert_same(fetched, make_prompt_cache(store.model))
+    assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
+
+
+def test_the_deepest_checkpoint_of_the_common_prefix_is_found():
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    read(model, TEXT, cuts=(4, 8), store=store)
+    for asked, n in ((TEXT, 16), (TEXT[:15], 8), (TEXT[:8], 8), (TEXT[:7], 4), ([*TEXT[:6], 0], 4), ([0], 0), ([], 0)):
+        assert store.fetch(asked)[1] == n
+    assert store.counts.tokens == 16 + 8 + 8 + 4 + 4
+    assert store.counts.hits == 5
+
+
+def test_a_fetched_cache_is_the_callers_own():
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    read(model, TEXT, store=store)
+    for _ in range(3):
+        prompt_cache, n = store.fetch(TEXT)
+        assert mtp([7, 7], model, max_tokens=9, prompt_cache=prompt_cache, num_draft_tokens=3) == plain(
+            [*TEXT[:n], 7, 7], model, max_tokens=9
+        )
+
+
+def test_a_shared_beginning_is_held_once():
+    model = model_of("qwen3_5")
+    store, alone = PromptStore(model, 1 << 30), PromptStore(model, 1 << 30)
+    read(model, TEXT, cuts=(10,), store=store)
+    before = store.nbytes
+    read(model, TEXT, cuts=(10,), store=store)  # the same text again
+    assert store.nbytes == before
+    read(model, [*TEXT[:10], 30, 31, 30, 31, 30, 31], cuts=(10,), store=store)
+    read(model, TEXT[10:], store=alone)  # six tokens, a checkpoint; the head's row of a first token is missing
+    rows_of_the_head = 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
+    assert store.nbytes == before + alone.nbytes + rows_of_the_head
+
+
+def test_a_batch_returns_caches_that_do_not_know_where_they_came_from():
+    """Then the rows are compared, and those that are the same are not held again."""
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    prompt_cache = read(model, TEXT, cuts=(10,), store=store)
+    before = store.nbytes
+    del prompt_cache[-1].origin
+    prefill(mx.array([30]), model, prompt_cache=prompt_cache)
+    store.insert([*TEXT, 30], prompt_cache)
+    one_row = store.nbytes - before
+    states = sum(c.nbytes for c in prompt_cache if isinstance(c, ArraysCache)) + prompt_cache[-1][0].nbytes
+    keys = 2 * 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
+    assert one_row == states + keys + keys // 2
+
+
+def test_a_text_that_was_read_otherwise_keeps_its_own_rows():
+    """No rows of one reading get the states of another."""
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    read(model, TEXT, cuts=(8,), store=store)
+    other = read(model, TEXT, cuts=(8,))
+    keys = next(c for c in other if isinstance(c, stock.KVCache))
+    keys.keys = keys.keys.at[:, :, 3].add(1e-6)  # as another cut would round
+    PromptCache(other, len(model.layers)).record(len(TEXT), TEXT)
+    store.insert(TEXT, other)
+    fetched, n = store.fetch(TEXT)
+    assert n == len(TEXT)
+    assert store.n_checkpoints == 3
+    candidates = (read(model, TEXT, cuts=(8,)), other)
+    for c in candidates:
+        PromptCache(c, len(model.layers)).record(len(TEXT), TEXT)
+    assert sum(arrays_equal(held(fetched)[:-1], held(c)[:-1]) for c in candidates) == 1
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_random_trees(data):
+    check_random_tree(data, n_steps=6)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_many_random_trees(data):
+    check_random_tree(data, n_steps=20)
+
+
+def check_random_tree(data, n_steps):
+    """Texts that are edited, read on and given up: what comes back is what went in, and is never longer than the prefix."""
+    draw = data.draw
+    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_5_moe", "qwen3_next"])))
+    kv = draw(st.sampled_from([None, KV]))
+    store = PromptStore(model, 1 << 30)
+    inserted, texts = {}, [[]]
+    for _ in range(n_steps):
+        base = draw(st.sampled_from(texts))
+        text = base[: draw(st.integers(0, len(base)))] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+        prompt_cache, n = store.fetch(text[:-1], kv)
+        if n > 0:
+            assert_same(prompt_cache, inserted[tuple(text[:n])])
+            ends = [node.length for node in prompt_cache[-1].origin().path()[1:]]
+            assert_same_next(model, prompt_cache, read(model, text[:n], ends, kv=kv), kv)
+        n_known = max((i for i in range(1, len(text)) if tuple(text[:i]) in inserted), default=0)
+        assert n <= n_known
+        cuts = draw(st.lists(st.integers(n + 1, len(text)), max_size=2))
+        for cut in sorted({*cuts, len(text)}):
+            prefill(mx.array(text[n:cut]), model, prompt_cache=prompt_cache, **(KV_OPTIONS if kv else {}))
+            n = cut
+            PromptCache(prompt_cache, len(model.layers)).record(n, text[:n])
+            if tuple(text[:n]) not in inserted or store.fetch(text[:n], kv)[1] < n:
+                inserted[tuple(text[:n])] = copy.deepcopy(prompt_cache)
+            store.insert(text[:n], prompt_cache, kv)
+        texts.append(text)
+        if draw(st.booleans()):
+            store.trim_to(int(store.nbytes * draw(st.floats(0, 1))))
+    assert store.nbytes == sum(node_bytes(store))
+    store.trim_to(0)
+    assert store.nbytes == 0
+    assert list(store._nodes()) == []
+
+
+def node_bytes(store):
+    for node in store._nodes():
+        yield node.span.nbytes
+        if node.checkpoint is not None:
+            yield node.checkpoint.nbytes
+
+
+def test_the_limit_holds_after_every_insert():
+    model = model_of("qwen3_5")
+    most = PromptStore(model, 1 << 30)
+    read(model, TEXT, cuts=(4, 8), store=most)
+    store = PromptStore(model, most.nbytes)
+    for first in range(8):
+        read(model, [first, *TEXT[1:]], cuts=(4, 8), store=store)
+        assert 0 < store.nbytes <= store.max_bytes
+
+
+def test_the_number_of_checkpoints_can_be_limited():
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30, max_checkpoints=2)
+    read(model, TEXT, cuts=(4, 8, 12), store=store)
+    assert store.n_checkpoints == 2
+    PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
+
+
+def test_what_is_held_pins_nothing_larger():
+    """MLX's caches grow in steps, and a slice holds all of the array that it is cut from."""
+    model, text = model_of("qwen3_5"), [*range(32)] * 20
+    store, before = PromptStore(model, 1 << 30), active_memory()
+    prompt_cache = read(model, text)
+    store.insert(text, prompt_cache)
+    for n in (1, 2):
+        cut = read(model, text[: 300 * n], store=PromptStore(model, 0))
+        store.insert(text[: 300 * n], cut)
+    del prompt_cache, cut
+    assert store.n_checkpoints == 3
+    assert active_memory() - before < 1.1 * store.nbytes
+
+
+def active_memory():
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def test_a_cache_of_mlx_lm_is_kept_without_the_head():
+    model = model_of("qwen3_5")
+    store, theirs = PromptStore(model, 1 << 30), stock.make_prompt_cache(model)
+    plain(TEXT, model, max_tokens=1, prompt_cache=theirs)
+    text = [*TEXT, *plain(TEXT, model, max_tokens=1)]
+    n_entries = len(theirs)
+    store.insert(text, theirs)
+    assert len(theirs) == n_entries
+    fetched, n = store.fetch([*text, 7])
+    assert n == len(text)
+    assert mtp([7], model, max_tokens=9, prompt_cache=fetched) == plain([*text, 7], model, max_tokens=9)
+    read(model, text, store=PromptStore(model, 1 << 30))
+    fetched, n = store.fetch(text)
+    assert PromptCache(fetched, n_entries).head.offset == 0
+    store.insert(text, read(model, text))  # with the head's rows: these are preferred
+    assert PromptCache(store.fetch(text)[0], n_entries).head.offset == len(text) - 1
+
+
+def test_a_model_without_a_head():
+    model = tiny_model("qwen3_5", mtp_num_hidden_layers=0)
+    store = PromptStore(model, 1 << 30)
+    history = [*TEXT]
+    for _ in range(3):
+        prompt_cache, n = store.fetch(history[:-1])
+        assert n == (0 if history == TEXT else len(history) - 1)
+        answer = mtp(history[n:], model, max_tokens=5, prompt_cache=prompt_cache, copy_drafts="auto")
+        assert answer == plain(history, model, max_tokens=5)
+        history += answer
+        store.insert(history, prompt_cache)
+        history.append(7)
+
+
+def test_what_is_not_quantized_yet_serves_both():
+    model = model_of("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    read(model, TEXT, cuts=(4, 5, 6, 10), store=store)
+    assert store.fetch(TEXT, KV)[1] == 5  # from the 6th token on, keys and values are quantized
+    read(model, TEXT, cuts=(10,), store=store, kv=KV)
+    assert store.fetch(TEXT, KV)[1] == len(TEXT)
+    assert "QuantizedKVCache" in names(store.fetch(TEXT, KV)[0])
+    assert "QuantizedKVCache" not in names(store.fetch(TEXT)[0])
+    assert store.fetch(TEXT, (4, 32, 6))[1] == 5
+
+
+def test_other_weights_begin_anew():
+    model = tiny_model("qwen3_5")
+    store = PromptStore(model, 1 << 30)
+    read(model, TEXT, store=store)
+    model.update(tiny_model("qwen3_5", 1).parameters())
+    assert store.fetch(TEXT)[1] == 0
+    assert store.nbytes == 0
+    read(model, TEXT, store=store)
+    assert store.fetch(TEXT)[1] == len(TEXT)
+
+
+def test_refuses_what_is_not_of_these_tokens_or_this_model():
+    model = model_of("qwen3_5")
+    store, prompt_cache = PromptStore(model, 1 << 30), read(model, TEXT)
+    with pytest.raises(ValueError, match="is of 16 tokens, not of these 15"):
+        store.insert(TEXT[:-1], prompt_cache)
+    with pytest.raises(ValueError, match="that of another model"):
+        store.insert(TEXT, read(model_of("qwen3_5", 1), TEXT))
+    with pytest.raises(ValueError, match=r"8 bits in groups of 32: give kv=.*, not None"):
+        store.insert(TEXT, read(model, TEXT, store=PromptStore(model, 0), kv=KV))
+    assert store.nbytes == 0
+
+
+def test_threads_fetch_what_others_inserted():
+    model = model_of("qwen3_5")
+    store, errors = PromptStore(model, 1 << 30), []
+    want = plain(TEXT, model, max_tokens=3)
+
+    def work(i):
+        try:
+            for _ in range(4):
+                prompt_cache = read(model, TEXT[:-1], cuts=(i + 1, 8), store=store)
+                assert mtp(TEXT[-1:], model, max_tokens=3, prompt_cache=prompt_cache) == want
+                store.trim_to(store.nbytes // 2)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == []

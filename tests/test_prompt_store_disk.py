@@ -1,0 +1,357 @@
+"""A prompt store's folder: what comes back after a restart, who may share it, and what happens where it is damaged or full."""
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.prompt_store import PromptStore, disk, files, folder
+from mlx_mtp.prompt_store.arrays import Format
+from mlx_mtp.prompt_store.folder import Folder, Outcome
+from tests.support.checkpoints import full_disk
+from tests.support.models import tiny_model
+from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
+
+CUTS = (4, 9)
+ROOM = 1 << 30
+HEADED = Format(None, True)
+
+
+def stored(path, model=None, **options):
+    return PromptStore(model or model_of("qwen3_5"), ROOM, folder=path, **options)
+
+
+def pieces(path):
+    return sorted(path.glob("*.safetensors"))
+
+
+def size(path):
+    return sum(file.stat().st_size for file in pieces(path))
+
+
+def fill(path, model=None, text=TEXT, cuts=CUTS, kv=None):
+    with stored(path, model) as store:
+        read(store.model, text, cuts, store, kv)
+
+
+@pytest.mark.parametrize("kv", [None, KV], ids=["", "quantized"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_5", mx.float32), ("qwen3_5", mx.bfloat16), ("qwen3_5_moe", mx.float32), ("qwen3_next", mx.float32)],
+)
+def test_a_restart(family, dtype, kv, tmp_path):
+    """Bit for bit: the end of a text, which is written when the store is closed."""
+    model = model_of(family, dtype=dtype)
+    cuts = [n for n in CUTS if kv is None or n >= kv[2]]
+    fill(tmp_path, model, kv=kv, cuts=cuts)
+    with stored(tmp_path, model) as store:
+        assert store.nbytes == 0
+        fetched, n = store.fetch([*TEXT, 7], kv)
+        assert n == len(TEXT)
+        fresh = read(model, TEXT, cuts, kv=kv)
+        assert names(fetched) == names(fresh)
+        assert_same_next(model, fetched, fresh, kv)
+        assert store.nbytes < store.disk.bytes_read == size(tmp_path)
+
+
+def test_nothing_is_written_twice(tmp_path):
+    fill(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in pieces(tmp_path)}
+    fill(tmp_path)  # resumed
+    for file in tmp_path.glob("index*"):
+        file.rename(tmp_path / f"other-{file.name}")
+    assert {file: file.stat().st_mtime_ns for file in pieces(tmp_path)} == before
+    with stored(tmp_path / "other") as store:
+        read(store.model, TEXT, CUTS, store)
+    assert [file.name for file in pieces(tmp_path / "other")] == [
+        file.name for file in before
+    ]  # read alike, named alike
+    fill(tmp_path / "other", text=[*TEXT[:9], 30, 31])
+    # The part that is new, its checkpoint, and the one where the texts part.
+    assert len(pieces(tmp_path / "other")) == len(before) + 3
+
+
+def test_two_stores_on_one_folder(tmp_path):
+    with stored(tmp_path) as a, stored(tmp_path) as b:
+        read(a.model, TEXT, CUTS, a)
+        read(b.model, TEXT, CUTS, b)
+        a.close()
+        assert b.fetch([*TEXT, 7])[1] == len(TEXT)
+        read(b.model, [*TEXT, 8, 9], store=b)
+    n = len(pieces(tmp_path))
+    with stored(tmp_path) as c:
+        assert c.fetch([*TEXT, 8, 9])[1] == len(TEXT) + 2
+    assert len(pieces(tmp_path)) == n
+
+
+def test_a_running_store_sees_what_another_one_has_written(tmp_path):
+    with stored(tmp_path) as a:
+        assert a.fetch(TEXT)[1] == 0
+        fill(tmp_path)
+        assert a.fetch(TEXT)[1] == len(TEXT)
+
+
+def test_what_memory_gave_up_is_read_from_disk(tmp_path):
+    with stored(tmp_path) as store:
+        text = [i % 32 for i in range(60)]  # the model's checkpoints take as much as some 30 tokens
+        read(store.model, text, (50,), store)
+        wait_until(lambda: not any_unwritten(store))
+        store.trim_to(0)
+        assert store.nbytes == 0
+        fetched, n = store.fetch(text)
+        assert n == 50
+        assert_same_next(store.model, fetched, read(store.model, text[:50]))
+
+
+def any_unwritten(store):
+    with store._lock:
+        return store._next_work(False) is not None
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_only_checkpoints_that_are_worth_it_are_written_behind(tmp_path, monkeypatch):
+    """A checkpoint of these models takes as much as some 30 tokens: one in so many is written, and each end in the end."""
+    model, text = model_of("qwen3_5"), [i % 32 for i in range(150)]
+    with stored(tmp_path) as store:
+        read(model, text, range(10, 150, 10), store)
+        wait_until(lambda: not any_unwritten(store))
+        states = [node for node in store._nodes() if node.checkpoint.name]
+        n_token = sum(node.span.nbytes for node in store._nodes()) / len(text)
+        assert 2 <= len(states) < 10
+        assert sum(node.checkpoint.nbytes for node in states) <= len(text) * n_token
+    with stored(tmp_path) as store:
+        assert store.fetch(text)[1] == len(text)
+
+
+@pytest.mark.parametrize("change", ["weights", "rope", "layout"])
+def test_other_models_have_other_keys(change, tmp_path, monkeypatch):
+    fill(tmp_path)
+    model = model_of("qwen3_5")
+    if change == "weights":
+        model = model_of("qwen3_5", 1)
+    if change == "rope":
+        model = model_of("qwen3_5", rope_theta=5000.0)
+    if change == "layout":
+        monkeypatch.setattr(disk, "version", lambda name: f"another {name}")
+    with stored(tmp_path, model) as store:
+        assert store.fetch(TEXT)[1] == 0
+    assert disk.key_of(tiny_model("qwen3_5"), HEADED) == disk.key_of(tiny_model("qwen3_5"), HEADED)
+
+
+# The limits
+
+
+def test_the_folder_stays_within_its_limit(tmp_path):
+    fill(tmp_path)
+    most = size(tmp_path)
+    for first in range(6):
+        with stored(tmp_path, max_disk_bytes=most) as store:
+            read(store.model, [first, *TEXT[1:]], CUTS, store)
+        assert size(tmp_path) <= most
+    with stored(tmp_path) as store:
+        assert store.fetch([5, *TEXT[1:]])[1] == len(TEXT)  # what was used last
+
+
+def test_the_hours_limit(tmp_path, monkeypatch):
+    fill(tmp_path / "a")
+    written = size(tmp_path / "a")
+    with stored(tmp_path / "b", max_hourly_bytes=written) as store:
+        read(store.model, TEXT, CUTS, store)
+    assert size(tmp_path / "b") == written
+    for hours in (0, 1):
+        now = time.time() + 3600 * hours
+        with monkeypatch.context() as m:
+            m.setattr(folder.time, "time", lambda now=now: now)
+            with stored(tmp_path / "b", max_hourly_bytes=written) as store:
+                read(store.model, [*TEXT, 30, 31], CUTS, store)
+        assert (size(tmp_path / "b") > written) == bool(hours)
+
+
+def test_a_full_disk_is_one_line(tmp_path, caplog):
+    with stored(tmp_path) as store, full_disk(40_000):
+        for first in range(4):
+            read(store.model, [first, *TEXT * 4], CUTS, store)
+            assert store.fetch([first, *TEXT * 4])[1] == 1 + 4 * len(TEXT)
+        store.disk.close(10)
+    (record,) = caplog.records
+    assert "is no longer written" in record.message
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_too_large_for_the_folder(tmp_path, caplog):
+    with stored(tmp_path, max_disk_bytes=10_000) as store:
+        read(store.model, TEXT, CUTS, store)
+    assert size(tmp_path) <= 10_000
+    assert caplog.records == []
+
+
+# Faults
+
+
+def damage(file, rng):
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["bytes", "cut", "empty", "other"])
+    if kind == "bytes":
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] ^= 1 + rng.randrange(255)
+    file.write_bytes({"cut": data[: rng.randrange(len(data))], "empty": b"", "other": os.urandom(99)}.get(kind, data))
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.slow)], ids=["some", "many"])
+def test_damaged_files(seeds, tmp_path, caplog):
+    """Never a wrong token, never an error: a shorter prefix, and one line for each."""
+    model = model_of("qwen3_5")
+    for seed in seeds:
+        rng, path = random.Random(seed), tmp_path / str(seed)
+        fill(path)
+        damaged = rng.choice(pieces(path))
+        damage(damaged, rng)
+        caplog.clear()
+        with stored(path) as store:
+            fetched, n = store.fetch([*TEXT, 7])
+            assert n in (0, *CUTS, len(TEXT))
+            if n > 0:
+                assert_same_next(model, fetched, read(model, TEXT[:n], CUTS))
+            if n < len(TEXT):
+                assert len(caplog.records) == 1
+                assert str(damaged.stem) in caplog.text
+                assert not damaged.exists()
+            read(model, TEXT, CUTS, store)
+        with stored(path) as store:
+            assert store.fetch([*TEXT, 7])[1] == len(TEXT)  # it was written again
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.slow)], ids=["some", "many"])
+def test_a_damaged_index(seeds, tmp_path, caplog):
+    model = model_of("qwen3_5")
+    for seed in seeds:
+        rng, path = random.Random(seed), tmp_path / str(seed)
+        fill(path)
+        damage(path / "index.sqlite", rng)
+        with stored(path) as store:
+            fetched, n = store.fetch([*TEXT, 7])
+            if n > 0:
+                assert_same_next(model, fetched, read(model, TEXT[:n], CUTS))
+            read(model, TEXT, CUTS, store)
+            assert store.fetch(TEXT)[1] == len(TEXT)
+
+
+def test_an_index_that_names_another_text(tmp_path, caplog):
+    """Its rows would give a text with other tokens the keys of these."""
+    fill(tmp_path, cuts=())
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        (tokens,) = db.execute("SELECT tokens FROM pieces WHERE tokens IS NOT NULL").fetchone()
+        db.execute("UPDATE pieces SET tokens = ? WHERE tokens IS NOT NULL", (b"\x07" + tokens[1:],))
+    db.close()
+    with stored(tmp_path) as store:
+        assert store.fetch([7, *TEXT[1:]])[1] == 0
+    assert "another text's" in caplog.text
+
+
+def test_alien_files_stay(tmp_path):
+    (tmp_path / "mine.safetensors").write_bytes(b"1")
+    (tmp_path / "notes.txt").write_bytes(b"2")
+    left = tmp_path / f"{'0' * 32}.safetensors"
+    for file in (left, tmp_path / f"{left.name}.999999999.tmp"):
+        file.write_bytes(b"of a process that was killed")
+    fill(tmp_path)
+    assert (tmp_path / "mine.safetensors").read_bytes() + (tmp_path / "notes.txt").read_bytes() == b"12"
+    assert not list(tmp_path.glob("0*"))
+
+
+def test_an_index_of_another_layout_is_put_aside(tmp_path, caplog):
+    fill(tmp_path)
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    fill(tmp_path)
+    assert "its layout is 99" in caplog.text
+    assert (tmp_path / "index.damaged").exists()
+    with stored(tmp_path) as store:
+        assert store.fetch(TEXT)[1] == len(TEXT)
+
+
+def test_a_folder_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        stored(tmp_path / "file")
+
+
+def test_a_piece_whose_text_was_dropped_is_written_with_it(tmp_path):
+    """As where another process needed the space."""
+    with stored(tmp_path) as store:
+        read(store.model, TEXT, store=store)
+        store._next_work(True)
+        other = Folder(tmp_path, 1, ROOM)
+        wait_until(lambda: not any_unwritten(store))
+        work = store._next_work(True)
+        while work is not None and store.disk._write(work)[0] is Outcome.WRITTEN:
+            store._on_done(work, Outcome.WRITTEN, store.disk._write(work)[1])
+            work = store._next_work(True)
+        for file in pieces(tmp_path):
+            other.forget(file.stem)
+        other.close()
+        read(store.model, [*TEXT, 30, 31], store=store)
+    with stored(tmp_path) as store:
+        assert store.fetch([*TEXT, 30, 31])[1] == len(TEXT) + 2
+
+
+KILLED = """
+import sys
+from tests.test_prompt_store_disk import stored, read
+path, seed = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+for i in range(1000):
+    with stored(path, max_disk_bytes=400_000) as store:
+        text = [(seed + i) % 32, *range(20), i % 7, *range(9)]
+        read(store.model, text, (5, 12), store)
+"""
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(50, marks=pytest.mark.slow)])
+def test_kill(n, tmp_path):
+    """At any moment of writing and evicting: no error after it, no wrong token, the folder within its limit."""
+    model, rng = model_of("qwen3_5"), random.Random(n)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for seed in range(n):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path), str(seed)], env=env, stdout=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.1, 0.8))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        with stored(tmp_path, max_disk_bytes=400_000) as store:
+            assert size(tmp_path) <= 400_000
+            assert not list(tmp_path.glob("*.tmp"))
+            for i in range(40):
+                text = [(seed + i) % 32, *range(20), i % 7, *range(9), 1]
+                fetched, n_fetched = store.fetch(text)
+                if n_fetched > 0:
+                    assert_same_next(model, fetched, read(model, text[:n_fetched], (5, 12)))
+
+
+def test_files_are_safetensors(tmp_path):
+    arrays = {"a": mx.arange(6.0).reshape(1, 2, 3), "b": mx.ones((2, 1), mx.bfloat16), "c": mx.array([1], mx.uint32)}
+    mx.eval(arrays)
+    name, parts = files.encode(arrays, {"model": "m"})
+    path = tmp_path / f"{name}.safetensors"
+    files.write(path, parts)
+    theirs, metadata = mx.load(str(path), return_metadata=True)
+    ours, own_metadata = files.read(path)
+    assert metadata == own_metadata == {"model": "m"}
+    for found in (theirs, ours):
+        assert all(found[key].dtype == x.dtype and mx.array_equal(found[key], x) for key, x in arrays.items())

@@ -1,0 +1,199 @@
+"""Texts with a prompt store: a restored prefix goes on as the same prefix does that was read afresh, bit for bit."""
+
+import functools
+from contextlib import closing
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+
+import mlx_mtp
+from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.generate.stored import seeing
+from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
+from tests.support.decoding import plain, text_of
+from tests.support.models import arrays_equal
+from tests.support.prompt_store import TEXT, model_of
+
+CUTS = (5, 11)
+KINDS = [
+    ("qwen3_5", mx.float32, {}),
+    ("qwen3_5", mx.bfloat16, {}),
+    ("qwen3_5_moe", mx.float32, {}),
+    ("qwen3_next", mx.float32, {}),
+    ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)),
+    ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=8)),
+]
+IDS = ["dense", "bfloat16", "moe", "next", "8 bits", "8 bits later"]
+
+
+def kv_of(options):
+    return tuple(options.values()) or None
+
+
+def read_to(model, n, **options):
+    """A prompt cache of the first n tokens, read afresh with the cuts."""
+    prompt_cache, begin = make_prompt_cache(model), 0
+    for end in [*(cut for cut in CUTS if cut < n), n]:
+        prefill(mx.array(TEXT[begin:end]), model, prompt_cache=prompt_cache, **options)
+        begin = end
+    return prompt_cache
+
+
+def filled(model, options):
+    store = PromptStore(model, 1 << 30)
+    for n in CUTS:
+        store.insert(TEXT[:n], read_to(model, n, **options), kv_of(options))
+    return store
+
+
+@pytest.mark.parametrize(("family", "dtype", "options"), KINDS, ids=IDS)
+def test_logits_after_a_restored_prefix(family, dtype, options):
+    """Of each token that follows, drafts verified or not."""
+    model = model_of(family, dtype=dtype)
+    store = filled(model, options)
+    for end, n in ((7, 5), (16, 11)):
+        assert store.fetch(TEXT[:end], kv_of(options))[1] == n
+        for depth in (0, 3):
+            rows = []
+            for prompt_cache in (store.fetch(TEXT[:end], kv_of(options))[0], read_to(model, n, **options)):
+                steps = mtp_generate_step(
+                    mx.array(TEXT[n:]),
+                    model,
+                    max_tokens=8,
+                    num_draft_tokens=depth,
+                    prompt_cache=prompt_cache,
+                    **options,
+                )
+                rows.append([(mx.array(token), logprobs) for token, logprobs, _ in steps])
+            assert arrays_equal(*rows)
+
+
+@pytest.mark.parametrize(("family", "dtype", "options"), KINDS[:4], ids=IDS[:4])
+def test_a_batch_of_restored_prefixes(family, dtype, options, demo):
+    model = model_of(family, dtype=dtype)
+    store, ends = filled(model, options), (7, 16)
+    asked = [store.fetch(TEXT[:end]) for end in ends]
+    fresh = [read_to(model, n) for _, n in asked]
+    outs = [
+        batch_generate(
+            model,
+            demo[1],
+            [TEXT[n:] for _, n in asked],
+            caches,
+            8,
+            num_draft_tokens=2,
+            return_token_ids=True,
+            return_logprobs=True,
+        )
+        for caches in ([cache for cache, _ in asked], fresh)
+    ]
+    assert outs[0].token_ids == outs[1].token_ids
+    assert outs[0].logprobs == outs[1].logprobs
+
+
+def answer(model, tokenizer, prompt, store, **options):
+    return [r.token for r in stream_generate(model, tokenizer, prompt, prompt_store=store, **options)]
+
+
+def test_a_session_is_that_of_mlx_lm(demo):
+    """Turns that go on, one that is edited, and the first one again."""
+    model, tokenizer = demo
+    store, text = PromptStore(model, 1 << 30), "def read_lines(path):\n"
+    prompts = []
+    for turn in ("def write_lines(path):\n", "import os\n"):
+        prompts.append(text)
+        text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + turn
+    prompts += [prompts[1] + "# another end\n", prompts[0]]
+    for prompt in prompts:
+        tokens, calls = tokenizer.encode(prompt), []
+        progress = functools.partial(_note, calls)
+        got = answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=progress)
+        assert got == plain(tokens, model, max_tokens=5)[: len(got)]
+        assert [total for _, total in calls] == [len(tokens)] * len(calls)
+        assert sorted(calls) == calls
+        assert calls[-1] == (len(tokens), len(tokens))
+    assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
+
+
+def _note(calls, *progress):
+    calls.append(progress)
+
+
+def test_prompts_are_cut_where_messages_end(demo):
+    model, tokenizer = demo
+    tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))[1]
+    tokenizer.chat_template = "x"
+    tokenizer.has_chat_template = True
+    messages = [f"{OPENING}user\nimport {name}\n" for name in ("os", "sys", "re")]
+    prompt = "".join(messages) + f"{OPENING}assistant\n"
+    tokens = tokenizer.encode(prompt)
+    ends = [len(tokenizer.encode("".join(messages[: i + 1]))) for i in range(3)]
+    store = PromptStore(model, 1 << 30)
+    answer(model, tokenizer, prompt, store, max_tokens=3)
+    for end in ends:
+        assert store.fetch([*tokens[:end], 1])[1] == end
+    assert choose_cuts(ends, len(tokens)) == ends
+    assert store.n_checkpoints == len(ends) + 1
+
+
+def test_an_answer_that_is_stopped_is_kept(demo):
+    model, tokenizer = demo
+    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n")
+    with closing(stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40)) as responses:
+        tokens = [next(responses).token for _ in range(5)]
+    assert store.fetch([*prompt, *tokens])[1] == len(prompt) + 5
+
+
+class Counting:
+    """A processor that keeps state, and has seen each token once, in order."""
+
+    def __init__(self, seen=()):
+        self.seen = list(seen)
+
+    def __call__(self, tokens, logits):
+        self.seen.append(tokens.tolist())
+        return logits
+
+    def copy(self):
+        return Counting(self.seen)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_processors_see_the_whole_prompt(sampled, demo):
+    model, tokenizer = demo
+    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("import os\nimport sys\nimport os\n")
+    options = lambda: dict(  # noqa: E731
+        max_tokens=5,
+        logits_processors=make_logits_processors(repetition_penalty=1.5),
+        sampler=make_sampler(temp=1.0, seed=3) if sampled else None,
+    )
+    first = answer(model, tokenizer, prompt, None, **options())
+    for _ in range(2):
+        assert answer(model, tokenizer, prompt, store, **options()) == first
+    counting = Counting()
+    tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[counting])
+    assert counting.seen == [prompt + tokens[:i] for i in range(4)]
+    rolled_back = seeing(mx.array([1]), type("Rolling", (Counting,), {"rollback": lambda self, n: n})())
+    assert rolled_back.rollback(3) == 3
+    assert not hasattr(seeing(mx.array([1]), type("Plain", (), {"__call__": lambda *_: 0})()), "copy")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prompt_cache=[]), "prompt_store and prompt_cache"),
+        (dict(input_embeddings=mx.zeros((3, 4))), "prompt_store and input_embeddings"),
+        (dict(mtp=False), "requires mtp=True or copy_drafts"),
+    ],
+)
+def test_what_does_not_go_with_a_store(options, message, demo):
+    model, tokenizer = demo
+    with pytest.raises(ValueError, match=message):
+        answer(model, tokenizer, [1, 2, 3], PromptStore(model, 0), **options)
+
+
+def test_a_store_of_another_model(demo):
+    with pytest.raises(ValueError, match="that of another model"):
+        answer(*demo, [1, 2, 3], PromptStore(model_of("qwen3_5"), 0))

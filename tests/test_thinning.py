@@ -1,0 +1,146 @@
+"""Where checkpoints are made, and which are kept: sessions of agents on stores of limited size."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.prompt_store.cuts import EVERY, LAST, choose_cuts, message_ends
+from mlx_mtp.prompt_store.thinning import Held, worth
+from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
+
+SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
+GB = 10**9
+
+
+@given(st.lists(st.integers(1, 30_000)), st.integers(1, 30_000), st.integers(0, 30_000), st.integers(1, 5000))
+def test_cuts(ends, n_tokens, n_common, every):
+    cuts = choose_cuts(ends, n_tokens, n_common, every)
+    known = sorted({end for end in ends if end < n_tokens})
+    assert cuts == sorted({*cuts})
+    assert all(0 < cut < n_tokens for cut in cuts)
+    assert {*known[:1], *known[-LAST:]} <= {*cuts}
+    assert all(b - a <= every for a, b in zip([0, *cuts], cuts))
+    assert n_tokens == 1 or cuts[-1] >= (known[-1] if known else n_tokens - 1)
+
+
+def test_cuts_of_a_prompt():
+    ends = [6000, 6200, 9000, 9100, 9200, 9300, 9400, 9500]
+    assert choose_cuts(ends, 9504) == [EVERY, 6000, 9200, 9300, 9400, 9500]
+    assert choose_cuts([*ends, 30_000], 30_004)[-4:] == [9500 + EVERY * i for i in (3, 4, 5)] + [30_000]
+    assert choose_cuts([], 100) == [99]
+    assert choose_cuts([3000, 3200], 3204, 2990) == [2990, 3000, 3200]  # where it parts from the texts before
+    assert choose_cuts([3000, 3200], 3204, 3001) == choose_cuts([3000, 3200], 3204, 5) == [3000, 3200]
+    assert choose_cuts([], 1) == []
+
+
+def test_cuts_stay_where_they_are_as_a_text_grows():
+    """Else a text that is resumed in the middle would not be read as before."""
+    ends = [6000, *(6000 + 900 * i for i in range(1, 40))]
+    long = choose_cuts(ends, ends[-1] + 4)
+    for i in range(2, len(ends)):
+        cuts = choose_cuts(ends[:i], ends[i - 1] + 4)
+        assert [c for c in long if c < cuts[0]] == []
+        assert {c for c in cuts if c not in long} <= {*ends[max(i - LAST, 0) : i]}
+
+
+def test_message_ends():
+    tokens = [1, 5, 6, 1, 7, 1, 1, 8]
+    assert message_ends(tokens, [1]) == [3, 5, 6]
+    assert message_ends(tokens, [1, 7]) == [3]
+    assert message_ends(tokens, [1, 5]) == []  # the text begins with it
+    assert message_ends(tokens, []) == message_ends([], [1]) == []
+
+
+def test_worth():
+    def order(*held):
+        return sorted(range(len(held)), key=lambda i: worth(held[i]))
+
+    assert order(Held(300, 1000, 0), Held(200, 1000, 0), Held(400, 1000, 0)) == [1, 0, 2]  # what saves less goes first
+    assert order(Held(300, 1000, 0), Held(300, 1000, 5), Held(300, 1000, 2)) == [1, 2, 0]  # what is older
+    assert order(Held(300, 1000, 5, 9), Held(300, 1000, 5)) == [1, 0]  # what was not used
+    assert order(Held(300, 9000, 0), Held(300, 1000, 0)) == [0, 1]  # what is larger
+    assert order(Held(300, 1000, 0, 0, True), Held(300, 1000, 0)) == [0, 1]  # what is on disk
+
+
+def tool_loop(sessions, n_turns, system=None):
+    """An agent's turns; yields its messages after each."""
+    messages = [sessions.message(SYSTEM) if system is None else system, sessions.message(300)]
+    for _ in range(n_turns):
+        messages = [*messages, sessions.ask(messages, CALL), sessions.message(RESULT)]
+        yield messages
+
+
+def loop(sessions):
+    for _ in tool_loop(sessions, 20):
+        pass
+
+
+def two_agents(sessions):
+    for _ in zip(tool_loop(sessions, 20), tool_loop(sessions, 20)):
+        pass
+
+
+def with_titles(sessions):
+    system = sessions.message(400)
+    for messages in tool_loop(sessions, 20):
+        sessions.ask([system, messages[1]], 20)
+
+
+def edit(sessions):
+    messages = [*tool_loop(sessions, 10)][-1]
+    assert len(messages) == 22
+    for _ in range(3):
+        messages[18] = sessions.message(RESULT)
+        sessions.ask(messages, CALL)
+
+
+def changing_system(sessions):
+    """The last line of the system's text is the time."""
+    system, question = sessions.message(SYSTEM), sessions.message(300)
+    for _ in range(10):
+        sessions.ask([np.concatenate([system, sessions.message(20)]), question], CALL)
+    # The second request shows where the texts part, and reads on from the last cut before.
+    assert sessions.n_beyond == [0, SYSTEM - EVERY, *[0] * 8]
+
+
+SESSIONS = [loop, two_agents, with_titles, edit, changing_system]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("session", SESSIONS)
+def test_sessions_read_little_twice(session, size, monkeypatch):
+    """At most 5 % of all tokens more than with a store of everything, with 12 GB."""
+    sessions = Sessions(sized_store(monkeypatch, SIZES[size], 12 * GB))
+    session(sessions)
+    assert sessions.beyond <= 0.05
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_held_grows_with_the_tokens(size, monkeypatch):
+    """84,000 tokens in 60 turns, with no limit: each token's keys and values once."""
+    token, checkpoint = SIZES[size]
+    sessions = Sessions(sized_store(monkeypatch, SIZES[size], 1 << 50))
+    store = sessions.store
+    for messages in tool_loop(sessions, 60, sessions.message(33_000)):
+        n = sum(map(len, messages[:-1]))
+        assert store.nbytes == n * token + store.n_checkpoints * checkpoint
+    assert 80_000 < n < 90_000
+    assert store.n_checkpoints <= 2 * 60 + 9 + LAST
+    store.trim_to(12 * GB)
+    assert store.nbytes <= 12 * GB
+    assert store.fetch(store_text(sessions))[1] == n  # the end of the session is kept
+
+
+def store_text(sessions):
+    return sessions.seen[-1]
+
+
+def test_many_sessions_share_a_system_prompt(monkeypatch):
+    """It outlives the sessions that began with it, however short the memory."""
+    sessions = Sessions(sized_store(monkeypatch, SIZES["27B"], 3 * GB))
+    system = sessions.message(SYSTEM)
+    for _ in range(20):
+        for _ in tool_loop(sessions, 5, system):
+            pass
+    assert sessions.beyond < 0.05
