@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...decoding.pace import DraftCounts
+from ...decoding.counts import DraftCounts
 from ..job import Step
 from ..request import ApiError
 
