@@ -109,7 +109,7 @@ def test_the_end_of_the_input_ends_the_chat(monkeypatch, capsys):
 
 
 def test_copies_have_figures_of_their_own(monkeypatch, capsys):
-    stdin = "def area(width, height):    return width * height  # " * 3
+    stdin = "x = [1, 2, 3] y = [4, 5, 6] " * 6
     _, out, _ = run(monkeypatch, capsys, "--copy-drafts", "4", "-m", 20, stdin=stdin)
     assert re.search(r"tokens-per-sec, \d+ of \d+ copies accepted, [\d.]+ tokens-per-step\]\n", out)
 
@@ -169,7 +169,7 @@ def test_ctrl_c_on_ranks_ends_the_chat(demo):
     conversation = started(demo, "--mtp")
     conversation.ranks = object()
     with pytest.raises(KeyboardInterrupt):
-        conversation.answer(TURNS[0], cut_after(2, []))
+        conversation.answer(TURNS[0], cut_after(1, []))
 
 
 # The chat template
@@ -216,8 +216,8 @@ def test_an_answer_that_was_cut_is_closed(demo):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
     conversation = started(demo, chat_template=template)
     end = demo[1].eos_token_id
-    assert conversation._encode("a")[0] != end
-    conversation.answer("a", cut_after(3, []))
+    assert conversation._encode("import os")[0] != end
+    conversation.answer("import os", cut_after(2, []))
     assert conversation._encode("b") == [end, *demo[1].encode("<user>b\n", add_special_tokens=False)]
 
 

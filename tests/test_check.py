@@ -135,7 +135,7 @@ def test_a_prompt_cache_is_left_unchanged():
 
 def run(monkeypatch, capsys, *args):
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def read(path):"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("class Queue:\n    def __init__(self, maxsize=0):\n"))
     with pytest.raises(SystemExit) as exit:
         main()
     return exit.value.code, *capsys.readouterr()

@@ -23,7 +23,7 @@ from tests.support.models import arrays_equal, tiny_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-CODE = "def read(path):\n    with open(path) as f:\n"
+CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
 
 model_of = cached(tiny_model)
 

@@ -18,7 +18,11 @@ from mlx_mtp.models.cache import ArraysCache
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 
-PROMPTS = ("def read(path):", "import os\nimport sys\n\n\nclass Queue:\n    def ", "x = 1")
+PROMPTS = (
+    "class File(unittest.TestCase):\n    def setUp(self):\n",
+    "import os\nimport sys\n\n\nclass Queue:\n    def ",
+    "x = 1",
+)
 
 
 @pytest.fixture(scope="module")

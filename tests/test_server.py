@@ -27,7 +27,10 @@ from tests.support import decoding
 from tests.support.decoding import plain
 from tests.support.server_process import ROOT, Server, serve
 
-PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+# A text that goes on.
+PROMPT = (
+    "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_"
+)
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(4)]
 OTHER = Path(__file__).parent / "data" / "dense"
 
@@ -118,7 +121,7 @@ def test_stream_equals_mlx_lm(client, alone):
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == alone(PROMPTS[0], 24, chat=True)
 
 
-@pytest.mark.parametrize("word", ["return", "    if path", "ath)", "s.startswith(os.s", ":", "no such word"])
+@pytest.mark.parametrize("word", ["run", "    def r", "elf.path", "t_test = te", ":", "no such word"])
 def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
     text, _, rest = alone(PROMPT, 32).partition(word)
     chunks = list(complete(client, max_tokens=32, stop=[word], stream=True))
@@ -220,7 +223,7 @@ def begin(server: Server, **body) -> socket.socket:
     return connection
 
 
-REPEATS = (PROMPT + "    with open(path) as f:\n        return f.read().split()\n\n\n") * 2
+REPEATS = (PROMPT + "read(self):\n        self.assertEqual(1, 1)\n\n\n") * 3
 
 
 def test_copies_equal_mlx_lm(server, demo, text_of):

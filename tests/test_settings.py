@@ -22,7 +22,7 @@ from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
 from tests.support.models import DATA
 
-PROMPT = "def read(path):"
+PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
 TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
 
 
@@ -103,7 +103,7 @@ def test_draft_p_min_follows_settings_unless_given(tuned_demo):
     tuned_demo(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(str(DEMO))
     for given, drafts in ((None, False), (0.0, True)):
-        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, draft_p_min=given)
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, "import os\n", 6, draft_p_min=given)
         assert (last.drafted != ()) == drafts
 
 

@@ -49,7 +49,8 @@ def joint(rates: Sequence[Sequence[float]]) -> list[float]:
     """
     tokens = [len(rates) / sum(1 / n for n in of_rows) for of_rows in zip(*map(expected_tokens, rates))]  # [K + 1]
     accepted = [1.0, *(b - a for a, b in pairwise(tokens))]  # the probability that the drafts up to each are accepted
-    return [b / a if a > 0 else 0.0 for a, b in pairwise(accepted)]
+    # Differences of sums: where hardly any draft is accepted so far, what is left of them is rounding.
+    return [min(max(b / a, 0.0), 1.0) if a > 1e-9 else 0.0 for a, b in pairwise(accepted)]
 
 
 class SizeDepth(Depth):
