@@ -44,7 +44,9 @@ class Stream(threading.Thread):
         raw = json.dumps({"prompt": prompt, "max_tokens": max_tokens, **options}).encode()
         self.start_time = time.perf_counter()
         self.socket = socket.create_connection(("127.0.0.1", server.port))
-        self.socket.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+        self.socket.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+        )
         self.start()
 
     def run(self) -> None:

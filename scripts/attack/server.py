@@ -56,7 +56,10 @@ MESSAGES = [
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **OPTIONS}),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
-    ("/v1/messages", {"messages": MESSAGES[1:2], "system": "a", "tools": [{"name": "f", "input_schema": {}}], **OPTIONS}),
+    (
+        "/v1/messages",
+        {"messages": MESSAGES[1:2], "system": "a", "tools": [{"name": "f", "input_schema": {}}], **OPTIONS},
+    ),
     ("/v1/responses", {"input": MESSAGES[6:], "tools": [{"type": "function", "name": "f"}], "store": True, **OPTIONS}),
     (CHAT, {"messages": MESSAGES[:2], "role_mapping": {"user": "U: ", "stop": "\n"}, **OPTIONS}),
 ]
@@ -112,7 +115,11 @@ def hostile_json(rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         i = rng.randrange(len(raw) + 1)
         raw = raw[:i] + rng.choice([b"", rng.randbytes(3), raw[:i]])
-    return b"POST %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
+    return b"POST %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
+        path.encode(),
+        len(raw),
+        raw,
+    )
 
 
 def hostile_http(rng: random.Random) -> bytes:
