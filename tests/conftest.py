@@ -2,10 +2,14 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import settings
 
 from tests.support.hub_stand_in import Hub
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
+
+settings.register_profile("tests", deadline=None)  # no test asserts a time
+settings.load_profile("tests")
 
 
 def pytest_configure(config):

@@ -114,7 +114,7 @@ def expected(model, request):
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mtp", [True, pytest.param(False, marks=pytest.mark.slow)])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8)
 @given(requests=requests, depth=st.integers(0, 8) | st.just("auto"))
 def test_each_sequence_equals_its_single_run(family, mtp, requests, depth):
     model = model_of(family)

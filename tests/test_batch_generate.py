@@ -100,7 +100,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
 def test_rows_come_and_go(requests, k, coins):
     come_and_go("qwen3_5", requests, k, coins)
@@ -108,7 +108,7 @@ def test_rows_come_and_go(requests, k, coins):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
 def test_rows_come_and_go_in_all_families(family, requests, k, coins):
     come_and_go(family, requests, k, coins)
@@ -309,7 +309,7 @@ class RowCase(distribution.Case):
         return self.counts
 
 
-@pytest.mark.parametrize("runs", [pytest.param(80, id="few"), pytest.param(5000, marks=pytest.mark.slow, id="many")])
+@pytest.mark.parametrize("runs", [pytest.param(50, id="few"), pytest.param(5000, marks=pytest.mark.slow, id="many")])
 def test_distribution_of_each_row(runs):
     """Three kinds of rows, of which one of each is in the batch or soon joins it. Chi-square at 1e-4, fixed seed."""
     cases = [
@@ -534,7 +534,7 @@ def test_deep_models():
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4)
 @given(
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=9),
     k=st.sampled_from([0, 1, 3, 8, "auto"]),

@@ -223,7 +223,7 @@ def test_an_answer_that_was_cut_is_closed(demo):
 
 def test_turns_with_a_seed_draw_other_numbers(demo):
     def say(seed):
-        conversation, texts = started(demo, "--mtp", "--temp", "1", "--seed", seed), []
+        conversation, texts = started(demo, "--mtp", "--temp", "1", "--seed", seed, "-m", "6"), []
         for _ in range(2):
             conversation.answer("x", texts.append)
             conversation.cache = mlx_mtp.make_prompt_cache(conversation.model)  # the same text before each answer

@@ -135,7 +135,7 @@ def truth_of(family) -> list[int]:
     return plain(PROMPT, model_of(family), max_tokens=100)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7)
 @given(
     family=st.sampled_from(FAMILIES),
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),
@@ -162,7 +162,7 @@ def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_toke
         assert (sum(counts.copied) > 0) == (max_tokens > 2)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7)
 @given(
     family=st.sampled_from(FAMILIES),
     page=st.lists(st.integers(0, 31), min_size=5, max_size=30),

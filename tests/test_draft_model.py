@@ -41,7 +41,7 @@ def make_caches(model):
     return stock_make_prompt_cache(model) + stock_make_prompt_cache(draft_model)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7)
 @given(
     family=st.sampled_from(FAMILIES),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),

@@ -35,7 +35,7 @@ def text_of_plain(max_tokens: int) -> list[int]:
 # Identity
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10)
 @given(
     family=st.sampled_from(FAMILIES),
     n_layers=st.sampled_from([2, 4]),
@@ -51,7 +51,7 @@ def test_greedy_tokens_match_mlx_lm(family, n_layers, seed, prompt, depth, prefi
     assert mtp(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=12)
 @given(
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),
@@ -113,7 +113,7 @@ def test_logprobs_are_mlx_lms():
 @pytest.mark.parametrize(
     ("longest", "floors"),
     [
-        (64, (0.91, 0.88, 0.84)),
+        (24, (0.91, 0.90, 0.86)),
         pytest.param(320, (0.91, 0.845, 0.80), marks=pytest.mark.slow),
     ],
 )
@@ -186,7 +186,7 @@ def test_penalties_that_write_in_place(depth):
     assert mtp(PROMPT, model, num_draft_tokens=depth, **options) == plain(PROMPT, model, **options)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8)
 @given(
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 99),
@@ -374,7 +374,7 @@ def test_one_token_prompt_reads_an_unquantized_cache():
     """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
     model = model_of("qwen3_5")
     options = dict(max_tokens=7, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
-    for token in range(32):
+    for token in range(0, 32, 5):
         ours, theirs = make_prompt_cache(model), model.make_cache()
         assert mtp([token], model, num_draft_tokens=2, **options) == plain([token], model, **options)
         mtp(PROMPT, model, max_tokens=0, prompt_cache=ours)
@@ -421,7 +421,7 @@ def test_p_min_stops_drafting(sampler):
     for p_min in (0.0, 0.5, 0.9, 1.0):
         counts = DraftCounts()
         mx.random.seed(1)
-        options = dict(max_tokens=50, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        options = dict(max_tokens=25, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
         runs[p_min] = (
             mtp(PROMPT, model, **options),
             sum(counts.drafted),
@@ -480,10 +480,10 @@ def test_memory_stays_flat():
     active = []
     steps = mtp_generate_step(PROMPT, model, max_tokens=-1, num_draft_tokens=4)
     for n, _ in enumerate(steps):
-        if n in (60, 200):
+        if n in (40, 120):
             mx.synchronize()
             active.append(mx.get_active_memory())
-        if n == 200:
+        if n == 120:
             break
     steps.close()
     assert active[1] - active[0] < 200_000  # one window of this model is about that
@@ -525,17 +525,17 @@ def test_unsure_drafts_count_as_rejected():
     assert all(plan == Plan(3) and n == 0 and seconds is None for plan, n, seconds in seen[:-3])
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
+@pytest.mark.parametrize(("depth", "n_times"), [(0, 1), (3, 2)])
+def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth, n_times):
     """As mlx-lm does, at the end of the first step that reaches them."""
     model = model_of("qwen3_5")
     scripted = Scripted(model, PROMPT.tolist() + text_of_plain(550), lambda i: True)
     tokens, cleared = [], []
     monkeypatch.setattr(decoder.mx, "clear_cache", lambda: cleared.append(len(tokens)))
-    for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=540, num_draft_tokens=depth):
+    for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=256 * n_times + 20, num_draft_tokens=depth):
         tokens.append(token)
     _, *during = cleared  # the first is of the prefill
-    assert len(during) == 2
+    assert len(during) == n_times
     assert all(256 * i - depth - 1 <= n <= 256 * i + 2 * depth + 1 for i, n in enumerate(during, 1))
 
 

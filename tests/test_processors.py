@@ -46,7 +46,7 @@ def run(processors, model=None, **options):
     return [token for token, _, _ in steps], counts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from([Alternating, Copied, RolledBack]),
     depth=st.integers(0, 6),

@@ -78,7 +78,7 @@ def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth, stops
             history += answer
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, which mlx-lm does in a cache of its own, with the same options in each."""

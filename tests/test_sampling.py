@@ -16,7 +16,10 @@ from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual,
 from scripts import distribution
 
 LEVEL = 1e-5  # of each chi-square test
-N = 1_000_000
+# Draws of each case.
+MANY = pytest.mark.parametrize(
+    "n", [pytest.param(100_000, id="many"), pytest.param(1_000_000, marks=pytest.mark.slow, id="a million")]
+)
 
 probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).map(lambda x: np.array(x) / sum(x))
 
@@ -40,7 +43,7 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 # In closed form
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(p=probabilities, q=probabilities)
 def test_accepts_with_probability_p_over_q(p, q):
     for x in np.flatnonzero(q):
@@ -51,7 +54,7 @@ def test_accepts_with_probability_p_over_q(p, q):
         assert accepted.tolist() == [bound > 0, bound == 1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(p=probabilities, q=probabilities)
 def test_accepted_and_residual_add_up_to_p(p, q):
     accepted = np.minimum(p, q)
@@ -73,7 +76,7 @@ def test_accepts_up_to_the_first_rejection(accepted):
     assert n_leading(accepted) == len(list(itertools.takewhile(bool, accepted)))
 
 
-# Of a million draws
+# Of many draws
 
 SAMPLERS = [
     *(dict(temp=t) for t in (0.3, 0.7, 1.0, 1.5)),
@@ -105,28 +108,30 @@ def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
     return mean / mean.sum()
 
 
+@MANY
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_sampler_draws_from_mlx_lms_distribution(options, monkeypatch):
+def test_sampler_draws_from_mlx_lms_distribution(options, n, monkeypatch):
     mx.random.seed(1)
-    tokens = mlx_mtp.make_sampler(**options)(mx.repeat(log(TARGET)[None], N, axis=0))
+    tokens = mlx_mtp.make_sampler(**options)(mx.repeat(log(TARGET)[None], n, axis=0))
     assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
 
 
+@MANY
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize("head", HEADS)
-def test_a_million_drafts(options, head, monkeypatch):
+def test_drafts_keep_the_distribution(options, head, n, monkeypatch):
     """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
     mx.random.seed(2)
     sampler = mlx_mtp.make_sampler(**options)
-    coins = sampler.coins(N)
-    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], N, axis=0), coins) for p in (TARGET, HEADS[head]))
+    coins = sampler.coins(n)
+    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], n, axis=0), coins) for p in (TARGET, HEADS[head]))
     drafts = mx.random.categorical(log_q)
-    accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(N,)))
+    accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(n,)))
     tokens = mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q)))
     assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
 
     most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
-    assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / N)
+    assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / n)
 
 
 def test_draft_and_target_share_the_xtc_coin():

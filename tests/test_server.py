@@ -16,12 +16,14 @@ import mlx.core as mx
 import openai
 import pytest
 from mlx_lm import sample_utils
+from mlx_lm import server as stock
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
 from openai import OpenAI
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.server import __main__ as command
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support import decoding
 from tests.support.decoding import plain
@@ -149,14 +151,14 @@ def test_penalties_equal_mlx_lm(client, demo, text_of):
     assert complete(client, **body).choices[0].text == text_of(want)
 
 
-def test_readme_examples(server, alone):
+def test_readme_examples(server, alone, capsys):
     readme = (ROOT / "README.md").read_text()
     (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", readme, re.DOTALL)
     shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
     r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
     assert json.loads(r.stdout)["choices"][0]["text"] == alone("def read_lines(path):", 40)
-    r = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, check=True)
-    assert r.stdout == alone("Write a binary search in Python.", 40, chat=True)
+    exec(python, {})
+    assert capsys.readouterr().out == alone("Write a binary search in Python.", 40, chat=True)
 
 
 # Several requests
@@ -314,8 +316,11 @@ def test_a_connection_takes_several_requests(server):
 # Flags and models
 
 
-def test_flags_are_those_of_mlx_lm():
-    text = subprocess.run([sys.executable, "-m", "mlx_lm.server", "--help"], capture_output=True, text=True).stdout
+def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--help"])
+    with pytest.raises(SystemExit):
+        stock.main()
+    text = capsys.readouterr().out
     flags = set(re.findall(r"--[a-z-]+", text)) - {"--help"}
     actions = {flag: a for a in make_parser()._actions for flag in a.option_strings}
     assert flags <= actions.keys()
@@ -441,11 +446,13 @@ def test_rejects_invalid_sizes(size, capsys):
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_start_fails_in_one_line(server, flags, message):
+def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
     flags = [str(server.port) if flag is None else flag for flag in flags]
-    command = [sys.executable, "-m", "mlx_mtp.server", "--port", "0", *flags]
-    r = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={"PYTHONPATH": "src"})
-    assert r.returncode == 2
-    (line,) = [line for line in r.stderr.splitlines() if line.startswith("mlx_mtp.server: error: ")]
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", *flags])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp.server: error: ")]
     assert message in line
-    assert "Traceback" not in r.stderr
+    assert "Traceback" not in err

@@ -130,7 +130,7 @@ def reads_what_the_template_writes(answer, sizes):
 
 
 sizes_ = st.lists(st.integers(1, 30), min_size=1, max_size=5)
-laws = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+laws = settings(suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 test_reads_what_the_template_writes = settings(laws, max_examples=50)(
     given(answers(), sizes_)(reads_what_the_template_writes)
 )

@@ -18,7 +18,7 @@ from tests.support.launch import report
 how_much, *models = sys.argv[1:]
 group = mx.distributed.init()
 rank = group.rank()
-REPEATED, N = mx.tile(PROMPT, 3), 8
+REPEATED, N = mx.tile(PROMPT, 3), 6
 
 
 def load(folder, **kwargs):
