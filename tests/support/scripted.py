@@ -5,10 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import loop
+from mlx_mtp.decoding import sequence
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
-from mlx_mtp.decoding.drafter import Drafts
 
 from .decoding import plain
 
@@ -52,9 +51,9 @@ def script_copies(monkeypatch, truth: list[int], offer) -> None:
         def propose(self, k, n_unread):
             first = len(self.text) + n_unread
             tokens = [truth[i] if offer(i) else (truth[i] + 1) % 32 for i in range(first, first + k)]
-            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+            return mx.array(tokens, mx.uint32), [None] * k
 
-    monkeypatch.setattr(loop, "CopyDrafter", ScriptedCopies)
+    monkeypatch.setattr(sequence, "CopyDrafter", ScriptedCopies)
 
 
 class ScriptedRows:
@@ -69,7 +68,7 @@ class ScriptedRows:
 
     def __init__(self, model, truth: dict[int, list[int]], right: Callable[[int, int], bool]):
         self._model, self._truth, self._right = model, truth, right
-        self.batch = None  # set once there is one
+        self.decoder = None  # set once there is one
 
     def __getattr__(self, name):
         return getattr(self._model, name)
@@ -82,10 +81,11 @@ class ScriptedRows:
         V = logits.shape[-1]
         drafts = []
         # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
-        for row, n in zip(self.batch.rows, self.batch.drafter.rows.lengths):
-            truth = self._truth[row.uid]
+        cache = self.decoder.head.cache
+        for s, n in zip(self.decoder.sequences, [cache.offset] if self.decoder.is_alone else cache.rows.lengths):
+            truth = self._truth[s.uid]
             token = truth[n + 1] if n + 1 < len(truth) else 0
-            drafts.append(token if self._right(row.uid, n + 1) else (token + 1) % V)
+            drafts.append(token if self._right(s.uid, n + 1) else (token + 1) % V)
         return 0 * logits + 10 * (mx.arange(V) == mx.array(drafts)[:, None, None])
 
 
@@ -97,5 +97,5 @@ def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGener
         name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
     }
     generator = BatchGenerator(wrapped, num_draft_tokens=k, **kwargs)
-    wrapped.batch = generator.batch
+    wrapped.decoder = generator.decoder
     return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)

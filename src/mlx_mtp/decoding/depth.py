@@ -65,7 +65,7 @@ class Depth:
         seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
         times (StepTimes, optional): What steps take, to read and to feed. Default: ``None``, new ones, with ``seconds``.
         only (int, optional): Always draft this many tokens with the head, and choose only when to copy. Default: ``None``.
-        rates (Rates, optional): The acceptance of the head's drafts, where it is known. Default: ``None``, that of a new text.
+        rates (Rates, optional): The acceptance of the head's drafts, to read and to feed. Default: ``None``, a new text's.
     """
 
     FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
@@ -85,7 +85,7 @@ class Depth:
     ):
         self.most, self.only = most, only
         self.times = StepTimes(most, seconds, MAX_COPY_TOKENS) if times is None else times
-        self.rates, self.is_text_known = Rates(most) if rates is None else rates, rates is not None
+        self.rates = Rates(most) if rates is None else rates
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
         self.has_begun = False  # the first step was asked for
         self.is_alone = True  # no other generation ran during the latest step
@@ -107,7 +107,7 @@ class Depth:
             return []
         if len(self.times.seconds) < 2:  # nothing says what a draft costs
             return [Plan(k) for k in self.FIRST]
-        return [] if self.is_text_known else [Plan(k) for k in self.FIRST if k > 0]
+        return [] if self.rates.is_known else [Plan(k) for k in self.FIRST if k > 0]
 
     def next(self, odds: Sequence[float] = ()) -> Plan:
         """
