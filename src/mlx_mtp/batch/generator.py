@@ -324,8 +324,12 @@ class BatchGenerator:
                         caches[s.uid] = self._cache_of(s), s.tokens
             self.prompts = deque(s for s in self.prompts if s.uid not in uids)
             if all(s.end is not None for s in self.decoder.sequences):
-                self.decoder.clear()
+                self._clear()
         return caches if return_prompt_caches else {}
+
+    def _clear(self) -> None:
+        self.decoder.clear()
+        self.pace.clear()
 
     def _cache_of(self, s: Sequence) -> list[Any]:
         """The prompt cache of a sequence that ends while a window is in flight."""
@@ -413,7 +417,8 @@ class BatchGenerator:
             step = _result(decoder.accept())  # accept
             pace.record_drafting(step)
             responses = self._failures(running)
-            decoder.hand_over()
+            if decoder.window is not None:  # one that was alone and has failed is finalized
+                decoder.hand_over()
         self._come_and_go([s for s in running if self._goes_on(s)], ready)
         if len(decoder) > 0:
             decoder.draft(pace.next(decoder))  # draft
@@ -428,7 +433,7 @@ class BatchGenerator:
             responses = [*self._tokens(step), *responses]
         responses += self._failures(decoder.sequences)
         if all(s.end is not None for s in decoder.sequences):
-            decoder.clear()
+            self._clear()
         self._count(len(responses), time.perf_counter() - start)
         return responses
 

@@ -25,12 +25,13 @@ from ..models.rows import RowsCache
 from ..models.single import KVOptions, SingleCache
 from .acceptance import Verdict, n_leading, rewind
 from .depth import MAX_COPY_TOKENS
-from .drafter import HeadDrafter, NoHead, Records
+from .drafter import NO_TOKENS, HeadDrafter, NoHead, Records
 from .exchange import Exchange
 from .read import read_chunk, read_head
 from .sequence import Sequence
 from .step_times import PLAIN, Plan
 
+NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
@@ -206,7 +207,7 @@ class Decoder:
         self.sequences[0].begin()
         self.head.read(self.sequences[0].tokens)
         self.decided = token[None]
-        self.drafts, self.records, self.plans = mx.zeros((1, 0), mx.uint32), [[]], [PLAIN]
+        self.drafts, self.records, self.plans = NO_DRAFTS, [], [PLAIN]
         self.verify(None if embeddings is None else embeddings[None])
         assert self.window is not None
         # Not the logits: a prompt alone needs none.
@@ -234,8 +235,11 @@ class Decoder:
 
     def draft(self, plans: list[Plan]) -> None:
         """Draft for the next window, for each sequence what its plan says."""
+        self.drafts, self.records, self.plans = NO_DRAFTS, [], plans
+        if all(plan.k == 0 for plan in plans):
+            return
         limits = [0 if plan.copies else plan.k for plan in plans]
-        drafts, records = mx.zeros((len(plans), 0), mx.uint32), [[] for _ in plans]
+        drafts, records = mx.zeros((len(plans), 0), mx.uint32), [[] for _ in plans]  # type: tuple[mx.array, Records]
         if max(limits) > 0:
             drafts, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
         plans = [plan if plan.copies else Plan(k) for plan, k in zip(plans, limits)]
@@ -246,9 +250,10 @@ class Decoder:
                 copies = self.sequences[b].copies
                 assert copies is not None
                 drafts[b, : plan.k], records[b] = copies.propose(plan.k, self.sequences[b].n_unread)
+        self.plans = plans
         if n > 0:
             mx.async_eval(drafts)
-        self.drafts, self.records, self.plans = drafts, records, plans
+            self.drafts, self.records = drafts, records
 
     # Verify
 
@@ -304,12 +309,10 @@ class Decoder:
     def _decide(self, step: Step) -> None:
         """Go on behind a step."""
         counts = [_n_decided(step, b) for b in range(len(self))]
-        if len(self) == 1:
-            self.decided = (
-                step.choices[:, counts[0] - 1 : counts[0]]
-                if counts[0] < step.choices.shape[1]
-                else step.choices[:, -1:]
-            )
+        if step.choices.shape[1] == 1:
+            self.decided = step.choices
+        elif len(self) == 1:
+            self.decided = step.choices[:, counts[0] - 1 : counts[0]]
         else:
             self.decided = mx.take_along_axis(step.choices, mx.array(counts)[:, None] - 1, axis=1)
         for b, s in enumerate(self.sequences):
@@ -378,10 +381,10 @@ class Decoder:
     def _verdict(self, b: int, window: Window, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
         """The verdict on positions i to j, and their log probabilities, each [1, V]"""
         s, k = self.sequences[b], window.plans[b].k
-        drafts = window.drafts[b, :k]
+        drafts, records = (window.drafts[b, :k], window.records[b]) if window.n_drafts > 0 else (NO_TOKENS, [])
         # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
         rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
-        return s.acceptance.accept(rows, drafts[i:j], window.records[b][i:j], s.n_decided + i), rows
+        return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_decided + i), rows
 
     def _accept_in_order(self, window: Window) -> Generator[Token, None, tuple[Step, mx.array, list[mx.array]]]:
         """Call each processor and the sampler once a token, in order, and yield each accepted draft before the next."""
@@ -479,7 +482,7 @@ class Decoder:
                 (window.hidden, kept[0]),
                 False,
             )
-            cache.quantize()
+            cache.quantize()  # what the pass has added, as mlx-lm does
         else:
             cache.roll_back(kept)
             self.n_tokens, self.window = [n + new for n, new in zip(self.n_tokens, kept)], None

@@ -163,11 +163,11 @@ class Depth:
         # The first step at a depth is not counted, and one more would leave a pause for the time of two.
         return [Plan(2)] * 3 if would_pay else []
 
-    def observe(self, plan: Plan, n_accepted: int, seconds: float | None, is_alone: bool = True) -> None:
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
         Args:
             plan (Plan): What a step drafted.
-            n_accepted (int): The number of drafts that were accepted.
+            n_accepted (float): The number of drafts that were accepted; of several sequences the mean.
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
             is_alone (bool): Whether no other generation ran in between: its steps would count as part of this one.
@@ -178,7 +178,7 @@ class Depth:
             self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
         if not plan.copies and plan.k > 0:
-            self.rates.count_window(plan.k, n_accepted)
+            self.rates.count_window(plan.k, int(n_accepted))
         elif plan.copies and n_accepted == plan.k == self.times.most_copies < MAX_COPY_TOKENS:
             self.times.most_copies *= 2
 
@@ -200,7 +200,7 @@ class Depth:
             self.planned.insert(0, plan)  # once more
         return None
 
-    def _account(self, plan: Plan, n_accepted: int, seconds: float | None) -> None:
+    def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
         """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""
         # A pause, such as a slow reader's, neither allows more probing nor counts as lost by a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)

@@ -38,7 +38,7 @@ class Pace:
         self.of_many = BatchDepth(size_times(model))
         self.of_copies = BatchDepth(SizeTimes())  # where no head drafts: what steps then take is no one else's
         self.asked: list[Asked] = []  # of the latest windows
-        self.planned: tuple[Plan, Depth | None] = PLAIN, None
+        self.planned: tuple[Plan, Depth | None] | None = None  # of the next window
 
     def next(self, decoder: Decoder) -> list[Plan]:
         """What each sequence drafts."""
@@ -94,9 +94,10 @@ class Pace:
         """Call when the device was given a window, before the caller can turn to another generation."""
         assert decoder.window is not None
         self.clock.take_turn()
-        if not self.asked and len(decoder) == 1:  # the prompt's last token
+        if self.planned is None:  # nobody was asked for a window of one prompt's last token
             self.planned = PLAIN, depth_of(self.model, decoder.sequences[0])
         self.asked = [*self.asked[-2:], Asked(decoder.sequences, *self.planned, decoder.window.n_drafts)]
+        self.planned = None
 
     def record_drafting(self, step: Step) -> None:
         """Call when a step's drafts have been accepted or rejected."""
@@ -123,12 +124,17 @@ class Pace:
             return
         # Drafts that the head was too unsure of count as rejected: they were paid for.
         n_accepted = sum(step.n_accepted) / len(step.sequences) if several else step.n_accepted[0]
-        outcome = depth, plan if not several else Plan(step.window.n_drafts), n_accepted
-        is_first = not self.clock.record(outcome, _is_clear(beside, is_plain))
+        plan = Plan(step.window.n_drafts) if several else plan
+        is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(beside, is_plain))
         if is_first and (several or len(self.asked) > 2):
-            depth.observe(*outcome[1:], None)
+            depth.observe(plan, n_accepted, None, True)
         for (depth, plan, n_accepted), seconds, is_alone in self.clock.known():
             depth.observe(plan, n_accepted, seconds, is_alone)
+
+    def clear(self) -> None:
+        """Let go of all sequences."""
+        self.asked = []
+        self.clock.interrupt()
 
     def interrupt(self) -> None:
         """Something else than steps took time."""

@@ -54,7 +54,6 @@ class SingleCache:
 
     def begin_pass(self) -> None:
         """Remember where the caches are."""
-        self.quantize()  # what the pass before has added, as mlx-lm does
         self.before = snapshot(self.cache.entries)
 
     def restore(self) -> None:

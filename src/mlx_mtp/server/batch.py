@@ -210,7 +210,7 @@ class Scheduler:
 
     def _count_switches(self) -> None:
         n = len(self.batch.decoder) if self.mtp else 0
-        if n > 1 and self.n_generating == 1:
+        if n > 1 >= self.n_generating:
             self.on_switch("batch")
         elif n == 1 and self.n_generating > 1:
             self.on_switch("mtp")
