@@ -25,27 +25,10 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 import mlx_mtp
+from tests.support.scripted import Scripted
 
 TURN = 16  # tokens of each prompt
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
-
-
-class Wrong:
-    """A model whose head drafts a token that is never right."""
-
-    def __init__(self, model: Any):
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        # The end of a text, which no test here reaches, costs what every other draft does.
-        logits = self._model.draft_logits(hidden)
-        return mx.where(mx.arange(logits.shape[-1]) == 0, logits.max() + 1, logits)
 
 
 AGAIN = "plain again"
@@ -107,7 +90,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(mlx_mtp.DEMO))
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
-    drafting: Any = Wrong(model) if args.wrong else model
+    drafting: Any = Scripted(model, [], lambda i: False) if args.wrong else model
     depths = [d if d == "auto" else int(d) for d in args.num_draft_tokens]
     print("batch  drafts       tokens/s of mlx-lm  ratio: wall  low to high   CPU")
     for B in args.batch:

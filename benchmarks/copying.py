@@ -36,7 +36,7 @@ import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.benchmark.runs import in_turn
 from mlx_mtp.decoding.depth import MAX_DRAFT_TOKENS
-from mlx_mtp.models.prompt_cache import n_tokens
+from tests.support.scripted import Scripted
 
 try:
     from rapid_mlx.spec_decode.mtp import generator as rapid
@@ -50,46 +50,10 @@ AUTO, COPIES = "mtp auto", "mtp auto, copies"
 TURN = 64  # tokens
 
 
-class Reciting:
-    """A model that says a text, whatever it would say itself.
-
-    Args:
-        model (nn.Module): Does the work.
-        text (List[int]): The prompt and the answer.
-        acceptance (float, optional): How often a draft of the head is right. Default: ``None``, as its guesses are.
-    """
-
-    def __init__(self, model: Any, text: list[int], acceptance: float | None = None):
-        self._model, self._text = model, mx.array(text)
-        self._right = acceptance and [random.Random(i).random() < acceptance for i in range(len(text))]
-        self._rows = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, inputs: mx.array, cache: list[Any], **kwargs: Any) -> Any:
-        next_token = n_tokens(cache[: len(self._model.layers)]) + 1
-        out = self._model(inputs, cache=cache, **kwargs)
-        logits, *hidden = out if isinstance(out, tuple) else (out,)
-        said = self._say(logits, next_token)
-        return (said, *hidden) if hidden else said
-
-    def _say(self, logits: mx.array, first: int) -> mx.array:
-        """The logits [B, T, V] of T tokens of the text from ``first`` on."""
-        tokens = self._text[mx.minimum(mx.arange(first, first + logits.shape[1]), self._text.size - 1)]
-        return 0 * logits + 20 * (mx.arange(logits.shape[-1]) == tokens[:, None])
-
-    def mtp(self, embeddings: mx.array, hidden: mx.array, cache: Any, last_only: bool = False) -> mx.array:
-        out = self._model.mtp(embeddings, hidden, cache, last_only)
-        self._rows = cache.offset
-        return out
-
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        logits = self._model.draft_logits(hidden)
-        if self._right is None:
-            return logits
-        i = min(self._rows + 1, len(self._right) - 1)  # the last of n rows guesses token n + 1
-        return self._say(logits, i if self._right[i] else 0)
+def reciting(model: Any, text: list[int], acceptance: float | None) -> Scripted:
+    """A model that says a prompt and its answer. Its head is right that often, or as its own guesses are."""
+    coins = None if acceptance is None else [random.Random(i).random() < acceptance for i in range(len(text))]
+    return Scripted(model, text, coins and coins.__getitem__, says=True)
 
 
 def runs_of(model: Any, rapid_model: Any) -> dict[str, Callable[..., Iterator[tuple[Any, ...]]]]:
@@ -174,7 +138,7 @@ def main() -> None:
             answer = tokenizer.encode("\n\n" + (ANSWERS / f"{name}.txt").read_text(encoding="utf-8"))
             n = min(n, len(answer))
             text_tokens = [*prompt.tolist(), *answer]
-            wrap = lambda m, t=text_tokens: Reciting(m, t, args.acceptance)  # noqa: E731
+            wrap = lambda m, t=text_tokens: reciting(m, t, args.acceptance)  # noqa: E731
         measure(runs, wrap, prompt[:TURN], min(n, TURN))  # compiles; reading a long prompt takes long
         rounds = [
             measure(runs, wrap, prompt, n) for _ in tqdm(range(args.repeat), desc=name, disable=None, leave=False)

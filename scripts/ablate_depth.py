@@ -1,6 +1,6 @@
 """What each constant of Depth is worth: its speed on the simulated machines and texts of tests/depth_simulation.py without it.
 
-    python -m scripts.ablate_depth                       all constants, 24 seeds: the table of docs/depth.md
+    python -m scripts.ablate_depth                       all constants, 24 seeds: the table of docs/develop/depth.md
     python -m scripts.ablate_depth --seeds 6 --only FIRST
 
 Simulated time, so that nothing else on the machine disturbs it. Needs no model.

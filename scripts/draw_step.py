@@ -76,8 +76,9 @@ def draw() -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         "<style>.token{font:13px ui-monospace,monospace}.title{font:bold 14px system-ui,sans-serif}"
-        ".words{font:12px system-ui,sans-serif;fill:#4b5563}</style>"
-        f'<rect width="{width}" height="{height}" fill="white"/>' + "\n".join(parts) + "</svg>\n"
+        ".words{font:12px system-ui,sans-serif;fill:#4b5563}.back{fill:#ffffff}"
+        "@media (prefers-color-scheme:dark){.back{fill:#0d1117}.title{fill:#e6edf3}.words{fill:#9ca3af}}</style>"
+        f'<rect class="back" width="{width}" height="{height}"/>' + "\n".join(parts) + "</svg>\n"
     )
 
 

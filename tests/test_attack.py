@@ -1,15 +1,10 @@
 """A few cases of each attack in scripts/attack."""
 
-from scripts.attack import batch, caches, loop
+import pytest
+
+from scripts.attack import batch, caches, driver, loop
 
 
-def test_fuzzed_loop():
-    assert loop.attack(count=8, seed=7) == 0
-
-
-def test_fuzzed_batch():
-    assert batch.attack(count=4, seed=7) == 0
-
-
-def test_fuzzed_prompt_cache_files():
-    assert caches.attack(count=40, seed=7) == 0
+@pytest.mark.parametrize(("module", "count"), [(loop, 8), (batch, 4), (caches, 40)])
+def test_fuzzed(module, count):
+    assert driver.attack(module.random_case, module.run_case, count, seed=1) == 0

@@ -21,14 +21,12 @@ from scipy.stats import chisquare
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sequence
-from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.decoder import Decoder
 from scripts import distribution
 from tests.support.batches import Text, run
 from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
 from tests.support.models import deep_model, tiny_model
-from tests.support.scripted import scripted
+from tests.support.scripted import script_copies, scripted
 from tests.test_processors import Alternating, Copied, RolledBack
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
@@ -134,7 +132,7 @@ def come_and_go(family, requests, k, coins):
                 num_draft_tokens=[r["max_drafts"]],
             )
             text = plain(r["prompt"], model, **options)
-            generator.model._truth[uid] = r["prompt"] + text
+            generator.model.texts[uid] = r["prompt"] + text
             rates[uid], of_uid[uid], texts[uid] = r["rate"], (r, text, step), Text()
         for uid, (r, _, arrival) in of_uid.items():
             if r["stay"] is not None and arrival + r["stay"] == step and texts[uid].finish_reason is None:
@@ -548,18 +546,8 @@ def test_rows_copy_by_themselves(copies, k, most):
     prompts = [REPEATS, REPEATS[3:], [7, *REPEATS[5:]]]
     truths = [p + plain(p, model, max_tokens=n + 20) for p in prompts]
 
-    class ScriptedCopies(CopyDrafter):
-        def odds(self, n_unread):
-            return [0.95] * 16 if copies[(len(self.text) + n_unread) % len(copies)] is not None else []
-
-        def propose(self, k, n_unread):
-            truth = next(t for t in truths if t[: len(self.text)] == self.text)
-            first = len(self.text) + n_unread
-            tokens = [truth[i] if copies[i % len(copies)] else (truth[i] + 1) % 32 for i in range(first, first + k)]
-            return mx.array(tokens, mx.uint32), [None] * k
-
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(sequence, "CopyDrafter", ScriptedCopies)
+        script_copies(m, truths, lambda i: copies[i % len(copies)])
         generator = BatchGenerator(model, num_draft_tokens=k)
         uids = generator.insert(prompts, max_tokens=[n] * 3, copy_drafts=most)
         texts = run(generator)

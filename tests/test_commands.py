@@ -27,6 +27,7 @@ PAGES = [
         "examples/*",
         "benchmarks/*.py",
         "scripts/**/*.py",
+        "scripts/*.toml",
         "src/**/*.py",
     )
     for file in ROOT.glob(pattern)

@@ -138,7 +138,7 @@ def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_toke
     prompt_cache, counts = make_prompt_cache(model), DraftCounts()
     options = dict(num_draft_tokens=depth, copy_drafts=n_copies, prompt_cache=prompt_cache, counts=counts)
     with pytest.MonkeyPatch.context() as m:
-        script_copies(m, text, lambda i: copies[i % len(copies)])
+        script_copies(m, [text], lambda i: copies[i % len(copies)])
         tokens = mtp(PROMPT, scripted, max_tokens=max_tokens, **options)
     assert tokens == truth[:max_tokens]
     assert_cache_of(model, prompt_cache, len(PROMPT) + max_tokens)
@@ -174,7 +174,7 @@ def test_resumes_after_any_stop_as_from_a_cold_start(n_copies, stops, monkeypatc
     for n in stops:
         prompt_cache = make_prompt_cache(model)
         with monkeypatch.context() as m:
-            script_copies(m, REPEATS + truth, lambda i: i % 7 != 0)
+            script_copies(m, [REPEATS + truth], lambda i: i % 7 != 0)
             steps = mtp_generate_step(mx.array(REPEATS), model, max_tokens=-1, prompt_cache=prompt_cache, **options)
             assert [next(steps)[0] for _ in range(n)] == truth[:n]
             steps.close()
@@ -251,7 +251,7 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(monkeypatch):
         options = dict(max_tokens=40, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
         truth = plain(REPEATS, model, **options)
         with monkeypatch.context() as m:
-            script_copies(m, REPEATS + truth + [0] * 20, lambda i: i % 5 != 0)
+            script_copies(m, [REPEATS + truth + [0] * 20], lambda i: i % 5 != 0)
             assert mtp(REPEATS, model, num_draft_tokens=1, copy_drafts=6, **options) == truth
 
 
@@ -389,7 +389,7 @@ class Grammar:
 def test_processors(make, monkeypatch):
     model = model_of("qwen3_5")
     truth = plain(REPEATS, model, max_tokens=40, logits_processors=[make()])
-    script_copies(monkeypatch, REPEATS + truth + [0] * 20, lambda i: i % 4 != 0)
+    script_copies(monkeypatch, [REPEATS + truth + [0] * 20], lambda i: i % 4 != 0)
     counts = DraftCounts()
     options = dict(num_draft_tokens=2, copy_drafts=5, counts=counts)
     assert mtp(REPEATS, model, max_tokens=40, logits_processors=[make()], **options) == truth

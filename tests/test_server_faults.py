@@ -252,7 +252,7 @@ def test_slow_template_delays_neither_requests_nor_the_end(tmp_path):
 
 
 def test_failed_generation_affects_no_other(tmp_path):
-    with serve(tmp_path / "log", "--mtp", "--max-tokens", str(10**6), module="tests.support.failing_server") as s:
+    with serve(tmp_path / "log", "--mtp", "--max-tokens", str(10**6), module="tests.support.scripted_server") as s:
         assert_error(*s.request(TEXT, {**GOOD, "temperature": 1.25}), 500)
         for temperature in (1, 0):
             assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == 200

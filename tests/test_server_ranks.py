@@ -66,7 +66,9 @@ WAYS = [pytest.param([], id="tensor"), pytest.param(["--pipeline"], id="pipeline
 @pytest.fixture(scope="module", params=WAYS)
 def server(request, tmp_path_factory, checkpoint):
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--model", checkpoint, *FLAGS, *request.param, module="tests.support.failing_server", ranks=2) as s:
+    with serve(
+        log, "--model", checkpoint, *FLAGS, *request.param, module="tests.support.scripted_server", ranks=2
+    ) as s:
         yield s
         with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
             unfinished.sendall(stream_request(5000))
@@ -147,7 +149,7 @@ def test_failing_request_fails_alone(server, alone):
 
 @pytest.mark.slow
 def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
-    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="tests.support.failing_server", ranks=2) as s:
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="tests.support.scripted_server", ranks=2) as s:
         body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}
         with suppress(OSError):
             assert s.request("/v1/completions", body)[0] != 200

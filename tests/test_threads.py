@@ -86,7 +86,7 @@ def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows, stops):
     truth = plain(
         PROMPT, model, max_tokens=max(stops) + 40, **{k: v for k, v in options.items() if k not in ("exact", "sampler")}
     )
-    script_copies(monkeypatch, PROMPT + truth, lambda i: i % 7 != 0)
+    script_copies(monkeypatch, [PROMPT + truth], lambda i: i % 7 != 0)
     kv = {name: value for name, value in options.items() if "kv" in name}
     for n in stops:
         prompt_cache, counts = make_prompt_cache(model), DraftCounts()

@@ -7,7 +7,6 @@ the same in a stream, hold every word that the model has said, and have a finish
 is complete must be the JSON of an object. Failures are printed, and the exit status is 1.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from scripts.attack.driver import arguments
 from tests.support.server_process import Server, serve
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
@@ -96,10 +96,7 @@ def attack(server: Server, seed: int, count: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack a server's reading of its own answers.")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("Attack a server's reading of its own answers.", count=500)
     folder = Path(tempfile.mkdtemp())
     log = folder / "server.log"
     with serve(log, "--model", str(make_model(folder / "model")), module="tests.support.scripted_server") as server:

@@ -7,14 +7,12 @@ fills with the same tokens. A sampler or processor that raises must end its own 
 that is refused must change nothing. Exit status 1 and the case's own seed where they do not.
 """
 
-import argparse
 import random
-import sys
 
 from mlx_lm.sample_utils import make_logits_processors
-from tqdm import tqdm
 
 from mlx_mtp import make_sampler
+from scripts.attack import driver
 from tests.support.batches import Fault, Faulty, Text, run
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import tiny_model
@@ -59,7 +57,7 @@ def random_row(r: random.Random) -> dict:
 
 
 def random_case(r: random.Random) -> dict:
-    """What a case does, as keyword arguments of ``attack_once``."""
+    """What a case does, as keyword arguments of ``run_case``."""
     return dict(
         family=r.choice(FAMILIES),
         coins=r.randrange(2**32),
@@ -76,7 +74,7 @@ def random_case(r: random.Random) -> dict:
     )
 
 
-def attack_once(family, coins, rows, k, options, seed, refused) -> None:
+def run_case(family, coins, rows, k, options, seed, refused) -> None:
     """
     Raises:
         AssertionError: A text, its end or its cache differs from a single run's.
@@ -99,7 +97,7 @@ def attack_once(family, coins, rows, k, options, seed, refused) -> None:
                 row["prompt"], model, max_tokens=row["max_tokens"], logits_processors=single,
                 sampler=sampler if row["is_seeded"] else None,
             )  # fmt: skip
-            generator.model._truth[uid] = row["prompt"] + want
+            generator.model.texts[uid] = row["prompt"] + want
             of_uid[uid], texts[uid] = row | {"want": want}, Text()
         for uid, row in of_uid.items():
             if row["stay"] is not None and row["arrival"] + row["stay"] == step and texts[uid].finish_reason is None:
@@ -146,28 +144,5 @@ def check(model, row, text, removed, has_caches) -> None:
         assert_goes_on(model, cache, tokens)
 
 
-def attack(count: int, seed: int) -> int:
-    """Run cases; the number that failed."""
-    n_failed = 0
-    for i in tqdm(range(count), disable=None):
-        case = random_case(random.Random(f"{seed} {i}"))
-        try:
-            attack_once(**case)
-        except Exception as e:
-            n_failed += 1
-            print(f"case {i} of seed {seed}: {type(e).__name__}: {e}\n{case}", flush=True)
-    return n_failed
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fuzz the batch against single runs.")
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    n_failed = attack(args.count, args.seed)
-    print(f"{args.count} cases, {n_failed} failed")
-    sys.exit(n_failed > 0)
-
-
 if __name__ == "__main__":
-    main()
+    driver.main("Fuzz the batch against single runs.", random_case, run_case, count=300)

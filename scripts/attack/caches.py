@@ -6,18 +6,17 @@ A damaged file is refused with one sentence, or goes on as mlx-lm does after the
 left alone: nothing tells a wrong one. Exit status 1 and the damage where it is otherwise.
 """
 
-import argparse
 import random
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from tqdm import tqdm
 
 from mlx_mtp import make_prompt_cache
+from scripts.attack import driver
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import deep_model
 
@@ -103,39 +102,34 @@ def wanted(quantized: bool) -> list[int]:
     return plain([7], model, max_tokens=4, prompt_cache=theirs, **options)
 
 
-def attack(count: int, seed: int) -> int:
-    """Damage files and go on from them; the number of times that something else came than a refusal or the right text."""
-    n_failed, model = 0, the_model()
+@cache
+def sound(quantized: bool) -> bytes:
+    """A file as it should be."""
+    model = the_model()
+    prompt_cache = make_prompt_cache(model)
+    mtp(PROMPT, model, max_tokens=9, prompt_cache=prompt_cache, **(KV if quantized else {}))
     with TemporaryDirectory() as folder:
-        sound = {}
-        for quantized in (False, True):
-            prompt_cache, sound[quantized] = make_prompt_cache(model), f"{folder}/{quantized}.safetensors"
-            mtp(PROMPT, model, max_tokens=9, prompt_cache=prompt_cache, **(KV if quantized else {}))
-            save_prompt_cache(sound[quantized], prompt_cache)
-        for i in tqdm(range(count), disable=None):
-            r, file = random.Random(f"{seed} {i}"), f"{folder}/damaged.safetensors"
-            quantized = r.random() < 0.3
-            Path(file).write_bytes(Path(sound[quantized]).read_bytes())
-            done = damage(r, file)
-            try:
-                problem = goes_on(file, **(KV if quantized else {}))
-            except Exception as e:
-                problem = f"{type(e).__name__}: {e}"
-            if problem is not None:
-                n_failed += 1
-                print(f"file {i} of seed {seed}: {problem}\n{done}", flush=True)
-    return n_failed
+        save_prompt_cache(f"{folder}/sound.safetensors", prompt_cache)
+        return Path(f"{folder}/sound.safetensors").read_bytes()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fuzz prompt cache files.")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    n_failed = attack(args.count, args.seed)
-    print(f"{args.count} files, {n_failed} failed")
-    sys.exit(n_failed > 0)
+def random_case(r: random.Random) -> dict[str, Any]:
+    """What a case does, as keyword arguments of ``run_case``."""
+    return {"quantized": r.random() < 0.3, "seed": r.getrandbits(64)}
+
+
+def run_case(quantized: bool, seed: int) -> None:
+    """
+    Raises:
+        AssertionError: Something else came than a refusal or the right text.
+    """
+    with TemporaryDirectory() as folder:
+        file = f"{folder}/damaged.safetensors"
+        Path(file).write_bytes(sound(quantized))
+        done = damage(random.Random(seed), file)
+        problem = goes_on(file, **(KV if quantized else {}))
+    assert problem is None, f"{problem}, where {done}"
 
 
 if __name__ == "__main__":
-    main()
+    driver.main("Fuzz prompt cache files.", random_case, run_case, count=500)

@@ -6,18 +6,16 @@ Each case is compared with mlx-lm's own generation, token by token, and the prom
 fills with the same tokens: both must go on alike. Exit status 1 and the case's own seed where they do not.
 """
 
-import argparse
 import random
-import sys
 import threading
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
-from tqdm import tqdm
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding.drafter import HeadDrafter
 from mlx_mtp.models.draft_lm_head import DraftLMHead
+from scripts.attack import driver
 from tests.support.decoding import assert_cache_of, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
@@ -63,7 +61,7 @@ ENDS = {"close": close, "close elsewhere": close_elsewhere, "interrupt twice": i
 
 
 def random_case(r: random.Random) -> dict:
-    """What a case does, as keyword arguments of ``run``."""
+    """What a case does, as keyword arguments of ``run_case``."""
     return dict(
         family=r.choice(FAMILIES),
         model_seed=r.randrange(3),
@@ -85,7 +83,7 @@ def random_case(r: random.Random) -> dict:
     )
 
 
-def run(
+def run_case(
     family, model_seed, n_layers, prompt, max_tokens, depth, copies, prefill_step_size, exact, draft_p_min, right, penalties,
     seed, draft_rows, kv_bits, end, n_before_end,
 ):  # fmt: skip
@@ -138,28 +136,5 @@ def run(
         assert again == plain([*prompt, *got, 5], model, max_tokens=4), "the cache goes on differently"
 
 
-def attack(count: int, seed: int) -> int:
-    """Run cases; the number that failed."""
-    n_failed = 0
-    for i in tqdm(range(count), disable=None):
-        case = random_case(random.Random(f"{seed} {i}"))
-        try:
-            run(**case)
-        except Exception as e:
-            n_failed += 1
-            print(f"case {i} of seed {seed}: {type(e).__name__}: {e}\n{case}", flush=True)
-    return n_failed
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fuzz the loop against mlx-lm's own generation.")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    n_failed = attack(args.count, args.seed)
-    print(f"{args.count} cases, {n_failed} failed")
-    sys.exit(n_failed > 0)
-
-
 if __name__ == "__main__":
-    main()
+    driver.main("Fuzz the loop against mlx-lm's own generation.", random_case, run_case, count=500)

@@ -7,7 +7,6 @@ below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a
 must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
 """
 
-import argparse
 import copy
 import json
 import random
@@ -20,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from scripts.attack.driver import arguments
 from tests.support.server_process import Server, serve
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -155,10 +155,7 @@ def attack(server: Server, seed: int, count: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack a server with hostile requests.")
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("Attack a server with hostile requests.", count=2000)
     log = Path(tempfile.mkdtemp()) / "server.log"
     with serve(log, "--mtp", "--max-tokens", "16") as server:
         failures = attack(server, args.seed, args.count)

@@ -1,6 +1,7 @@
-"""Models whose drafts are a script's."""
+"""Models that say what they are told, and drafts that are right or wrong at will."""
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -8,94 +9,122 @@ from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding import sequence
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
+from mlx_mtp.models.prompt_cache import n_tokens
 
 from .decoding import plain
 
 
 class Scripted:
-    """A model whose draft of token i is ``truth[i]`` where ``right(i)``, and another token elsewhere.
+    """A model whose head drafts right or wrong at will, and which says what it is told, for one sequence or for several.
 
-    The head itself runs, so that its cache is filled as ever; only what its lm_head says is the script's.
+    Backbone and head run, so that their caches are filled as ever; only their logits are the script's. Where a text has ended,
+    the script's token is 0.
+
+    Args:
+        model (nn.Module): Does the work.
+        texts (List[int] | Dict[int, List[int]]): The text, prompt included; of several sequences by uid.
+        right (Callable[..., bool], optional): Whether the draft of token i is right: ``right(i)``, of several sequences
+          ``right(uid, i)``. Default: ``None``, the head drafts by itself.
+        says (bool): Whether the model says the texts, whatever it would say itself.
     """
 
-    def __init__(self, model, truth: list[int], right):
-        self._model, self._truth, self._right = model, truth, right
-        self._rows = 0
+    def __init__(
+        self,
+        model: Any,
+        texts: list[int] | dict[int, list[int]],
+        right: Callable[..., bool] | None = None,
+        says: bool = False,
+    ):
+        is_one = not isinstance(texts, dict)
+        self.texts = {0: texts} if is_one else texts
+        self.decoder: Any = None  # of several sequences
+        self._model, self._says = model, says
+        self.mtp = _Head(getattr(model, "mtp", None))
+        self._right = (lambda _, i: right(i)) if is_one and right is not None else right
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *args, **kwargs):
-        return self._model(*args, **kwargs)
+    def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> Any:
+        if not self._says:
+            return self._model(inputs, cache=cache, **kwargs)
+        ends = self._ends(cache[: len(self._model.layers)])
+        out = self._model(inputs, cache=cache, **kwargs)
+        logits, *hidden = out if isinstance(out, tuple) else (out,)
+        T = logits.shape[1]
+        logits = _sure(logits, [[self._token(uid, n + 1 + t) for t in range(T)] for uid, n in ends])
+        return (logits, *hidden) if hidden else logits
 
-    def mtp(self, embeddings, hidden, cache, last_only=False):
-        out = self._model.mtp(embeddings, hidden, cache, last_only)
-        self._rows = cache.offset
-        return out
-
-    def draft_logits(self, hidden):
+    def draft_logits(self, hidden: mx.array) -> mx.array:
         logits = self._model.draft_logits(hidden)
-        # The last of n rows pairs hidden state n - 1 with token n, and guesses token n + 1.
-        i = self._rows + 1
-        draft = self._truth[i] if self._right(i) else (self._truth[i] + 1) % logits.shape[-1]
-        return 0 * logits + 10 * (mx.arange(logits.shape[-1]) == draft)
+        if self._right is None:
+            return logits
+        # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
+        return _sure(logits, [[self._draft(uid, n + 1, logits.shape[-1])] for uid, n in self._ends([self.mtp.cache])])
+
+    def _ends(self, caches: list[Any]) -> list[tuple[int, int]]:
+        """(uid, number of tokens) of each row of the caches."""
+        rows = next((c.rows for c in caches if hasattr(c, "rows")), None)
+        uids = [0] if self.decoder is None else [s.uid for s in self.decoder.sequences]
+        return list(zip(uids, [n_tokens(caches)] if rows is None else rows.lengths))
+
+    def _token(self, uid: int, i: int) -> int:
+        text = self.texts.get(uid, [])
+        return text[i] if i < len(text) else 0
+
+    def _draft(self, uid: int, i: int, V: int) -> int:
+        has_ended = i >= len(self.texts.get(uid, []))
+        return 0 if has_ended else (self._token(uid, i) + (not self._right(uid, i))) % V
 
 
-def script_copies(monkeypatch, truth: list[int], offer) -> None:
-    """Copies are offered where ``offer(i)`` is not None, for the first of them at token i, and right where it is True."""
+class _Head:
+    """A head, and the cache of its last pass."""
+
+    def __init__(self, head: Any):
+        self._head, self.cache = head, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any, *args: Any, **kwargs: Any) -> mx.array:
+        self.cache = cache
+        return self._head(embeddings, hidden, cache, *args, **kwargs)
+
+    def decode(self, x: mx.array, cache: Any) -> mx.array:
+        self.cache = cache
+        return self._head.decode(x, cache)
+
+
+def _sure(logits: mx.array, tokens: list[list[int]]) -> mx.array:
+    """Logits like these [B, T, V], of models that are sure of the tokens [B, T]."""
+    return 0 * logits + 10 * (mx.arange(logits.shape[-1]) == mx.array(tokens)[..., None])
+
+
+def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGenerator, list[int]]:
+    """A generator with a head that is right where ``right(uid, i)``, of prompts whose texts it makes out first."""
+    texts = {uid: p + plain(p, model, max_tokens=n + 10) for uid, (p, n) in enumerate(zip(prompts, max_tokens))}
+    insert = {
+        name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
+    }
+    generator = BatchGenerator(Scripted(model, texts, right), num_draft_tokens=k, **kwargs)
+    generator.model.decoder = generator.decoder
+    return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)
+
+
+def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bool | None]) -> None:
+    """Copies of these texts are offered where ``offer(i)`` is not None, for the first of them at token i, and right where True.
+
+    Each text, prompt included, is found by what has been said of it. One that has left them all is offered the first.
+    """
 
     class ScriptedCopies(CopyDrafter):
         def odds(self, n_unread):
             return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
 
         def propose(self, k, n_unread):
+            text = next((t for t in texts if t[: len(self.text)] == self.text), texts[0])
             first = len(self.text) + n_unread
-            tokens = [truth[i] if offer(i) else (truth[i] + 1) % 32 for i in range(first, first + k)]
+            tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
             return mx.array(tokens, mx.uint32), [None] * k
 
     monkeypatch.setattr(sequence, "CopyDrafter", ScriptedCopies)
-
-
-class ScriptedRows:
-    """A model whose draft of token i of a sequence is right where ``right(uid, i)``, and another token elsewhere.
-
-    The head itself runs, so that its keys and values are filled as ever; only what its lm_head says is the script's. Prompts
-    must begin with an empty prompt cache.
-
-    Args:
-        truth (Dict[int, List[int]]): The text of each sequence, prompt included, by uid.
-    """
-
-    def __init__(self, model, truth: dict[int, list[int]], right: Callable[[int, int], bool]):
-        self._model, self._truth, self._right = model, truth, right
-        self.decoder = None  # set once there is one
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def __call__(self, *args, **kwargs):
-        return self._model(*args, **kwargs)
-
-    def draft_logits(self, hidden):
-        logits = self._model.draft_logits(hidden)
-        V = logits.shape[-1]
-        drafts = []
-        # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
-        cache = self.decoder.head.cache
-        for s, n in zip(self.decoder.sequences, [cache.offset] if self.decoder.is_alone else cache.rows.lengths):
-            truth = self._truth[s.uid]
-            token = truth[n + 1] if n + 1 < len(truth) else 0
-            drafts.append(token if self._right(s.uid, n + 1) else (token + 1) % V)
-        return 0 * logits + 10 * (mx.arange(V) == mx.array(drafts)[:, None, None])
-
-
-def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGenerator, list[int]]:
-    """A generator with a head that is right where ``right(uid, i)``, of prompts whose texts it makes out first."""
-    truth = {uid: p + plain(p, model, max_tokens=n + 10) for uid, (p, n) in enumerate(zip(prompts, max_tokens))}
-    wrapped = ScriptedRows(model, truth, right)
-    insert = {
-        name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
-    }
-    generator = BatchGenerator(wrapped, num_draft_tokens=k, **kwargs)
-    wrapped.decoder = generator.decoder
-    return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)

@@ -1,4 +1,11 @@
-"""``mlx_mtp.server``, in which ``chat_template_kwargs: {"say": TEXT}`` is what the model says, token by token."""
+"""``mlx_mtp.server``, in which a request says what the model says.
+
+- ``chat_template_kwargs: {"say": TEXT}``: that text, token by token.
+- A temperature of 1.25: nothing, it fails as mlx-lm's compiled samplers can.
+- A temperature of 1.125: on each rank a token of its own.
+"""
+
+from functools import partial
 
 import mlx.core as mx
 from mlx_lm import server as stock
@@ -9,14 +16,22 @@ from mlx_mtp.server.engine import ResponseGenerator
 make_sampler = ResponseGenerator._make_sampler
 
 
+@partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
+def fail(logprobs):
+    mx.random.categorical(logprobs)
+    raise ValueError("This sampler fails.")
+
+
 def say(args, tokenizer):
     tokens = iter(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False))
     return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
 
 
 def choose(self, args):
-    is_scripted = "say" in (args.chat_template_kwargs or {})
-    return say(args, self.model_provider.tokenizer) if is_scripted else make_sampler(self, args)
+    if "say" in (args.chat_template_kwargs or {}):
+        return say(args, self.model_provider.tokenizer)
+    samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
+    return samplers.get(args.sampling.temperature) or make_sampler(self, args)
 
 
 ResponseGenerator._make_sampler = choose

@@ -3,7 +3,7 @@
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
 that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
 ``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
-Nothing here reads a clock or draws a random number. docs/depth.md gives what each constant is worth.
+Nothing here reads a clock or draws a random number. docs/develop/depth.md gives what each constant is worth.
 
 How confident the head is in a draft plays no part: the host knows that only once the drafts are computed, and a step that waits
 for them before it builds the verify pass usually loses more than it saves. Where it gains, ``--tune`` finds it and

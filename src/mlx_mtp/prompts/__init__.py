@@ -24,10 +24,10 @@ KINDS = (
 COPYING = ("edit_file", "answer_from_page", "translate_json", "continue_log")  # most of the answer is in the prompt
 # Beginnings of Python files, for the demo: it has learned nothing else.
 PYTHON = (
-    'import os\nimport sys\n\n\nclass Queue:\n    """A first in, first out queue."""\n\n    def __init__(self, maxsize=0):\n',
-    "def read_config(path):\n    with open(path) as f:\n        data = f.read()\n    for line in data.splitlines():\n",
-    'def main(argv=None):\n    parser = argparse.ArgumentParser(description="Copy files")\n    parser.add_argument(',
-    "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_",
+    '"""Read and write settings."""\n\nimport json\n\n\ndef read_settings(path):\n',
+    'def main(argv=None):\n    parser = argparse.ArgumentParser(description="Find files by name")\n    parser.add_argument(',
+    'class Account:\n    """An account with a balance."""\n\n    def __init__(self, owner, balance=0):\n',
+    '"""Functions for numbers."""\n\nimport math\n\n\ndef',
 )
 
 

@@ -1,0 +1,303 @@
+"""Measure what the pages quote, and write docs/develop/measurements.md, its pictures and the demo's rows in the README.
+
+    python -m scripts.measure                     each section whose kept output is not of today's demo and commands
+    python -m scripts.measure --only batches fit  these sections
+    python -m scripts.measure --only fit --again  even if its output is of today's demo and commands
+    python -m scripts.measure --write             all that is written, from the outputs that are kept
+
+The output of a section is kept in docs/develop/measurements/NAME.txt, below the machine, date, commit, versions and commands.
+An output of another demo checkpoint stays, and the page says so. Close other programs first: all of it takes 35 minutes on two
+cores of an AMD EPYC. Reports of `mlx_mtp.benchmark` go to docs/results: run `python -m scripts.results_table` afterwards.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+from mlx_mtp import DEMO, __version__, cli
+from mlx_mtp.benchmark.row import HEAD_DEPTHS, describe_machine, read_row
+from mlx_mtp.benchmark.runs import AUTO, NO_COPIES
+from scripts.draw_measurements import PICTURES, draw_all
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "develop" / "measurements.md"
+README = ROOT / "README.md"
+DEMO_ROW = "bundled demo"  # how its rows in the README begin
+KEPT = ROOT / "docs" / "develop" / "measurements"
+WORK = ROOT / "build" / "measure"  # what the commands write, emptied before each section
+
+
+def code(output: str) -> str:
+    """An output as it is."""
+    text = output.strip("\n")
+    return f"```\n{text}\n```"
+
+
+def overall(output: str) -> str:
+    """The output of ``mlx_mtp.benchmark`` without the rows of each prompt, and without the row of docs/results.md."""
+    blocks = output.partition("\n| machine")[0].strip("\n").split("\n\n")
+    shown = []
+    for lines in (block.splitlines() for block in blocks):
+        first = next((i for i, line in enumerate(lines) if line.startswith("overall: plain")), 1)
+        shown.append("\n".join([lines[0], *lines[first:]]))
+    return code("\n\n".join(shown))
+
+
+def columns(output: str) -> str:
+    """A Markdown table of lines whose cells are two spaces apart. What is beyond the columns belongs to the last one."""
+    lines = [
+        [cell.strip() for cell in line.strip().split("  ") if cell.strip()] for line in output.strip().splitlines()
+    ]
+    head, n = lines[0], len(lines[0])
+    rows = [[*cells[: n - 1], ", ".join(cells[n - 1 :])] for cells in lines[1:]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * n, *rows))
+
+
+def fit_table(output: str) -> str:
+    """The figures of ``mlx_mtp.fit``."""
+    lines = output.splitlines()
+    first = [line.split() for line in lines].index(["before", "after", "gain"])
+    rows = [line for line in lines[first:] if line.startswith((" ", "draft ", "tokens "))]
+    return code("\n".join([*rows, *(line for line in lines if line.startswith("[INFO] Recorded"))]))
+
+
+def of_the_head(output: str) -> str:
+    """What ``mlx_mtp.convert --mtp-bits`` says about the acceptance rate."""
+    return code("\n".join(line for line in output.splitlines() if "Drafts accepted:" in line))
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page shows below one title: a table of measurements.toml, which says what its entries mean."""
+
+    name: str
+    title: str
+    says: str
+    minutes: float = 0
+    commands: Sequence[str] = ()
+    shape: str = "code"
+    optional: bool = False
+    requires: str | None = None
+    prepare: str | None = None
+    demo: bool = True
+    statuses: Sequence[int] = (0,)
+
+    @property
+    def file(self) -> Path:
+        return KEPT / f"{self.name}.txt"
+
+    def is_of_demo(self, facts: Mapping[str, str]) -> bool:
+        """Whether an output's figures are those of today's demo, or of any."""
+        return not self.demo or facts["demo"] == demo_digest()
+
+    def is_current(self) -> bool:
+        """Whether the kept output is of today's demo and commands."""
+        if not self.file.exists():
+            return False
+        facts, commands, _ = read_kept(self.file)
+        return self.is_of_demo(facts) and commands == [*self.commands]
+
+
+def read_sections() -> list[Section]:
+    text = (ROOT / "scripts" / "measurements.toml").read_text(encoding="utf-8")
+    chip = describe_machine()["chip"].lower().replace(" ", "-")
+    tables = tomllib.loads(text.replace("{chip}", chip))
+    return [Section(name, **{**table, "says": " ".join(table["says"].split())}) for name, table in tables.items()]
+
+
+def write_texts() -> None:
+    """Write texts for ``fit``: the beginnings of the descriptions of installed packages, one half to change the backbone."""
+    texts = []
+    for package in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower()):
+        description = str(package.metadata.get_payload() or package.metadata["Description"] or "").strip()
+        if package.name != "mlx-mtp" and len(description) >= 500:
+            texts.append(description[:500])
+    # mlx_lm.lora cuts off what is longer than its sequences.
+    pieces = [text[i : i + 125] for text in texts[::2] for i in range(0, 500, 125)]
+    data = WORK / "data"
+    data.mkdir(parents=True)
+    for name, part in {"train": pieces[4:], "valid": pieces[:4], "fit": texts[1::2]}.items():
+        lines = [json.dumps({"text": text}) for text in part]
+        (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+SHAPES = {f.__name__: f for f in (code, overall, columns, fit_table, of_the_head)}
+PREPARE = {f.__name__: f for f in (write_texts,)}
+
+
+def demo_digest() -> str:
+    return hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+def header(commands: Sequence[str]) -> str:
+    """What an output is of: one line for each fact."""
+    machine = describe_machine()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    facts = {
+        "machine": f"{machine['chip']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB, {machine['os']}, MLX on the "
+        f"{machine['device'].upper()}",
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "versions": f"mlx {importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}, mlx-mtp "
+        f"{__version__}",
+        "demo": demo_digest(),
+    }
+    return "\n".join([*(f"{key}: {value}" for key, value in facts.items()), *(f"command: {c}" for c in commands)])
+
+
+def read_kept(file: Path) -> tuple[dict[str, str], list[str], str]:
+    """(facts, commands, output) of a kept file."""
+    head, _, output = file.read_text(encoding="utf-8").partition("\n\n")
+    lines = [line.partition(": ") for line in head.splitlines()]
+    facts = {key: value for key, _, value in lines if key != "command"}
+    return facts, [value for key, _, value in lines if key == "command"], output
+
+
+def measure(section: Section) -> None:
+    """Run a section's commands and keep what they print.
+
+    Raises:
+        ValueError: One of them failed.
+    """
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    if section.prepare is not None:
+        PREPARE[section.prepare]()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "COLUMNS": "160"}  # tables in one piece
+    outputs: list[str] = []
+    for command in section.commands:
+        done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        if done.returncode not in section.statuses:
+            raise ValueError(f"{section.name}: exit status {done.returncode} of `{command}`.")
+        if command.split()[0] == section.commands[-1].split()[0]:
+            outputs.append(done.stdout.strip("\n"))
+    output = join(outputs)
+    SHAPES[section.shape](output)  # what the page cannot show is not kept
+    KEPT.mkdir(exist_ok=True)
+    section.file.write_text(f"{header(section.commands)}\n\n{output}\n", encoding="utf-8")
+
+
+def join(outputs: Sequence[str]) -> str:
+    """Outputs one below the other, with the head of their tables once."""
+    lines: list[str] = []
+    for output in outputs:
+        new = output.splitlines()
+        n_same = sum(a == b for a, b in zip(lines[:2], new[:2]))
+        lines += new[n_same:]
+    return "\n".join(lines)
+
+
+def write_page() -> str:
+    """The page, of the outputs that are kept."""
+    return "\n\n".join([INTRODUCTION, *(show(s) for s in read_sections() if s.file.exists())]) + "\n"
+
+
+def demo_rows() -> list[str]:
+    """The demo's rows of the README's table, as of docs/results and of the kept outputs."""
+    rows, link = [], "us: [command](docs/develop/measurements.md#{})"
+    for file in sorted((ROOT / "docs" / "results").glob("*-demo*.json")):
+        row = read_row(file)
+        *fixed, auto = (f"{row['runs'][str(run)]['ratio']:.2f}" for run in (*HEAD_DEPTHS, NO_COPIES))
+        model, drafts = f"{DEMO_ROW}, {row['model']['backbone']}", "the head alone: 1 to 4 in each step; auto"
+        ratios, command = f"{' '.join(fixed)}; {auto}", link.format("the-demo-head-and-copies-apart")
+        rows.append([model, row["machine"]["chip"], drafts, ratios, command])
+    copying = KEPT / "demo-copying.txt"
+    if copying.exists():
+        facts, _, output = read_kept(copying)
+        table = output.partition("overall: plain")[2]
+        alone, both = (re.search(rf"^  {run} +[\d.]+ +([\d.]+)", table, re.MULTILINE)[1] for run in (NO_COPIES, AUTO))
+        drafts, command = (
+            "on prompts to copy from: the head alone; both",
+            link.format("prompts-that-an-answer-copies-from"),
+        )
+        rows.append([f"{DEMO_ROW}, bfloat16", facts["machine"].partition(",")[0], drafts, f"{alone}; {both}", command])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def write_readme() -> str:
+    """The README with the demo's rows of today."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {DEMO_ROW}"))
+    others = [line for line in lines if not line.startswith(f"| {DEMO_ROW}")]
+    return "\n".join([*others[:first], *demo_rows(), *others[first:]]) + "\n"
+
+
+def show(section: Section) -> str:
+    facts, commands, output = read_kept(section.file)
+    of = "" if section.is_of_demo(facts) else ", with an earlier checkpoint of the demo"
+    when = f"{facts['machine']}; {facts['versions']}; {facts['date']}{of}."
+    parts = [f"## {section.title}", section.says, "```sh\n" + "\n".join(commands) + "\n```", when]
+    parts.append(output.strip() if facts.get("form") == "Markdown" else SHAPES[section.shape](output))
+    if section.name in PICTURES:
+        parts.append(f"![{section.title}](../pictures/{PICTURES[section.name]}.svg)")
+    return "\n\n".join(parts)
+
+
+INTRODUCTION = """# Measurements
+
+What the pages quote, each with its command and machine. `scripts/measure.py` runs the commands, keeps their output in
+[measurements/](measurements) and writes this page. Figures of one small model on a CPU say nothing about your model on an
+Apple GPU: [measure that](../speed.md), and [add it](../results.md).
+
+Runs alternate in one process, so that a machine that slows down slows all of them. A ratio is taken in each round; the
+median is shown, with the lowest and the highest. Unless a section says otherwise, speeds are relative to plain mlx-lm and
+the prompt is not counted."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what the pages quote.")
+    sections = [s for s in read_sections() if s.commands]
+    names = [s.name for s in sections]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"Sections: {', '.join(names)}.")
+    parser.add_argument(
+        "--again", action="store_true", help="Also what was measured with this demo and these commands."
+    )
+    parser.add_argument("--write", action="store_true", help="Measure nothing: write from the outputs that are kept.")
+    args = parser.parse_args()
+    chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]
+    with cli.one_line_errors("measure.py"):
+        failed = [] if args.write else measure_all(chosen, args.again)
+        PAGE.write_text(write_page(), encoding="utf-8")
+        README.write_text(write_readme(), encoding="utf-8")
+        draw_all()
+        if failed:
+            raise ValueError(" ".join(failed))
+
+
+def measure_all(sections: Sequence[Section], again: bool) -> list[str]:
+    """Measure what is to be measured; a section that fails does not keep the others from it -> the errors"""
+    errors = []
+    for section in sections:
+        if section.is_current() and not again:
+            continue
+        if section.requires is not None and find_spec(section.requires) is None:
+            print(f"{section.name}: left out, since {section.requires} is not installed", flush=True)
+            continue
+        print(f"{section.name}: about {section.minutes:g} minutes", flush=True)
+        start = time.perf_counter()
+        try:
+            measure(section)
+        except ValueError as e:
+            errors.append(str(e))
+        print(f"{section.name}: {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
+    return errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Pages: links lead somewhere, and what scripts/measure.py writes is of the outputs that are kept."""
+
+import re
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import draw_measurements, draw_step, measure
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("convert/*.md"), *ROOT.glob("tests/**/*.md")]
+SECTIONS = measure.read_sections()
+COMMANDS = [command for section in SECTIONS for command in section.commands]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page not in seen:
+            seen.add(page)
+            links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+            waiting += [page.parent / link for link in links if not link.startswith("http")]
+    assert {page.resolve() for page in ROOT.glob("docs/**/*.md")} <= seen
+
+
+# Measurements
+
+
+def test_what_is_written_is_of_the_kept_outputs():
+    assert measure.PAGE.read_text(encoding="utf-8") == measure.write_page()
+    assert measure.README.read_text(encoding="utf-8") == measure.write_readme()
+    for name, svg in draw_measurements.pictures().items():
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == svg
+
+
+def test_pictures_are_what_the_scripts_draw():
+    assert draw_step.FILE.read_text(encoding="utf-8") == draw_step.draw()
+    for file in (ROOT / "docs" / "pictures").iterdir():
+        assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    drawn = draw_measurements.latency_chart()
+    assert [series.name for series in drawn.series] == ["parts allow", "measured"]
+    assert drawn.places[1:] == sorted(drawn.places[1:], key=float)
+    for chart in (drawn, draw_measurements.fit_chart(), draw_measurements.depth_chart()):
+        for series in chart.series:
+            assert len(series.values) <= len(chart.places)
+            assert all(
+                0 <= low <= value <= high <= chart.top for value, (low, high) in zip(series.values, series.errors)
+            )
+
+
+def test_sections_are_kept_under_their_names():
+    names = [section.name for section in SECTIONS]
+    assert {file.stem for file in measure.KEPT.iterdir()} <= set(names)
+    assert len({section.title for section in SECTIONS}) == len(names)
+    for section in SECTIONS:
+        assert section.shape in measure.SHAPES
+        assert section.prepare is None or section.prepare in measure.PREPARE
+        assert section.commands or section.file.exists()
+
+
+def test_scripts_and_flags_of_the_commands_exist():
+    calls = [shlex.split(command) for command in COMMANDS if command.startswith("python -m ")]
+    assert len(calls) > 10
+    for _, _, module, *arguments in calls:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), arguments
+
+
+def section_of(commands, **more) -> measure.Section:
+    return measure.Section("one", "One", "What it shows.", commands=commands, **more)
+
+
+@pytest.fixture
+def folders(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "WORK", tmp_path / "work")
+    monkeypatch.setattr(measure, "KEPT", tmp_path / "kept")
+
+
+def test_output_is_kept_and_not_measured_again(folders, monkeypatch, capsys):
+    section = section_of(["echo first", "python -c 'print(2)'", "python -c 'print(3)'"])
+    assert not section.is_current()
+    assert measure.measure_all([section], again=False) == []
+    facts, commands, output = measure.read_kept(section.file)
+    assert commands == section.commands
+    assert output == "2\n3\n"
+    assert set(facts) == {"machine", "date", "commit", "versions", "demo"}
+    assert "earlier checkpoint" not in measure.show(section)
+    assert "```\n2\n3\n```" in measure.show(section)
+
+    capsys.readouterr()
+    measure.measure_all([section], again=False)
+    assert capsys.readouterr().out == ""
+    assert not section_of(["echo second"]).is_current()
+    monkeypatch.setattr(measure, "demo_digest", lambda: "another")
+    assert not section.is_current()
+    assert "with an earlier checkpoint of the demo" in measure.show(section)
+    assert section_of(section.commands, demo=False).is_current()
+
+
+def test_kept_output_survives_a_command_that_fails(folders):
+    assert measure.measure_all([section_of(["echo first"])], again=False) == []
+    (error,) = measure.measure_all([section_of(["exit 3"])], again=False)
+    assert error == "one: exit status 3 of `exit 3`."
+    assert measure.measure_all([section_of(["echo figures"], shape="fit_table")], again=True) != []
+    assert measure.read_kept(section_of([]).file)[2] == "first\n"
+    assert measure.measure_all([section_of(["echo 1; exit 1"], statuses=[0, 1])], again=True) == []
+
+
+def test_tables_of_outputs():
+    assert measure.columns("name  low to high   n\na     1 to 2       3  4\n") == (
+        "| name | low to high | n |\n| --- | --- | --- |\n| a | 1 to 2 | 3, 4 |"
+    )
+    assert measure.join(["a  b\n1  2", "a  b\n3  4"]) == "a  b\n1  2\n3  4"
+    report = (
+        "demo on cpu\n128 tokens\n\n  ratio\nx: plain\n  auto  2\noverall: plain\n  auto  3\n\nlast\n\n| machine | x |"
+    )
+    assert measure.overall(report) == (
+        "```\ndemo on cpu\n128 tokens\n\n  ratio\noverall: plain\n  auto  3\n\nlast\n```"
+    )
