@@ -25,7 +25,7 @@ ARROWS = {
     "cli": {"checkpoint", "decoding", "distributed", "models"},
     **{command: {"batch", "decoding", "distributed", "checkpoint", "models"} | SHARED for command in COMMANDS},
     "chat": {"generate", "decoding", "checkpoint", "models"} | SHARED,  # an answer is generated as there
-    "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
+    "fit": {"decoding", "checkpoint", "models"} | SHARED,
 }
 
 
