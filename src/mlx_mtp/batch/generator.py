@@ -219,8 +219,8 @@ class BatchGenerator:
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
             stop_sequences (List[StopSequences], optional): What ends each.
-            num_draft_tokens (List[Union[int, str]], optional): The most drafts of each in a step, as for the generator, whose
-              own is the most of all; ``None`` for the generator's.
+            num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
+              the most of all; ``None`` for the generator's.
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
               the generator's, or ``"off"`` where a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
