@@ -8,7 +8,7 @@ import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sequence
+from mlx_mtp.decoding import sources
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.size_depth import BatchDepth
 from tests.support.batches import run
@@ -125,7 +125,7 @@ def copying(monkeypatch):
             first = len(self.text) + n_unread
             return mx.array(truth[first : first + k], mx.uint32), [None] * k
 
-    monkeypatch.setattr(sequence, "CopyDrafter", Oracle)
+    monkeypatch.setattr(sources, "CopyDrafter", Oracle)
     return model, [t[len(p) : len(p) + N] for p, t in zip(PROMPTS, truths)]
 
 

@@ -266,7 +266,7 @@ class Machine:
     copy: float
 
     def seconds(self, plan: Plan) -> float:
-        return 1 + plan.k * (self.copy if plan.copies else self.head)
+        return 1 + plan.k * (self.copy if plan.is_free else self.head)
 
 
 MACHINES = [Machine(0.1, 0.04), Machine(0.25, 0.2), Machine(0.8, 0.7)]
@@ -294,15 +294,16 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
     copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN
     copies.prefill(prompt)
     while n < len(answer):
-        plan = choose.next(copies.odds(0))
-        if plan.copies:
+        odds = copies.odds(0)
+        plan = choose.next({"copies": odds} if odds else {})
+        if plan.is_free:
             wanted = zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])
             hits = [a == b for a, b in wanted]
         else:
             hits = right[n : n + plan.k]
         n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
         seconds = machine.seconds(plan)
-        is_clear = before == plan == PLAIN or (before.k > 0 and plan.k > 0 and before.copies <= plan.copies)
+        is_clear = before == plan == PLAIN or (before.k > 0 and plan.k > 0 and before.is_free <= plan.is_free)
         choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
         copies.read(answer[n : n + n_accepted + 1])
         total, n, before = total + seconds, n + n_accepted + 1, plan
@@ -316,7 +317,7 @@ class Fixed:
         self.k, self.n_copies = k, n_copies
 
     def next(self, odds):
-        return Plan(self.n_copies, copies=True) if odds and self.n_copies else Plan(self.k)
+        return Plan(self.n_copies, "copies") if odds and self.n_copies else Plan(self.k)
 
     def observe(self, plan, n_accepted, seconds):
         pass
@@ -340,7 +341,7 @@ def test_auto_takes_the_better_source(machine, share, head_rate):
 
 
 class HeadAlone(Depth):
-    def next(self, odds=()):
+    def next(self, offers=None):
         return super().next()
 
 
@@ -348,10 +349,10 @@ def test_copies_begin_short_and_lengthen():
     depth = Depth(8)
     asked = []
     for _ in range(60):
-        plan = depth.next([0.97] * MAX_COPY_TOKENS)
+        plan = depth.next({"copies": [0.97] * MAX_COPY_TOKENS})
         asked.append(plan)
         depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
-    lengths = [plan.k for plan in asked if plan.copies]
+    lengths = [plan.k for plan in asked if plan.is_free]
     assert lengths[:3] == [4, 8, 16]
     assert set(lengths[3:]) == {16}
 
@@ -360,10 +361,10 @@ def test_a_given_number_of_drafts_is_kept_beside_copies():
     depth = Depth(8, only=3)
     for i in range(60):
         odds = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
-        plan = depth.next(odds)
-        assert plan == Plan(3) or (plan.copies and odds)
+        plan = depth.next({"copies": odds} if odds else {})
+        assert plan == Plan(3) or (plan.is_free and odds)
         depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
-    assert depth.next([0.97] * MAX_COPY_TOKENS).copies
+    assert depth.next({"copies": [0.97] * MAX_COPY_TOKENS}).is_free
 
 
 # Samplers and processors

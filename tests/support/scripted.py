@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sequence
+from mlx_mtp.decoding import sources
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
 from mlx_mtp.models.prompt_cache import n_tokens
@@ -127,4 +127,4 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
             tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
             return mx.array(tokens, mx.uint32), [None] * k
 
-    monkeypatch.setattr(sequence, "CopyDrafter", ScriptedCopies)
+    monkeypatch.setattr(sources, "CopyDrafter", ScriptedCopies)

@@ -53,13 +53,16 @@ class CopyDrafter:
 
     Args:
         text (Sequence[int]): The text so far, as far back as it is known.
+        fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
         text (List[int]): This, and the tokens decided.
     """
 
-    def __init__(self, text: Sequence[int] = ()):
-        self.text = [*text]
+    name = "copies"
+
+    def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
+        self.text, self.fixed = [*text], fixed
         self.index = NGramIndex(self.text)
         self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match

@@ -238,18 +238,17 @@ class Decoder:
         self.drafts, self.records, self.plans = NO_DRAFTS, [], plans
         if all(plan.k == 0 for plan in plans):
             return
-        limits = [0 if plan.copies else plan.k for plan in plans]
+        limits = [0 if plan.is_free else plan.k for plan in plans]
         drafts, records = mx.zeros((len(plans), 0), mx.uint32), [[] for _ in plans]  # type: tuple[mx.array, Records]
         if max(limits) > 0:
             drafts, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
-        plans = [plan if plan.copies else Plan(k) for plan, k in zip(plans, limits)]
+        plans = [plan if plan.is_free else Plan(k) for plan, k in zip(plans, limits)]
         if (n := max(plan.k for plan in plans)) > drafts.shape[1]:
             drafts = mx.pad(drafts, [(0, 0), (0, n - drafts.shape[1])])
         for b, plan in enumerate(plans):
-            if plan.copies:
-                copies = self.sequences[b].copies
-                assert copies is not None
-                drafts[b, : plan.k], records[b] = copies.propose(plan.k, self.sequences[b].n_unread)
+            if plan.is_free:
+                s = self.sequences[b]
+                drafts[b, : plan.k], records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
         self.plans = plans
         if n > 0:
             mx.async_eval(drafts)

@@ -7,7 +7,7 @@ from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .clock import Clock
 from .decoder import Decoder, Step
-from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth, expected_tokens
+from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from .exchange import Exchange, Times
 from .sequence import Sequence
 from .size_depth import BatchDepth, SizeTimes
@@ -48,29 +48,21 @@ class Pace:
         return self._next_of_many(sequences, rooms)
 
     def _next_of_one(self, s: Sequence, room: int) -> Plan:
-        odds, copies = s.copy_odds(), s.options.copy_drafts
-        depth = depth_of(self.model, s)
-        if odds and isinstance(copies, int):
-            plan = Plan(copies, copies=True)
-        elif depth is not None:
-            plan = depth.next(odds if copies == "auto" else ())
-        else:
+        offers, depth = s.offers(), depth_of(self.model, s)
+        plan = next((Plan(n, name) for name in offers if (n := s.sources[name].fixed) is not None), None)
+        if plan is None and depth is not None:
+            plan = depth.next(offers)
+        if plan is None:
             plan = Plan(cast(int, s.options.num_draft_tokens))
         if plan.k > room:
-            plan = Plan(room, plan.copies) if room > 0 else PLAIN
+            plan = Plan(room, plan.source) if room > 0 else PLAIN
         self.planned = plan, depth
         return plan
 
     def _next_of_many(self, sequences: list[Sequence], rooms: list[int]) -> list[Plan]:
         k, depth = self._shared(sequences, rooms)
-        plans = []
-        for s, room in zip(sequences, rooms):
-            n_head = min(_number(s, k), room)
-            n_copies = min(s.options.copy_drafts if isinstance(s.options.copy_drafts, int) else k, room)
-            is_copy = n_copies > 0 and _is_copy_better(s, n_copies, n_head)
-            plans.append(Plan(n_copies, copies=True) if is_copy else Plan(n_head))
         self.planned = Plan(k), depth
-        return plans
+        return [_best_of_many(s, k, room)[0] for s, room in zip(sequences, rooms)]
 
     def _shared(self, sequences: list[Sequence], rooms: list[int]) -> tuple[int, Depth | None]:
         """The drafts of each sequence that has no number of its own, and who chose them."""
@@ -81,7 +73,7 @@ class Pace:
                 given.append(min(s.options.num_draft_tokens, room))
             else:
                 auto.append(room)
-            if s.options.copy_drafts == "auto" and room > 0 and s.copy_odds():
+            if room > 0 and any(s.sources[name].fixed is None for name in s.offers()):
                 follow.append(room)
         most = min(max(auto + follow), MAX_DRAFT_TOKENS)
         if most == 0 or (max(auto) == 0 and max(given) > 0):
@@ -116,7 +108,7 @@ class Pace:
         depth, plan = asked.depth, asked.plan
         if several or depth is None:
             for s, own, n in zip(step.sequences, step.window.plans, step.n_accepted):
-                if own.k > 0 and not own.copies:
+                if own.k > 0 and not own.is_free:
                     s.rates.count_window(own.k, n)
         is_wider = several and asked.n_drafts > plan.k
         if depth is None or is_wider:
@@ -148,31 +140,30 @@ def _is_clear(beside: ListOf[Asked], is_plain: bool) -> bool:
         return False
     if is_plain:  # where steps change from plain to drafting or back, more or less than this pass may be behind it
         return all(a.plan == PLAIN for a in beside)
-    # Behind a step without drafts, part of the time may be that step's. And behind copies the head has more rows to make.
-    return len(beside) == 2 and beside[0].n_drafts > 0 and beside[0].plan.copies <= last.plan.copies
+    # Behind a step without drafts, part of the time may be that step's. And behind free drafts the head has more rows to make.
+    return len(beside) == 2 and beside[0].n_drafts > 0 and beside[0].plan.is_free <= last.plan.is_free
 
 
-def _number(s: Sequence, k: int) -> int:
-    """Its own number of the head's drafts, or else the shared one."""
-    return s.options.num_draft_tokens if isinstance(s.options.num_draft_tokens, int) else k
+def _best_of_many(s: Sequence, k: int, room: int) -> tuple[Plan, list[float]]:
+    """What one of several sequences drafts where they share k, and the acceptance rates of its source.
 
-
-def _is_copy_better(s: Sequence, n_copies: int, n_head: int) -> bool:
-    """Whether so many copies are expected to yield more tokens than so many drafts of the head."""
-    odds = s.copy_odds()
-    return bool(odds) and expected_tokens(odds)[n_copies] > expected_tokens(s.rates.estimate)[n_head]
+    That is the source that is expected to yield the most tokens.
+    """
+    n = s.options.num_draft_tokens
+    best, rates = Plan(min(n if isinstance(n, int) else k, room)), s.rates.estimate
+    tokens = expected_tokens(rates)[best.k]
+    for name, odds in s.offers().items():
+        fixed = s.sources[name].fixed
+        n_free = min(k if fixed is None else fixed, room, len(odds))
+        if n_free > 0 and (more := expected_tokens(odds)[n_free]) > tokens:
+            best, rates, tokens = Plan(n_free, name), odds, more
+    return best, rates
 
 
 def _rates(s: Sequence) -> list[float]:
-    """The acceptance rates of the better source, [MAX_DRAFT_TOKENS], 0 where it may not draft as many."""
-    copies = s.options.copy_drafts
-    n_head, n_copies = (
-        _number(s, MAX_DRAFT_TOKENS),
-        min(copies if isinstance(copies, int) else MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS),
-    )
-    is_copy = _is_copy_better(s, n_copies, n_head)
-    rates, n = (s.copy_odds(), n_copies) if is_copy else (s.rates.estimate, n_head)
-    return [a if i < n else 0.0 for i, a in enumerate(rates[:MAX_DRAFT_TOKENS])]
+    """The acceptance rates of a sequence's best source, [MAX_DRAFT_TOKENS], 0 where it may not draft as many."""
+    plan, rates = _best_of_many(s, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
+    return [a if i < plan.k else 0.0 for i, a in enumerate(rates[:MAX_DRAFT_TOKENS])]
 
 
 def depth_of(model: MTPModel, s: Sequence) -> Depth | None:
@@ -187,7 +178,7 @@ def depth_of(model: MTPModel, s: Sequence) -> Depth | None:
 def step_times(model: MTPModel) -> StepTimes:
     """What steps of one sequence take. A model keeps that from one generation to the next, and begins with its settings."""
     tuned = model.drafting.tuned or Settings()
-    model.drafting.times = model.drafting.times or StepTimes(MAX_DRAFT_TOKENS, tuned.seconds, MAX_COPY_TOKENS)
+    model.drafting.times = model.drafting.times or StepTimes(MAX_DRAFT_TOKENS, tuned.seconds)
     return cast(StepTimes, model.drafting.times)
 
 

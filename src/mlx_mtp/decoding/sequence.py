@@ -11,13 +11,13 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..models.prompt_cache import PromptCache
 from .acceptance import TokenMatch, make_acceptance, rewind
-from .copies import CopyDrafter
 from .counts import DraftCounts
 from .depth import MAX_DRAFT_TOKENS, Depth
 from .options import DraftOptions
 from .processors import keeps_state
 from .rates import Rates
 from .sampling import Sampler
+from .sources import Source, make_sources
 from .step_times import Plan
 
 
@@ -67,7 +67,7 @@ class Sequence:
         # Chooses for it while it is alone, once it was asked to.
         self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
         self.rates = Rates(MAX_DRAFT_TOKENS) if self.depth is None else self.depth.rates
-        self.copies: CopyDrafter | None = None
+        self.sources: dict[str, Source] = {}  # beside the head, by name
 
     def sample_with(self, sampler: AnySampler | None) -> None:
         """
@@ -124,8 +124,7 @@ class Sequence:
 
     def begin(self) -> None:
         """The prompt is read."""
-        if self.options.copy_drafts != "off":
-            self.copies = CopyDrafter([*self.before, *self.tokens])
+        self.sources = make_sources(self.options, [*self.before, *self.tokens])
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
@@ -134,10 +133,10 @@ class Sequence:
         n, text = n_tokens - self.start, [*self.before, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
-    def copy_odds(self) -> list[float]:
-        """The probability that each token copied from the text is accepted, given that those before it are; empty where
-        nothing can be copied."""
-        return [] if self.copies is None else self.copies.odds(self.n_unread)
+    def offers(self) -> dict[str, list[float]]:
+        """Of each source that has drafts now, the probability that each is accepted, given that those before it are."""
+        odds = {name: source.odds(self.n_unread) for name, source in self.sources.items()}
+        return {name: of_each for name, of_each in odds.items() if of_each}
 
     def logprobs(self, logits: mx.array, drafts: mx.array, processors: list[LogitsProcessor] | None = None) -> mx.array:
         """Logits [1, V] of the position after some drafts [t] -> log probabilities [1, V], processed."""
@@ -158,7 +157,7 @@ class Sequence:
 
     def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
         """Take a step's tokens, now that the host knows them -> these, up to the one that ends the sequence."""
-        self.counts.add(plan.k, n_accepted, plan.copies)
+        self.counts.add(plan.k, n_accepted, plan.is_free)
         taken = tokens
         for i, token in enumerate(tokens, 1):
             self.max_tokens -= 1
@@ -170,7 +169,7 @@ class Sequence:
                 taken = tokens[:i]
                 break
         self.n_taken += len(taken)
-        if self.copies is not None:
-            self.copies.read(taken)
+        for source in self.sources.values():
+            source.read(taken)
         self.tokens += taken
         return taken
