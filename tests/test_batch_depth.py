@@ -7,22 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.batch.depth import BatchDepth, SizeTimes, joint
 from mlx_mtp.decoding.depth import expected_tokens
+from mlx_mtp.decoding.size_depth import BatchDepth, SizeTimes, joint
+from mlx_mtp.decoding.step_times import Plan
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted
 
 RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
-
-
-class FakeRow:
-    """A row whose drafts are accepted with this probability, as far as the depth sees it."""
-
-    finish_reason = None
-
-    def __init__(self, rate: float):
-        self.acceptance_rates = [rate] * 8
 
 
 @given(rows=st.lists(RATES, min_size=1, max_size=8))
@@ -36,12 +28,12 @@ def simulate(depth: BatchDepth, seconds, rows, n_steps: int) -> list[int]:
     """The depths of steps with these rows, where a step of B rows with k drafts takes ``seconds(B, k)``."""
     asked, B, coins = [], len(rows), random.Random(0)
     for _ in range(n_steps):
-        k = depth.next(rows)
+        k = depth.next(B, [[rate] * 8 for rate in rows])
         accepted = []
-        for row in rows:
-            coin = [coins.random() < a for a in row.acceptance_rates[:k]]
+        for rate in rows:
+            coin = [coins.random() < rate for _ in range(k)]
             accepted.append(coin.index(False) if False in coin else k)
-        depth.observe(B, k, sum(accepted) / B, seconds(B, k))
+        depth.of(B).observe(Plan(k), sum(accepted) / B, seconds(B, k))
         asked.append(k)
     return asked
 
@@ -59,7 +51,7 @@ def best(B, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    asked = simulate(BatchDepth(SizeTimes()), linear, [FakeRow(rate)] * B, 200)
+    asked = simulate(BatchDepth(SizeTimes()), linear, [rate] * B, 200)
     gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
     k = best(B, rate)
     assert gained > 0.93 * sum(rate**i for i in range(k + 1)) / linear(B, k)
@@ -67,7 +59,7 @@ def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
 
 def test_rows_of_different_texts_share_a_depth():
     """Rows of which every draft is right are worth drafts for the batch, but fewer beside one that is never right."""
-    right, wrong = FakeRow(1.0), FakeRow(0.0)
+    right, wrong = 1.0, 0.0
 
     def usual(rows):
         return median(simulate(BatchDepth(SizeTimes()), linear, rows, 100)[60:])
@@ -81,11 +73,11 @@ def test_rows_of_different_texts_share_a_depth():
 def test_a_new_size_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
     depth = BatchDepth(SizeTimes())
-    simulate(depth, linear, [FakeRow(0.9)] * 2, 100)
-    asked = simulate(depth, lambda B, k: slower * linear(B, k), [FakeRow(0.9)] * 3, 10)
+    simulate(depth, linear, [0.9] * 2, 100)
+    asked = simulate(depth, lambda B, k: slower * linear(B, k), [0.9] * 3, 10)
     assert asked.count(0) <= 1
     # And comes back to a size as it left it.
-    assert depth.next([FakeRow(0.9)] * 2) > 0
+    assert depth.next(2, [[0.9] * 8] * 2) > 0
 
 
 def test_times_are_kept_from_one_batch_to_the_next():

@@ -20,8 +20,8 @@ from scipy.stats import chisquare
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
-from mlx_mtp.batch.decoder import Batch
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding.decoder import Decoder
 from scripts import distribution
 from tests.support.batches import Text, run
 from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
@@ -149,7 +149,7 @@ def come_and_go(family, requests, k, coins):
             cache, tokens = texts[uid].last.prompt_cache, r["prompt"] + text
         if tokens:
             is_cache_of(model, cache, tokens)
-    assert len(generator.batch) == 0
+    assert len(generator.decoder) == 0
 
 
 @pytest.mark.parametrize("stops", STOPS)
@@ -396,7 +396,7 @@ def test_draft_vocabulary_of_a_batch():
     generator.insert(PROMPTS[:3], max_tokens=[20] * 3)
     texts = run(generator, n_steps=8)
     written = {token for text in texts.values() for token in text.tokens}
-    assert set(generator.batch.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
+    assert set(generator.decoder.head.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
     texts = run(generator, texts)
     assert [texts[uid].tokens for uid in range(3)] == want
 
@@ -423,13 +423,13 @@ def test_one_step_waits_once_at_most(monkeypatch):
     """Without drafts no step waits before the next pass is on its way: plain decoding."""
     order: list[str] = []
     for name in ("verify", "wait"):
-        original = getattr(Batch, name)
+        original = getattr(Decoder, name)
 
         def noted(self, *args, name=name, original=original):
             order.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(Batch, name, noted)
+        monkeypatch.setattr(Decoder, name, noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
     generator.insert(PROMPTS[:2], max_tokens=[8, 8])
     run(generator)

@@ -7,11 +7,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import Depth, batch_generate
-from mlx_mtp.batch import row as row_module
-from mlx_mtp.batch.depth import BatchDepth
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding import sources
 from mlx_mtp.decoding.copies import CopyDrafter
-from mlx_mtp.decoding.drafter import Drafts
+from mlx_mtp.decoding.size_depth import BatchDepth
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
@@ -124,9 +123,9 @@ def copying(monkeypatch):
         def propose(self, k, n_unread):
             truth = next(t for t in truths if t[: len(self.text)] == self.text)
             first = len(self.text) + n_unread
-            return Drafts(mx.array(truth[first : first + k], mx.uint32), [None] * k)
+            return mx.array(truth[first : first + k], mx.uint32), [None] * k
 
-    monkeypatch.setattr(row_module, "CopyDrafter", Oracle)
+    monkeypatch.setattr(sources, "CopyDrafter", Oracle)
     return model, [t[len(p) : len(p) + N] for p, t in zip(PROMPTS, truths)]
 
 
@@ -162,7 +161,7 @@ def test_the_generators_number_of_copies_is_for_all(copying):
 @pytest.mark.parametrize("k", [0, "auto"])
 def test_auto_copies_are_as_many_as_the_depth_says(copying, monkeypatch, k):
     choose = BatchDepth.next
-    monkeypatch.setattr(BatchDepth, "next", lambda self, rows: (choose(self, rows), 5)[1])
+    monkeypatch.setattr(BatchDepth, "next", lambda self, n_rows, rates: (choose(self, n_rows, rates), 5)[1])
     model, want = copying
     generator = BatchGenerator(model, num_draft_tokens=k, copy_drafts="auto")
     generator.insert(PROMPTS, max_tokens=[N, N], num_draft_tokens=[0, 0], copy_drafts=["auto", "off"])
@@ -174,7 +173,7 @@ def test_auto_copies_are_as_many_as_the_depth_says(copying, monkeypatch, k):
 
 def test_no_depth_is_asked_for_where_nothing_is_drafted(monkeypatch):
     """Plain decoding, and rows whose copies are their own number."""
-    monkeypatch.setattr(BatchDepth, "next", lambda self, rows: 1 / 0)
+    monkeypatch.setattr(BatchDepth, "next", lambda self, n_rows, rates: 1 / 0)
     model = model_of("qwen3_5")
     for given in ({"num_draft_tokens": 0}, {"num_draft_tokens": 0, "copy_drafts": 4}):
         generator = BatchGenerator(model, **given)

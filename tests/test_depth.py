@@ -112,7 +112,7 @@ def test_known_times_hold_until_contradicted():
 
 def test_a_doubtful_copy_is_not_repeated():
     """There may be nothing to copy at the next step."""
-    depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, copies=True)
+    depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, "copies")
     for seconds in (5.0, 1.0):  # the first one compiles
         depth.observe(copy, 4, seconds)
     depth = depth.for_text()

@@ -512,7 +512,7 @@ def test_unsure_drafts_count_as_rejected():
     seen = []
 
     class Watched(Depth):
-        def next(self, odds=()):
+        def next(self, offers=None):
             return Plan(3)
 
         def observe(self, plan, n_accepted, seconds, is_alone):

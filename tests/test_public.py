@@ -29,7 +29,7 @@ ARROWS = {
         for command in COMMANDS
     },
     "chat": {"generate", "decoding", "checkpoint", "models"} | SHARED,  # an answer is generated as there
-    "fit": {"convert", "decoding", "checkpoint", "models"} | SHARED,  # a fitted head is written as a grafted one
+    "fit": {"decoding", "checkpoint", "models"} | SHARED,
 }
 
 

@@ -24,7 +24,7 @@ def test_several_sequences_are_said_and_drafted_by_the_script():
     """Each at its own pace, and one that comes later."""
     model = Scripted(tiny_model("qwen3_5"), {}, lambda uid, i: uid > 0, says=True)
     generator = BatchGenerator(model, num_draft_tokens=3, copy_drafts="off", max_tokens=20)
-    model.batch = generator.batch
+    model.decoder = generator.decoder
     uids = generator.insert(PROMPTS[:2])
     model.texts.update({uid: PROMPTS[uid] + SAID[uid] for uid in range(3)})
     texts = run(generator, n_steps=3)

@@ -77,7 +77,8 @@ def server(request, tmp_path_factory, checkpoint):
             answer = b""
             while chunk := unfinished.recv(65536):
                 answer += chunk
-        assert answer.endswith(b"data: [DONE]\n\n")
+        body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
+        assert answer.endswith(body + end)
         assert s.statuses() == [0, 0]
 
 

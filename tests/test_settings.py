@@ -15,7 +15,7 @@ from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.recommend import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding.loop import step_times
+from mlx_mtp.decoding.pace import step_times
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.models.drafting import Settings
 from tests.support.checkpoints import configure, copied, edit

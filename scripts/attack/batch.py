@@ -106,7 +106,7 @@ def run_case(family, coins, rows, k, options, seed, refused) -> None:
         run(generator, texts, 1)
         if len(generator) == 0 and step > 20:
             break
-    assert len(generator) == len(generator.batch) == 0, "it never ends"
+    assert len(generator) == len(generator.decoder) == 0, "it never ends"
     for uid, row in of_uid.items():
         check(model, row, texts[uid], removed.get(uid), options["return_prompt_caches"])
 

@@ -5,12 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.batch import row as row_module
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import loop
+from mlx_mtp.decoding import sources
 from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
-from mlx_mtp.decoding.drafter import Drafts
 from mlx_mtp.models.prompt_cache import n_tokens
 
 from .decoding import plain
@@ -39,7 +37,7 @@ class Scripted:
     ):
         is_one = not isinstance(texts, dict)
         self.texts = {0: texts} if is_one else texts
-        self.batch: Any = None  # the several sequences, once they are in one
+        self.decoder: Any = None  # of several sequences
         self._model, self._says = model, says
         self.mtp = _Head(getattr(model, "mtp", None))
         self._right = (lambda _, i: right(i)) if is_one and right is not None else right
@@ -67,7 +65,8 @@ class Scripted:
     def _ends(self, caches: list[Any]) -> list[tuple[int, int]]:
         """(uid, number of tokens) of each row of the caches."""
         rows = next((c.rows for c in caches if hasattr(c, "rows")), None)
-        return [(0, n_tokens(caches))] if rows is None else list(zip((r.uid for r in self.batch.rows), rows.lengths))
+        uids = [0] if self.decoder is None else [s.uid for s in self.decoder.sequences]
+        return list(zip(uids, [n_tokens(caches)] if rows is None else rows.lengths))
 
     def _token(self, uid: int, i: int) -> int:
         text = self.texts.get(uid, [])
@@ -108,7 +107,7 @@ def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGener
         name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
     }
     generator = BatchGenerator(Scripted(model, texts, right), num_draft_tokens=k, **kwargs)
-    generator.model.batch = generator.batch
+    generator.model.decoder = generator.decoder
     return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)
 
 
@@ -126,7 +125,6 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
             text = next((t for t in texts if t[: len(self.text)] == self.text), texts[0])
             first = len(self.text) + n_unread
             tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
-            return Drafts(mx.array(tokens, mx.uint32), [None] * k)
+            return mx.array(tokens, mx.uint32), [None] * k
 
-    for module in (loop, row_module):
-        monkeypatch.setattr(module, "CopyDrafter", ScriptedCopies)
+    monkeypatch.setattr(sources, "CopyDrafter", ScriptedCopies)

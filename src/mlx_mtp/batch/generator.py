@@ -4,31 +4,30 @@ import contextlib
 import copy
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator
+from collections.abc import Sequence as ListOf
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import StopSequences, generation_stream
+from mlx_lm.generate import StopSequences, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.models.cache import QuantizedKVCache
-from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.counts import DraftCounts
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from ..decoding.options import CopyDrafts, check_model, resolve
-from ..models.mtp import run_head
-from ..models.prompt_cache import PromptCache, open_prompt_cache
-from ..models.protocol import MTPModel
-from .decoder import Batch, Step
-from .depth import BatchPace, NumDraftTokens, resolve_batch_number, resolve_depth
+from ..decoding.decoder import Decoder, Step
+from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
+from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
+from ..decoding.pace import Pace, size_times
+from ..decoding.read import read_chunk
+from ..decoding.sequence import Sequence
+from ..models.prompt_cache import open_prompt_cache
+from ..models.single import KVOptions
 from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
-from .row import Row
-
-CLEAR_EVERY = 512  # steps, as mlx-lm
 
 
 @dataclass
@@ -69,53 +68,6 @@ class Response:
     error: Exception | None = None
 
 
-@dataclass(eq=False)
-class Prompt:
-    """A sequence whose prompt is being read, as far as its last token.
-
-    Args:
-        row (Row): The sequence; its tokens are those in the cache.
-        cache (PromptCache): What is read so far.
-        segments (List[List[int]]): What is left; the last one is the prompt's last token.
-    """
-
-    row: Row
-    cache: PromptCache
-    segments: list[list[int]]
-
-    def __post_init__(self) -> None:
-        self.n_read, self.n_tokens = 0, sum(map(len, self.segments))
-
-    @property
-    def is_read(self) -> bool:
-        return len(self.segments) == 1
-
-    def read(self, model: MTPModel, most: int) -> PromptResponse:
-        """Read up to ``most`` tokens, at most to the end of a segment."""
-        segment = self.segments[0]
-        tokens, self.segments[0] = segment[:most], segment[most:]
-        n_cached = self.cache.n_tokens
-        _read(model, self.cache, mx.array(tokens, mx.uint32))
-        self.row.tokens += tokens
-        self.cache.record(n_cached + len(tokens), [*self.row.before, *self.row.tokens])
-        self.n_read += len(tokens)
-        is_end = not self.segments[0]
-        if is_end:
-            self.segments.pop(0)
-        return PromptResponse(self.row.uid, (self.n_read, self.n_tokens), is_end, False)
-
-
-def _read(model: MTPModel, cache: PromptCache, tokens: mx.array) -> None:
-    """Read tokens [T] into all caches. Each pairs with the hidden state before it in the head, where there is one."""
-    _, hidden = model(tokens[None], cache=cache.entries, return_hidden=True)
-    pairs = hidden[:, :-1] if cache.last_hidden is None else mx.concatenate([cache.last_hidden, hidden[:, :-1]], axis=1)
-    if (t := pairs.shape[1]) > 0:
-        run_head(model, pairs, tokens[-t:], cache.head)
-    cache.last_hidden = mx.contiguous(hidden[:, -1:])
-    mx.eval([c.state for c in cache.entries])
-    mx.clear_cache()
-
-
 def _check_count(name: str, value: Any) -> int:
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of 1 or more, not {value}.")
@@ -149,6 +101,7 @@ class BatchGenerator:
         min_decode_share (float): The share of the time that steps get while prompts are read, from 0 to below 1.
           Default: ``0.33``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
+        kv (KVOptions): When and how to quantize keys and values; sequences then generate one after the other. Default: never.
         stream (mx.Stream, optional): Where to run. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
@@ -162,7 +115,7 @@ class BatchGenerator:
         model: nn.Module,
         *,
         max_tokens: int = 128,
-        stop_tokens: Sequence[Sequence[int]] | None = None,
+        stop_tokens: ListOf[ListOf[int]] | None = None,
         sampler: Sampler | None = None,
         logits_processors: list[LogitsProcessor] | None = None,
         num_draft_tokens: NumDraftTokens | None = None,
@@ -172,24 +125,29 @@ class BatchGenerator:
         max_token_gap: float = MAX_TOKEN_GAP,
         min_decode_share: float = MIN_DECODE_SHARE,
         return_prompt_caches: bool = True,
+        kv: KVOptions = KVOptions(),  # noqa: B008
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
-        self.model: Any = check_model(model)
+        self.model: Any = check_model(model, num_draft_tokens, copy_drafts)
         self.max_tokens = _check_count("max_tokens", max_tokens)
         self.completion_batch_size = _check_count("completion_batch_size", completion_batch_size)
+        if kv.kv_bits is not None:
+            self.completion_batch_size = 1
         _check_count("prefill_step_size", prefill_step_size)
         self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
-        self.sampler, self.logits_processors = sampler or greedy_sampler, logits_processors or []
+        self.sampler, self.logits_processors = sampler, logits_processors or []
         self.stop_sequences = StopSequences(stop_tokens or None)
-        self.pace = BatchPace(self.model, resolve_depth(self.model, num_draft_tokens))
         self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
-        resolve(self.model, num_draft_tokens, copy_drafts)  # checks them
+        self._resolve(num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
-        self.prompts: deque[Prompt] = deque()
+        self.pace = Pace(self.model, size_times(self.model))
         if self.pace.exchange is not None:
             with mx.stream(self.stream):
                 self.pace.exchange.begin(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
-        self.batch = Batch(self.model, return_prompt_caches, self.pace.exchange)
+        self.kv, self.return_prompt_caches = kv, return_prompt_caches
+        self.prompts: deque[Sequence] = deque()  # that are being read, as far as their last token
+        p_min = resolve(self.model).p_min
+        self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=self.pace.exchange, stream=self.stream)
         self._uid_count = 0
         self._counters = BatchCounters()
         self._old_wired_limit = maybe_set_recommended_wired_limit()
@@ -197,7 +155,7 @@ class BatchGenerator:
     def close(self) -> None:
         """Let go of all sequences, and restore the wired limit."""
         self.prompts.clear()
-        self.batch.clear()
+        self.decoder.clear()
         if self.pace.exchange is not None:
             mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
         self._restore_wired_limit()
@@ -212,7 +170,7 @@ class BatchGenerator:
             self._old_wired_limit = None
 
     def __len__(self) -> int:
-        return len(self.prompts) + sum(row.finish_reason is None for row in self.batch.rows)
+        return len(self.prompts) + sum(s.end is None for s in self.decoder.sequences)
 
     @contextlib.contextmanager
     def stats(self) -> Generator[BatchStats, None, None]:
@@ -228,8 +186,8 @@ class BatchGenerator:
     @property
     def prompt_cache_nbytes(self) -> int:
         """The size of the caches in use."""
-        prompts = sum(int(c.nbytes) for prompt in self.prompts for c in prompt.cache.entries)
-        return prompts + self.batch.nbytes
+        prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
+        return prompts + self.decoder.nbytes
 
     # Sequences come and go
 
@@ -243,11 +201,11 @@ class BatchGenerator:
         max_tokens: list[int] | None = None,
         caches: list[list[Any]] | None = None,
         all_tokens: list[list[int]] | None = None,
-        samplers: Sequence[Sampler | None] | None = None,
+        samplers: ListOf[Sampler | None] | None = None,
         logits_processors: list[list[LogitsProcessor]] | None = None,
         stop_sequences: list[StopSequences] | None = None,
-        num_draft_tokens: Sequence[NumDraftTokens | None] | None = None,
-        copy_drafts: Sequence[CopyDrafts | None] | None = None,
+        num_draft_tokens: ListOf[NumDraftTokens | None] | None = None,
+        copy_drafts: ListOf[CopyDrafts | None] | None = None,
         counts: list[DraftCounts] | None = None,
     ) -> list[int]:
         """
@@ -261,8 +219,8 @@ class BatchGenerator:
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
             stop_sequences (List[StopSequences], optional): What ends each.
-            num_draft_tokens (List[Union[int, str]], optional): The most drafts of each in a step, as for the generator, whose
-              own is the most of all; ``None`` for the generator's.
+            num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
+              the most of all; ``None`` for the generator's.
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
               the generator's, or ``"off"`` where a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
@@ -288,83 +246,100 @@ class BatchGenerator:
             "counts": counts or [DraftCounts() for _ in segments],
         }
         for name, values in options.items():
-            is_list = isinstance(values, Sequence) and not isinstance(values, str)
+            is_list = isinstance(values, ListOf) and not isinstance(values, str)
             if not is_list or len(values) != n:
                 got = len(values) if is_list else values
                 raise ValueError(f"{name} must have an entry for each prompt: {n}, not {got}.")
-        new = [self._prompt_of(i, *given) for i, given in enumerate(zip(segments, *options.values()))]
+        names = ["segments", *options]
+        new = [
+            self._sequence_of(i, **dict(zip(names, given))) for i, given in enumerate(zip(segments, *options.values()))
+        ]
         self._uid_count += n
         self.prompts.extend(new)
-        return [prompt.row.uid for prompt in new]
+        return [s.uid for s in new]
 
-    def _prompt_of(
+    def _sequence_of(
         self,
         i: int,
+        *,
         segments: list[list[int]],
         max_tokens: int,
-        cache: list[Any] | None,
-        tokens: list[int],
-        sampler: Sampler | None,
-        processors: list[LogitsProcessor],
+        caches: list[Any] | None,
+        all_tokens: list[int],
+        samplers: Sampler | None,
+        logits_processors: list[LogitsProcessor],
         stop_sequences: StopSequences,
         num_draft_tokens: NumDraftTokens | None,
         copy_drafts: CopyDrafts | None,
         counts: DraftCounts,
-    ) -> Prompt:
+    ) -> Sequence:
+        """Prompt i of a call; each argument is its entry of that of ``insert_segments``."""
         segments = [list(segment) for segment in segments if segment]
         if not segments:
             raise ValueError(f"Prompt {i} is empty.")
         _check_count(f"max_tokens of prompt {i}", max_tokens)
-        max_drafts, copy_drafts = self._drafts_of(num_draft_tokens, copy_drafts)
-        if any(isinstance(c, QuantizedKVCache) for c in cache or []):
+        options = self._resolve(num_draft_tokens, copy_drafts)
+        if self.kv.kv_bits is None and any(isinstance(c, QuantizedKVCache) for c in caches or []):
             raise ValueError(f"The prompt cache of prompt {i} is quantized: generate with it alone, not in a batch.")
         *before, end = segments
-        segments = [s for s in (*before, end[:-1]) if s] + [end[-1:]]
-        opened = open_prompt_cache(self.model, copy.deepcopy(cache))
-        uid, stop = self._uid_count + i, stop_sequences.matcher()
-        known: list[int] = [] if tokens else opened.text
-        row = Row(
-            uid,
-            list(tokens),
-            max_tokens,
-            sampler or self.sampler,
-            list(processors),
-            stop,
-            max_drafts,
-            copy_drafts,
-            known,
-            counts,
+        return Sequence(
+            cache=open_prompt_cache(self.model, copy.deepcopy(caches)),
+            options=options,
+            max_tokens=max_tokens,
+            sampler=samplers or self.sampler,
+            logits_processors=list(logits_processors),
+            stop=stop_sequences.matcher(),
+            counts=counts,
+            segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
+            tokens=list(all_tokens),
+            uid=self._uid_count + i,
         )
-        return Prompt(row, opened, segments)
 
-    def _drafts_of(
-        self, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None
-    ) -> tuple[int, CopyDrafts]:
-        """The most drafts of a sequence, and its copies: what it asks for, and the generator's own where it does not say."""
+    def _resolve(self, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> DraftOptions:
+        """What a sequence drafts: what it asks for, or else what the generator was given, whose number is the most of all."""
         given = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        most = [resolve_batch_number(self.model, n) for n in (given, self.num_draft_tokens)]
-        copies = resolve(self.model, given, self.copy_drafts if copy_drafts is None else copy_drafts).copy_drafts
-        return min(n if isinstance(n, int) else MAX_DRAFT_TOKENS for n in most), copies
+        own = resolve(self.model, given, self.copy_drafts if copy_drafts is None else copy_drafts)
+        numbers = [own.num_draft_tokens, self.num_draft_tokens]
+        for number in numbers:
+            if isinstance(number, Depth):  # it has the times of one sequence
+                raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
+        most = min((n for n in numbers if isinstance(n, int)), default=None)
+        return own if most is None else replace(own, num_draft_tokens=most)
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
-            prompts = {
-                p.row.uid: (copy.deepcopy(p.cache.entries), p.row.tokens[:]) for p in self.prompts if p.row.uid in uids
-            }
-            rows = [row for row in self.batch.rows if row.uid in uids and not row.is_out]
-            return prompts | {row.uid: (self.batch.extract(row), row.tokens[:]) for row in rows}
+            prompts = {s.uid: (copy.deepcopy(s.cache.entries), s.tokens[:]) for s in self.prompts if s.uid in uids}
+            running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
+            return prompts | {s.uid: (self.decoder.extract(s), s.tokens[:]) for s in running}
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Take sequences out -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
-        caches = self.extract_cache(uids) if return_prompt_caches else {}
-        self.prompts = deque(p for p in self.prompts if p.row.uid not in uids)
-        for row in self.batch.rows:
-            if row.uid in uids:
-                row.finish_reason, row.is_out = "removed", True
-        if all(row.is_out for row in self.batch.rows):
-            self.batch.clear()
-        return caches
+        caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
+        with mx.stream(self.stream):
+            for s in self.decoder.sequences:
+                if s.uid in uids and s.end is None:
+                    s.end = "removed"
+                    if return_prompt_caches:
+                        caches[s.uid] = self._cache_of(s), s.tokens
+            self.prompts = deque(s for s in self.prompts if s.uid not in uids)
+            if all(s.end is not None for s in self.decoder.sequences):
+                self._clear()
+        return caches if return_prompt_caches else {}
+
+    def _clear(self) -> None:
+        self.decoder.clear()
+        self.pace.clear()
+
+    def _cache_of(self, s: Sequence) -> list[Any]:
+        """The prompt cache of a sequence that ends while a window is in flight."""
+        decoder = self.decoder
+        if not decoder.is_alone:
+            return decoder.extract(s)
+        assert decoder.window is not None
+        decoder.window.kept = [1]
+        decoder.finalize()
+        return s.cache.entries
 
     # Steps
 
@@ -377,7 +352,7 @@ class BatchGenerator:
         """
         with mx.stream(self.stream):
             ready = self._ready()
-            read = [PromptResponse(p.row.uid, (p.n_tokens,) * 2, True, True) for p in ready]
+            read = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
             read += self._read_prompts(ready)
             return read, self._step(ready)
 
@@ -388,25 +363,25 @@ class BatchGenerator:
                 return generated
         return []
 
-    def _ready(self) -> list[Prompt]:
-        """The prompts that were read before this step, as many as may generate."""
-        n_free = self.completion_batch_size - sum(row.finish_reason is None for row in self.batch.rows)
-        return [p for p in self.prompts if p.is_read][: max(n_free, 0)]
+    def _ready(self) -> list[Sequence]:
+        """The sequences whose prompts were read before this step, as many as may generate."""
+        n_free = self.completion_batch_size - sum(s.end is None for s in self.decoder.sequences)
+        return [s for s in self.prompts if s.is_read][: max(n_free, 0)]
 
-    def _read_prompts(self, ready: list[Prompt]) -> list[PromptResponse]:
-        waiting = [prompt for prompt in self.prompts if not prompt.is_read]
+    def _read_prompts(self, ready: list[Sequence]) -> list[PromptResponse]:
+        waiting = [s for s in self.prompts if not s.is_read]
         if not waiting:
             return []
-        is_running = bool(ready) or any(row.finish_reason is None for row in self.batch.rows)
+        is_running = bool(ready) or any(s.end is None for s in self.decoder.sequences)
         n_cached = waiting[0].cache.n_tokens
         n_left = n = self.prefill.next(n_cached, is_running)
         responses: list[PromptResponse] = []
         start = time.perf_counter()
-        for prompt in waiting:
+        for s in waiting:
             if n_left > 0:
-                n_before = prompt.n_read
-                responses.append(prompt.read(self.model, n_left))
-                n_left -= prompt.n_read - n_before
+                n_before = s.n_read
+                responses.append(self._read(s, n_left))
+                n_left -= s.n_read - n_before
         if responses:
             seconds = time.perf_counter() - start
             self.prefill.record_chunk(n - n_left, n_cached, seconds)
@@ -415,36 +390,66 @@ class BatchGenerator:
             self._counters.prompt_time += seconds
         return responses
 
-    def _step(self, ready: list[Prompt]) -> list[Response]:
-        start, batch, pace = time.perf_counter(), self.batch, self.pace
-        step = batch.accept()  # accept
-        if step is not None and not step.is_plain:
-            pace.record(step)
-        self._come_and_go(ready)
-        if len(batch) > 0:
-            n_drafts = batch.draft(pace.next(batch.rows, batch.max_drafts))  # draft
-            pace.begin(batch.rows, n_drafts)
-            batch.verify()  # verify, once what was rejected is rolled back
-        responses = []
+    def _read(self, s: Sequence, most: int) -> PromptResponse:
+        """Read up to ``most`` tokens of a prompt, at most to the end of a segment."""
+        segment, cache = s.segments[0], s.cache
+        tokens, s.segments[0] = segment[:most], segment[most:]
+        n_cached = cache.n_tokens
+        read_chunk(self.model, cache, mx.array(tokens, mx.uint32))
+        caches = cache.backbone
+        maybe_quantize_kv_cache(caches, *self.kv)
+        cache.backbone = caches
+        mx.eval([c.state for c in cache.entries])
+        mx.clear_cache()
+        s.read(tokens)
+        s.n_read += len(tokens)
+        cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))
+        is_end = not s.segments[0]
+        if is_end:
+            s.segments.pop(0)
+        return PromptResponse(s.uid, (s.n_read, s.n_prompt), is_end, False)
+
+    def _step(self, ready: list[Sequence]) -> list[Response]:
+        start, decoder, pace = time.perf_counter(), self.decoder, self.pace
+        running = [s for s in decoder.sequences if s.end is None]
+        step, responses = None, []
+        if decoder.window is not None:
+            step = _result(decoder.accept())  # accept
+            pace.record_drafting(step)
+            responses = self._failures(running)
+            if decoder.window is not None:  # one that was alone and has failed is finalized
+                decoder.hand_over()
+        self._come_and_go([s for s in running if self._goes_on(s)], ready)
+        if len(decoder) > 0:
+            decoder.draft(pace.next(decoder))  # draft
+            decoder.roll_back()  # roll back
+            decoder.verify()  # verify
+            pace.begin(decoder)
+            if step is not None:
+                decoder.wait()
+                pace.record_plain(step)
+            decoder.hand_over()
         if step is not None:
-            if step.is_plain:
-                batch.wait(step)
-                pace.record(step)
-            responses = self._tokens(step)
-        responses += self._errors([*batch.rows, *(step.rows if step is not None else [])])
-        if all(row.is_out for row in batch.rows):
-            batch.clear()
+            responses = [*self._tokens(step), *responses]
+        responses += self._failures(decoder.sequences)
+        if all(s.end is not None for s in decoder.sequences):
+            self._clear()
         self._count(len(responses), time.perf_counter() - start)
         return responses
 
-    def _come_and_go(self, ready: list[Prompt]) -> None:
-        batch = self.batch
-        batch.filter([row for row in batch.rows if batch.goes_on(row)])
+    def _goes_on(self, s: Sequence) -> bool:
+        """Whether a sequence has tokens to come, or is still to be given its prompt cache."""
+        if s.end is not None or self.return_prompt_caches:
+            return self.return_prompt_caches and s.finish_reason != "error"
+        return s.max_tokens > s.n_unread
+
+    def _come_and_go(self, stay: list[Sequence], ready: list[Sequence]) -> None:
+        self.decoder.filter(stay)
         if ready:
-            for prompt in ready:
-                self.prompts.remove(prompt)
-                prompt.row.tokens += prompt.segments.pop()
-            batch.join([p.row for p in ready], [p.cache for p in ready])
+            for s in ready:
+                self.prompts.remove(s)
+                s.read(s.segments.pop())
+            self.decoder.join(ready)
 
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._counters.generation_tokens += n_tokens
@@ -452,35 +457,39 @@ class BatchGenerator:
         if n_tokens > 0:
             self.prefill.record_step(seconds)
         self._counters.generation_steps += n_tokens > 0
-        if self._counters.generation_steps % CLEAR_EVERY == CLEAR_EVERY - 1:
-            mx.clear_cache()
 
     def _tokens(self, step: Step) -> list[Response]:
         """The tokens of a step; the last of each sequence that ends here with its prompt cache."""
         responses = []
-        for b, (row, tokens) in enumerate(zip(step.rows, step.tokens)):
+        for b, (s, tokens) in enumerate(zip(step.sequences, step.tokens or [])):
             for t, token in enumerate(tokens):
                 logprobs, from_draft = step.logprobs_of(b, t), t < step.n_accepted[b]
-                responses.append(Response(row.uid, token, logprobs, None, None, None, from_draft, row.counts))
-            if tokens and row.finish_reason is not None:
-                self._end(row, responses[-1])
+                responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
+            if tokens and s.end in ("length", "stop"):
+                self._end(s, responses[-1])
         return responses
 
-    def _errors(self, rows: list[Row]) -> list[Response]:
-        """The ends of sequences whose sampler or processor has failed."""
+    def _failures(self, sequences: list[Sequence]) -> list[Response]:
+        """The ends of those whose sampler or processor has failed."""
         responses = []
-        for row in rows:
-            if row.error is not None and not row.is_out:
-                row.finish_reason = "error"
-                responses.append(
-                    Response(row.uid, row.tokens[-1], None, None, None, None, False, row.counts, row.error)
-                )
-                self._end(row, responses[-1])
+        for s in sequences:
+            if isinstance(s.end, Exception):
+                responses.append(Response(s.uid, s.tokens[-1], None, None, None, None, False, s.counts, s.end))
+                self._end(s, responses[-1])
         return responses
 
-    def _end(self, row: Row, last: Response) -> None:
+    def _end(self, s: Sequence, last: Response) -> None:
         """A sequence ends with this response."""
-        last.finish_reason, last.all_tokens = row.finish_reason, row.tokens
-        if self.batch.return_prompt_caches:
-            last.prompt_cache = row.prompt_cache or self.batch.extract(row)
-        row.is_out = True
+        last.finish_reason, last.all_tokens = s.finish_reason, s.tokens
+        if self.return_prompt_caches:
+            last.prompt_cache = self._cache_of(s)
+
+
+def _result(accepting: Generator[Any, None, Step]) -> Step:
+    """What a move returns that may yield tokens before: all of a step's are handed over together."""
+    try:
+        while True:
+            next(accepting)
+    except StopIteration as end:
+        step: Step = end.value
+        return step

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .._version import __version__
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
-from ..decoding.loop import step_times
+from ..decoding.pace import step_times
 from .parts import Parts, time_parts
 from .repeats import repeated_shares
 from .runs import (

@@ -159,7 +159,7 @@ class Timer:
         hidden = self.hidden
 
         def call() -> None:
-            out = run_head(self.model, hidden, self.token[0], self.head_cache)
+            out = run_head(self.model, hidden, self.token, self.head_cache)
             mx.eval(mx.argmax(self.model.draft_logits(out), axis=-1))
 
         seconds = []

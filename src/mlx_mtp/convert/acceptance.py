@@ -7,10 +7,10 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import load
+from ..checkpoint.output import dtype_name, naming
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..prompts import PYTHON
-from .output import dtype_name, naming
 
 # On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A head that knows nothing of the model is right
 # no more often than the model's most frequent token occurs, 0.1 to 0.15 there; random heads and other models' reach 0 to 0.03.

@@ -13,11 +13,11 @@ from ..checkpoint.config import Config
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.hub import commit_of, fetch
 from ..checkpoint.load import load
+from ..checkpoint.output import atomic_directory, check_new, describe_head, describe_no_head
 from ..models.protocol import MTPModel
 from .acceptance import print_cost
 from .card import USAGE, upload, write_card
 from .graft import graft
-from .output import atomic_directory, check_new, describe_head, describe_no_head
 from .quantization import MTP_GROUP_SIZE, Quantization, QuantPredicate, cast
 from .shards import max_shard_bytes, write_model
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
 
+from ..checkpoint.beside import write_config, write_weights
 from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
 from ..checkpoint.hub import fetch
+from ..checkpoint.output import atomic_directory, check_new
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.skeleton import skeleton
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .acceptance import check_acceptance
-from .beside import write_config, write_weights
 from .card import USAGE
-from .output import atomic_directory, check_new
 
 DTYPES = ("BF16", "F16", "F32")
 

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from ..checkpoint.config import Config
 from ..checkpoint.head_formats import EXTRA_TENSORS, is_head
 from ..checkpoint.hub import HEAD_FILE
+from ..checkpoint.output import check_written, save, write_index
 from ..checkpoint.tensors import WEIGHTS
-from .output import check_written, save, write_index
 
 
 def max_shard_bytes(source: Path) -> int:

@@ -24,7 +24,6 @@ from math import prod
 import mlx.core as mx
 
 from .depth import MAX_COPY_TOKENS
-from .drafter import Drafts
 from .rates import Rates
 
 N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
@@ -53,35 +52,23 @@ class CopyDrafter:
     """The text's own repetitions as a source of drafts. It is asked only once ``odds`` says that there are some.
 
     Args:
-        n_tokens (int): The number of tokens in the prompt cache that generation goes on from.
-        text (Sequence[int]): The last of these, as far back as they are known.
+        text (Sequence[int]): The text so far, as far back as it is known.
+        fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
-        text (List[int]): These, the prompt and the tokens decided.
+        text (List[int]): This, and the tokens decided.
     """
 
-    def __init__(self, n_tokens: int = 0, text: Sequence[int] = ()):
-        self.start = n_tokens - len(text)  # of the text, in the prompt cache
+    name = "copies"
+
+    def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
+        self.text, self.fixed = [*text], fixed
+        self.index = NGramIndex(self.text)
         self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
-        self._begin(text)
-
-    def _begin(self, text: Sequence[int]) -> None:
-        self.text = [*text]
-        self.index = NGramIndex(self.text)
         self.followed: int | None = None
         self.left: int | None = None  # where the last match was wrong
         self.is_lost = True  # whether a match must be looked for
-
-    def text_of(self, n_tokens: int) -> list[int]:
-        """The text of a prompt cache of this many tokens; nothing where some of it was not read."""
-        n = n_tokens - self.start
-        return self.text[:n] if 0 <= n <= len(self.text) else []
-
-    def skip(self, n: int) -> None:
-        """Begin a new text behind n tokens that are not known."""
-        self.start += len(self.text) + n
-        self._begin(())
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
@@ -122,15 +109,15 @@ class CopyDrafter:
         rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n_unread + MAX_COPY_TOKENS)]
         return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
 
-    def propose(self, k: int, n_unread: int) -> Drafts:
-        """k drafts for the tokens after the unread ones."""
+    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
+        """k drafts [k] for the tokens after the unread ones, and their records: proposed with probability one."""
         at = self.at
         assert at is not None
         copy = self.text[at : at + n_unread + k]
         period = len(self.text) - at
         while len(copy) < n_unread + k:
             copy.append(copy[-period])  # at the end of the text the copy goes on in itself
-        return Drafts(mx.array(copy[n_unread:], mx.uint32), [None] * k)
+        return mx.array(copy[n_unread:], mx.uint32), [None] * k
 
     def _match_length(self, at: int) -> int:
         """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""

@@ -1,8 +1,13 @@
-"""The moves of speculative decoding on one prompt cache: prefill, draft, verify, accept, roll back, finalize.
+"""The moves of speculative decoding: draft, verify, accept, roll back. There are one or more sequences; each accepts by itself.
 
-A *window* is what one backbone pass verifies: the last decided token and the drafts after it. A *step* is what it yields: the
-accepted drafts and one more token, the target's own. A step's tokens are *handed over* one by one; the caller may stop at any
-of them, and the prompt cache is then that of the tokens handed over.
+A *window* is what one backbone pass verifies: the last decided token of each sequence and its drafts, [B, k + 1]. A *step* is
+what it yields: of each sequence the accepted drafts and one more token, the target's own. A window without drafts is not waited
+for: the next pass is built while it runs.
+
+A sequence joins with a prompt cache of all its tokens but the last, which is the decided one, and leaves at a decided token,
+while the pass over it is in flight. One sequence alone runs in its own prompt cache, in place. Its tokens may be handed over
+one by one; the caller may stop at any of them, and the prompt cache is then that of the tokens handed over (``finalize``).
+Several run in the rows of ``models/rows.py``. They move between the two where the second joins and where one is left.
 
 This module knows nothing of temperatures, layers and heads, nor of when to stop.
 """
@@ -10,365 +15,554 @@ This module knows nothing of temperatures, layers and heads, nor of when to stop
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.sample_utils import LogitsProcessor
 
-from ..models.cache import recurrent_states, restore, rollback, snapshot, trim
-from ..models.prompt_cache import PromptCache
+from ..models.prompt_cache import PromptCache, has_head, make_head_cache
 from ..models.protocol import MTPModel
-from .acceptance import Acceptance, Verdict, n_leading, rewind
-from .copies import CopyDrafter
+from ..models.rows import RowsCache
+from ..models.single import KVOptions, SingleCache
+from .acceptance import Verdict, n_leading, rewind
 from .depth import MAX_COPY_TOKENS
-from .drafter import NO_DRAFTS, Drafter
+from .drafter import NO_TOKENS, HeadDrafter, NoHead, Records
 from .exchange import Exchange
-from .processors import keeps_state
-from .step_times import Plan
+from .read import read_chunk, read_head
+from .sequence import Sequence
+from .step_times import PLAIN, Plan
 
-CLEAR_EVERY = 256  # tokens, as mlx-lm
+NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
+CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
+@dataclass
+class Window:
+    """What a pass verifies.
 
-def on_stream(move: "Callable[Concatenate[Decoder, P], R]") -> "Callable[Concatenate[Decoder, P], R]":
-    """Run a move on the decoder's stream, as mlx-lm does: what the caller does between two tokens stays on its own."""
+    Args:
+        tokens (mx.array): The last decided token of each sequence, and drafts, [B, T].
+        drafts (mx.array): [B, T - 1]
+        records (List[List[Any]]): What ``Acceptance.draft`` returned with each; ``None`` for a copy.
+        plans (List[Plan]): What was drafted for each sequence.
+        logits (mx.array): [B, T, V]
+        hidden (mx.array): [B, T, H]
+        kept (List[int]): How many of its tokens are final in each sequence: 0 until the first was handed over.
+    """
 
-    @wraps(move)
-    def wrapped(self: "Decoder", *args: P.args, **kwargs: P.kwargs) -> R:
-        with mx.stream(self.stream):
-            return move(self, *args, **kwargs)
+    tokens: mx.array
+    drafts: mx.array
+    records: Records
+    plans: list[Plan]
+    logits: mx.array
+    hidden: mx.array
+    kept: list[int]
 
-    return cast("Callable[Concatenate[Decoder, P], R]", wrapped)
-
-
-class KVOptions(NamedTuple):
-    """When and how to quantize keys and values, as in mlx-lm's ``maybe_quantize_kv_cache``."""
-
-    quantized_kv_start: int
-    kv_group_size: int
-    kv_bits: int | None
+    @property
+    def n_drafts(self) -> int:
+        """The most drafts of any sequence."""
+        return self.drafts.shape[1]
 
 
 @dataclass
 class Step:
-    """What a window yielded."""
+    """What a window yielded.
 
-    tokens: mx.array  # [n + 1]: n accepted drafts, and the target's token after them
-    logprobs: list[mx.array]  # n + 1 times [V]
-    n_drafted: int
+    Args:
+        sequences (List[Sequence]): Those of the window.
+        window (Window): The window.
+        choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
+        logprobs (mx.array, optional): Of sequences that are chosen together, [B, T, V].
+        own_logprobs (Dict[int, List[mx.array]]): Of the others, by index, each [1, V].
+        has_ended (List[bool]): Which sequences had ended before.
+        n_accepted (List[int]): Drafts that each accepted.
+        tokens (List[List[int]]): Of each sequence, once the host knows them.
+    """
 
-    @property
-    def n_accepted(self) -> int:
-        return len(self.tokens) - 1
+    sequences: list[Sequence]
+    window: Window
+    choices: mx.array
+    logprobs: mx.array | None
+    own_logprobs: dict[int, list[mx.array]]
+    has_ended: list[bool]
+    n_accepted: list[int]
+    tokens: list[list[int]] | None = None
+
+    def logprobs_of(self, b: int, t: int) -> mx.array:
+        """Of sequence b's token t, [V]."""
+        if b in self.own_logprobs:
+            return self.own_logprobs[b][t].squeeze(0)
+        assert self.logprobs is not None
+        return self.logprobs[b, t]
 
 
 class Decoder:
-    """A prompt cache between two moves.
+    """The sequences that generate, and their caches, between two moves.
 
     Args:
-        model (MTPModel): Its backbone verifies.
-        cache (PromptCache): Updated in place.
-        head (Drafter): Proposes drafts.
-        copies (CopyDrafter, optional): Proposes others, where the text repeats itself.
-        acceptance (Acceptance): Says which are accepted.
-        logits_processors (List[LogitsProcessor]): As in mlx-lm.
-        kv (KVOptions): When and how to quantize keys and values.
-        exact (bool): Verify with the same operations as plain decoding.
-        stream (Union[mx.Stream, mx.ThreadLocalStream]): Where the moves run.
+        model (MTPModel): Its backbone verifies, its head drafts.
+        p_min (float): The least probability of a draft, of one sequence.
+        exact (bool): Verify with the same operations as plain decoding, one sequence alone.
+        kv (KVOptions): When and how to quantize keys and values, of one sequence alone.
         exchange (Exchange, optional): Goes with each pass where several ranks run the model.
+        stream (Union[mx.Stream, mx.ThreadLocalStream]): Where the caller runs the moves.
     """
 
     def __init__(
         self,
         model: MTPModel,
-        cache: PromptCache,
-        head: Drafter,
-        copies: CopyDrafter | None,
-        acceptance: Acceptance,
-        logits_processors: list[LogitsProcessor],
-        kv: KVOptions,
-        exact: bool,
-        stream: mx.Stream | mx.ThreadLocalStream,
+        *,
+        p_min: float = 0.0,
+        exact: bool = False,
+        kv: KVOptions = KVOptions(),  # noqa: B008
         exchange: Exchange | None = None,
+        stream: mx.Stream | mx.ThreadLocalStream,
     ):
-        self.exchange = exchange
-        self.generation: weakref.ref[Any] | None = None  # the generator that makes the moves
-        self.told: list[mx.array] = []  # the exchange of the pass
-        self.model, self.cache, self.head, self.copies = model, cache, head, copies
-        self.acceptance, self.logits_processors, self.kv, self.exact = acceptance, logits_processors, kv, exact
+        self.model, self.p_min, self.exact, self.kv, self.exchange = model, p_min, exact, kv, exchange
         self.stream = stream
-        self.in_order = acceptance.keeps_state or any(keeps_state(p) for p in logits_processors)
+        self.generation: weakref.ref[Any] | None = None  # the generator that makes the moves
+        self.clear()
 
-        self.n_cached = cache.n_tokens  # tokens that are final
-        self.history = NO_DRAFTS.tokens  # final tokens that the logits processors are shown, [N]
-        self.n_decided = 0  # generated tokens, handed over or not
-        self.n_cleared = 0  # of these, when MLX's buffer cache was last cleared
+    def __len__(self) -> int:
+        return len(self.sequences)
 
-        # The window, from ``verify`` until the next one: its tokens [T] and hidden states [1, T, H], its drafts, its outcome.
-        self.window: mx.array | None = None
-        self.hidden: mx.array = NO_DRAFTS.tokens
-        self.logits: mx.array = NO_DRAFTS.tokens  # [1, T, V]
-        self.drafts = NO_DRAFTS
-        self.next_drafts = NO_DRAFTS
-        self.step: Step | None = None
-        self.tokens: list[int] | None = None  # the step's, once the host knows them
-        self.n_kept = 0  # the window's leading tokens that are the prompt's or were handed over
-        self.is_committing = False
-        # Where the caches were, until a pass is done and the first of its tokens handed over. Of keys and values that is a
-        # number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
-        self.before: list[Any] | None = None
+    @property
+    def is_alone(self) -> bool:
+        """Whether one sequence runs in its own prompt cache."""
+        return isinstance(self.cache, SingleCache)
 
-    # Prefill
+    @property
+    def nbytes(self) -> int:
+        """The size of the caches."""
+        return self.cache.nbytes + self.head.nbytes
 
-    @on_stream
+    def clear(self) -> None:
+        """Let go of all sequences."""
+        if self.exchange is not None:
+            self.exchange.abandon()  # what went with the window in flight
+        self.sequences: list[Sequence] = []
+        self.n_tokens: list[int] = []  # that are final in each sequence's caches
+        self.cache: SingleCache | RowsCache = RowsCache(self.model)
+        self.head: HeadDrafter | NoHead = HeadDrafter(self.model) if has_head(self.model) else NoHead()
+        self.decided = mx.zeros((0, 1), mx.uint32)  # each sequence's next token, [B, 1]
+        self.window: Window | None = None
+        self.step: Step | None = None  # what came of the window, once it was accepted
+        self.unread: Step | None = None  # a step whose tokens the host does not know
+        # Of one sequence: hidden states [1, T, H], and how many up to that of its last token.
+        self.last: tuple[mx.array, int] | None = None
+        self.drafts, self.records, self.plans = self.decided, [], []  # type: tuple[mx.array, Records, list[Plan]]  # the next window's
+        self.n_since_clear = 0  # tokens of a sequence, since MLX's buffer cache was last cleared
+
+    # Prefill, of one sequence in its own prompt cache
+
+    def open(self, sequence: Sequence) -> None:
+        """Begin with one sequence, before its prompt is read."""
+        cache = sequence.cache
+        self.sequences, self.cache, self.n_tokens = [sequence], SingleCache(cache, self.kv), [cache.n_tokens]
+        self.head.join([cache], None)
+
     def prefill(
-        self, prompt: mx.array, embeddings: mx.array | None, step_size: int, progress: Callable[[int, int], Any]
+        self, prompt: mx.array, embeddings: mx.array | None, chunk: int, progress: Callable[[int, int], Any]
     ) -> None:
         """Read a prompt [T], or its embeddings [T, H], in chunks, and verify a window of its last token alone."""
-        self.cache.begin(self.generation)
-        n_prompt, done = len(prompt if embeddings is None else embeddings), 0
-        progress(0, n_prompt)
-        if self.copies is not None and len(prompt) == 0:
-            self.copies.skip(n_prompt)
-        while (n := min(step_size, n_prompt - 1 - done)) > 0:
-            self._read(prompt[done : done + n], None if embeddings is None else embeddings[done : done + n])
-            done += n
-            progress(done, n_prompt)
-        last = None if embeddings is None else embeddings[done:]
-        self._show(prompt[done:])
-        self.before = snapshot(self.cache.entries)
-        self.head.prefill(self.cache.last_hidden, prompt[done:], last)
-        self._verify(prompt[done:], last)
-        # Not the logits: a prompt alone needs none.
-        mx.eval(self.hidden, recurrent_states(self.cache.backbone), self.cache.head.state, self.told)
-        self.n_kept, self.before = 1, None
-        progress(n_prompt, n_prompt)
+        (s,), n, done = self.sequences, len(prompt if embeddings is None else embeddings), 0
+        s.cache.begin(self.generation)
+        progress(0, n)
+        if len(prompt) == 0:
+            s.skip(n)
+        while (size := min(chunk, n - 1 - done)) > 0:
+            part = slice(done, done + size)
+            s.read(prompt[part].tolist())  # type: ignore[arg-type]
+            self._read(prompt[part], None if embeddings is None else embeddings[part])
+            done += size
+            progress(done, n)
+        s.read(prompt[done:].tolist())  # type: ignore[arg-type]
+        self._read_last(prompt[done:], None if embeddings is None else embeddings[done:])
+        progress(n, n)
 
     def _read(self, tokens: mx.array, embeddings: mx.array | None) -> None:
-        """Read a chunk [T] of the prompt, which is final, into all caches."""
-        self._show(tokens)
-        self.before = snapshot(self.cache.entries)
-        _, hidden = self._backbone(tokens, embeddings)
-        # A token's row of the head is fed the hidden state before it. That of the first is from an earlier call, if any.
-        previous, last = hidden[:, :-1], self.cache.last_hidden
-        self.head.prefill(previous if last is None else mx.concatenate([last, previous], axis=1), tokens, embeddings)
-        self.cache.last_hidden = mx.contiguous(hidden[:, -1:])
-        if self.logits_processors:
-            self.history = mx.concatenate([self.history, tokens])
-        self._quantize()
-        mx.eval([c.state for c in self.cache.entries])
-        self.n_cached, self.before = self.n_cached + hidden.shape[1], None
+        """Read a part [T] of the prompt, or its embeddings [T, H], into all caches."""
+        own = self.cache
+        assert isinstance(own, SingleCache)
+        own.begin_pass()
+        read_chunk(self.model, own.cache, tokens, embeddings)
+        own.quantize()
+        mx.eval([c.state for c in own.entries])
+        # At once, as in ``roll_back``.
+        self.n_tokens, own.before, self.head.n_rows = (
+            [self.n_tokens[0] + len(tokens if embeddings is None else embeddings)],
+            None,
+            own.cache.head.offset,
+        )
         mx.clear_cache()
 
-    def _show(self, tokens: mx.array) -> None:
-        """Show tokens [T] of the prompt to who drafts, before they are in the caches."""
-        prompt: Any = tokens.tolist()
-        self.head.read(prompt)
-        if self.copies is not None:
-            self.copies.prefill(prompt)
+    def _read_last(self, token: mx.array, embeddings: mx.array | None) -> None:
+        """Read the prompt's last token [1], or its embedding [1, H], as a window of its own."""
+        own = self.cache
+        assert isinstance(own, SingleCache)
+        if own.cache.last_hidden is not None:
+            read_head(self.model, own.cache, own.cache.last_hidden, token, embeddings)
+            self.head.n_rows = own.cache.head.offset
+        self.sequences[0].begin()
+        self.head.read(self.sequences[0].tokens)
+        self.decided = token[None]
+        self.drafts, self.records, self.plans = NO_DRAFTS, [], [PLAIN]
+        self.verify(None if embeddings is None else embeddings[None])
+        assert self.window is not None
+        # Not the logits: a prompt alone needs none.
+        mx.eval(self.window.hidden, own.states, own.cache.head.state)
+        self.window.kept, own.before = [1], None
 
     # Draft
 
-    @on_stream
-    def draft(self, plan: Plan) -> None:
-        """Tell the head what the step decided, and draft for the next window."""
-        assert self.step is not None
-        self.head.extend(self.hidden, self.step.tokens)
-        self.next_drafts = self.head.propose(0 if plan.copies else plan.k, self.n_decided)
-        if plan.copies and self.copies is not None:
-            self.next_drafts = self.copies.propose(plan.k, self._n_unread)
-        if len(self.next_drafts) > 0:
-            mx.async_eval(self.next_drafts.tokens)
-
-    def copy_odds(self) -> list[float]:
-        """How likely each draft that can be copied is accepted, given that those before it are; empty if there is none."""
-        return [] if self.copies is None else self.copies.odds(self._n_unread)
+    def room(self, b: int) -> int:
+        """The most drafts that sequence b can take: a window yields one more token than it accepts."""
+        s, k = self.sequences[b], MAX_COPY_TOKENS
+        if s.end is not None or not self.head.can_draft(b):
+            return 0
+        if s.max_tokens >= 0:
+            k = max(min(k, s.max_tokens - s.n_unread - 1), 0)
+        if self.kv.kv_bits is not None:
+            n = self.n_tokens[b] + (0 if self.step is None else _n_decided(self.step, b))
+            if n < self.kv.quantized_kv_start:
+                k = min(k, self.kv.quantized_kv_start - n - 1)  # mlx-lm quantizes between two tokens: never in a window
+        return k
 
     @property
-    def _n_unread(self) -> int:
-        """The number of decided tokens that the host does not know yet."""
-        assert self.step is not None
-        return len(self.step.tokens) if self.tokens is None else 0
+    def rooms(self) -> list[int]:
+        return [self.room(b) for b in range(len(self))]
 
-    def max_drafts(self, n_left: int | None) -> int:
-        """The most drafts for the next window, when ``n_left`` tokens may follow the step; ``None`` for any number."""
-        assert self.step is not None
-        k = MAX_COPY_TOKENS
-        if n_left is not None:
-            k = min(k, max(n_left - 1, 0))  # a window yields one more token than it accepts
-        n_cached = self.n_cached + len(self.step.tokens)
-        if self.kv.kv_bits is not None and n_cached < self.kv.quantized_kv_start:
-            k = min(
-                k, self.kv.quantized_kv_start - n_cached - 1
-            )  # mlx-lm quantizes between two tokens: never in a window
-        return k
+    def draft(self, plans: list[Plan]) -> None:
+        """Draft for the next window, for each sequence what its plan says."""
+        self.drafts, self.records, self.plans = NO_DRAFTS, [], plans
+        if all(plan.k == 0 for plan in plans):
+            return
+        limits = [0 if plan.is_free else plan.k for plan in plans]
+        drafts, records = mx.zeros((len(plans), 0), mx.uint32), [[] for _ in plans]  # type: tuple[mx.array, Records]
+        if max(limits) > 0:
+            drafts, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
+        plans = [plan if plan.is_free else Plan(k) for plan, k in zip(plans, limits)]
+        if (n := max(plan.k for plan in plans)) > drafts.shape[1]:
+            drafts = mx.pad(drafts, [(0, 0), (0, n - drafts.shape[1])])
+        for b, plan in enumerate(plans):
+            if plan.is_free:
+                s = self.sequences[b]
+                drafts[b, : plan.k], records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
+        self.plans = plans
+        if n > 0:
+            mx.async_eval(drafts)
+            self.drafts, self.records = drafts, records
 
     # Verify
 
-    @on_stream
-    def verify(self) -> None:
-        """Commit the tokens handed over, and start a pass over the step's last token and the next drafts."""
-        assert self.step is not None
-        token = self.step.tokens[-1:]
-        self._commit()
-        self.drafts, self.next_drafts = self.next_drafts, NO_DRAFTS
-        self._quantize()  # what the pass before has added, as mlx-lm does
-        self.before = snapshot(self.cache.entries)
-        self.n_kept = 0
-        self._verify(mx.concatenate([token, self.drafts.tokens]) if len(self.drafts) > 0 else token)
+    def verify(self, embeddings: mx.array | None = None) -> None:
+        """Start a pass over the decided tokens and drafts, once ``roll_back`` was called.
+
+        Args:
+            embeddings (mx.array, optional): In place of the decided token's, [1, 1, H].
+        """
+        drafts, tokens = self.drafts, self.decided
+        if drafts.shape[1] > 0:
+            tokens = mx.concatenate([tokens, drafts], axis=1)
+        options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(drafts.shape[1] > 0)}
+        if self.exact and drafts.shape[1] > 0:
+            options["exact"] = True
+        if embeddings is not None:
+            options["input_embeddings"] = embeddings
+        self.cache.begin_pass()
+        logits, hidden = self.model(tokens, cache=self.cache.entries, **options)
+        told = [] if self.exchange is None else self.exchange.send(hidden)
+        self.step, self.window = None, Window(tokens, drafts, self.records, self.plans, logits, hidden, [0] * len(self))
         # The states as well: nothing may be left to compute on this thread's stream, should another thread close the generator.
-        mx.async_eval(self.logits, self.hidden, recurrent_states(self.cache.backbone), self.told)
-
-    def _verify(self, tokens: mx.array, embeddings: mx.array | None = None) -> None:
-        self.logits, self.hidden = self._backbone(tokens, embeddings, n_confirmed=int(len(tokens) > 1))
-        self.window = tokens
-        if self.exchange is not None:
-            self.told = self.exchange.send(self.hidden)
-
-    def _backbone(
-        self, tokens: mx.array, embeddings: mx.array | None = None, n_confirmed: int = 0
-    ) -> tuple[mx.array, mx.array]:
-        """tokens [T] -> logits [1, T, V], hidden [1, T, H]"""
-        kwargs: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        kwargs |= {"return_hidden": True, "n_confirmed": n_confirmed, "exact": self.exact and n_confirmed > 0}
-        logits, hidden = self.model(tokens[None], cache=self.cache.entries, **kwargs)
-        return logits, hidden
-
-    def _quantize(self) -> None:
-        caches = self.cache.backbone
-        maybe_quantize_kv_cache(caches, *self.kv)
-        self.cache.backbone = caches
+        mx.async_eval(logits, hidden, self.cache.states, told)
 
     # Accept
 
     def accept(self) -> Generator[Token, None, Step]:
-        """Accept or reject the window's drafts: all at once, or one after the other where a processor keeps state."""
-        if self.in_order and len(self.drafts) > 0:
-            step = yield from self._accept_in_order()
+        """Each sequence accepts or rejects its drafts: all at once, or one after the other where a processor keeps state.
+
+        Without drafts this does not wait for the device. It yields nothing but the accepted drafts of one sequence that accepts
+        them one after the other.
+        """
+        window = self.window
+        assert window is not None
+        if window.n_drafts > 0 and len(self) == 1 and self.sequences[0].in_order:
+            step, accepted, states = yield from self._accept_in_order(window)
         else:
-            step = self._accept_at_once()
-        self.step, self.tokens = step, None
-        self.n_decided += len(step.tokens)
-        if step.n_drafted > 0:
-            self.wait()  # for what the host knows by now, or all but the last token of it
+            with mx.stream(self.stream):
+                step, accepted, states = self._accept_at_once(window)
+        with mx.stream(self.stream):
+            self.unread = step
+            if window.n_drafts > 0:
+                mx.eval(step.choices, accepted, states)
+                leading: Any = accepted.tolist()
+                step.n_accepted = [n_leading(row[: plan.k]) for row, plan in zip(leading, window.plans)]
+                rewind(states, step.n_accepted[0])
+                self.wait()
+            else:
+                mx.async_eval(step.choices)  # apart from the next pass, which it would be waited for with
+            self._decide(step)
         return step
 
-    @on_stream
-    def _accept_at_once(self) -> Step:
-        """Without drafts this does not wait for the device."""
-        k, n = len(self.drafts), 0
-        (tokens, accepted, random_states), logprobs = self._verdict(0, k + 1)
-        if k > 0:
-            mx.eval(tokens, accepted, random_states)
-            n = n_leading(accepted.tolist())  # type: ignore[arg-type]
-            rewind(random_states, n)
+    def _decide(self, step: Step) -> None:
+        """Go on behind a step."""
+        counts = [_n_decided(step, b) for b in range(len(self))]
+        if step.choices.shape[1] == 1:
+            self.decided = step.choices
+        elif len(self) == 1:
+            self.decided = step.choices[:, counts[0] - 1 : counts[0]]
         else:
-            mx.async_eval(tokens)  # apart from the next pass, which it would be waited for with
-        return Step(tokens[: n + 1], logprobs[: n + 1], k)
+            self.decided = mx.take_along_axis(step.choices, mx.array(counts)[:, None] - 1, axis=1)
+        for b, s in enumerate(self.sequences):
+            s.decide(step.choices, b, counts[b])
+        self.n_since_clear += max(counts)
+        self.step = step
+        # One that has failed has not decided anything.
+        pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
+        self.head.extend(step.window.hidden, step.choices, pairs)
 
-    def _accept_in_order(self) -> Generator[Token, None, Step]:
-        """Call each processor and the sampler once a token, in order. Hands over each accepted draft."""
-        k = len(self.drafts)
-        tokens: list[mx.array] = []
-        logprobs: list[mx.array] = []
+    def _accept_at_once(self, window: Window) -> tuple[Step, mx.array, list[mx.array]]:
+        """(the step, which drafts each sequence accepts [B, T - 1], random states to go back to)"""
+        step = Step(self.sequences, window, window.tokens, None, {}, [], [0] * len(self))
+        own = [b for b, s in enumerate(self.sequences) if s.end is None and not s.is_greedy]
+        accepted, states = window.drafts, []
+        if len(self) > 1 or not own:
+            step.logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
+            step.choices = mx.argmax(step.logprobs, axis=-1)  # [B, T]
+            if window.n_drafts > 0:
+                accepted = step.choices[:, :-1] == window.drafts
+        elif window.n_drafts > 0:
+            accepted = mx.zeros(window.drafts.shape, mx.bool_)
+        if len(self) > 1 and window.n_drafts == 0:
+            own = self._draw_together(own, step)
+        for b in own:
+            with self.sequences[b].own_errors():
+                verdicts = self._verdicts(b, window)
+                tokens = mx.concatenate([v.tokens for v, _ in verdicts]).astype(mx.uint32)
+                stand = mx.concatenate([v.accepted for v, _ in verdicts])
+                step.own_logprobs[b] = [row for _, rows in verdicts for row in rows]
+                if len(self) == 1:
+                    step.choices, accepted, states = tokens[None], stand[None], verdicts[0][0].random_states
+                else:
+                    step.choices[b, : len(tokens)] = tokens
+                    accepted[b, : len(stand)] = stand
+        step.has_ended = [s.end is not None for s in self.sequences]
+        return step, accepted, states
+
+    def _draw_together(self, own: list[int], step: Step) -> list[int]:
+        """Choose the tokens [B, 1] of sequences with equal samplers in one call of each, as mlx-lm does -> the others."""
+        groups: dict[Any, list[int]] = {}
+        for b in own:
+            if (key := self.sequences[b].drawn_with) is not None:
+                groups.setdefault(key, []).append(b)
+        assert step.logprobs is not None
+        for sampler, members in groups.items():
+            index, first = mx.array(members), self.sequences[members[0]]
+            with first.own_errors():
+                step.choices[index] = sampler(step.logprobs[index, 0])[:, None]
+            for b in members:
+                self.sequences[b].end = first.end
+        return [b for b in own if self.sequences[b].drawn_with is None]
+
+    def _verdicts(self, b: int, window: Window) -> list[tuple[Verdict, list[mx.array]]]:
+        """On a sequence with a sampler or processors of its own; one for each position where it accepts in order."""
+        k, s = window.plans[b].k, self.sequences[b]
+        if not s.in_order:
+            return [self._verdict(b, window, 0, k + 1)]
+        verdicts = []
         for i in range(k + 1):
-            verdict, (row,) = self._verdict(i, i + 1)
-            tokens.append(verdict.tokens)
-            logprobs.append(row)
-            if i == k or not verdict.accepted.item():
+            verdicts.append(self._verdict(b, window, i, i + 1))
+            if i < k and not verdicts[-1][0].accepted.item():
+                break
+        return verdicts
+
+    def _verdict(self, b: int, window: Window, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
+        """The verdict on positions i to j, and their log probabilities, each [1, V]"""
+        s, k = self.sequences[b], window.plans[b].k
+        drafts, records = (window.drafts[b, :k], window.records[b]) if window.n_drafts > 0 else (NO_TOKENS, [])
+        # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
+        rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
+        return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_decided + i), rows
+
+    def _accept_in_order(self, window: Window) -> Generator[Token, None, tuple[Step, mx.array, list[mx.array]]]:
+        """Call each processor and the sampler once a token, in order, and yield each accepted draft before the next."""
+        (s,), k = self.sequences, window.plans[0].k
+        tokens: list[mx.array] = []
+        step = Step(self.sequences, window, window.tokens, None, {0: []}, [], [0])
+        for i in range(k + 1):
+            with mx.stream(self.stream), s.own_errors():
+                verdict, rows = self._verdict(0, window, i, i + 1)
+                is_accepted = i < k and verdict.accepted.item()
+            if s.end is not None:
+                break
+            tokens.append(verdict.tokens.astype(mx.uint32))
+            step.own_logprobs[0] += rows
+            if not is_accepted:
                 break
             token: Any = verdict.tokens.item()
-            self.n_kept = 2 + i
-            yield token, row, True
-        return Step(mx.concatenate(tokens), logprobs, k)
-
-    @on_stream
-    def _verdict(self, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
-        """The verdict on positions i to j of the window, and their log probabilities, each [V]"""
-        assert self.window is not None
-        rows = []
-        for t in range(i, j):
-            # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-            row = self.logits[:, t]
-            if len(self.window) > 0:
-                for processor in self.logits_processors:
-                    row = processor(mx.concatenate([self.history, self.window[: t + 1]]), row)
-            rows.append(row - mx.logsumexp(row, keepdims=True))
-        verdict = self.acceptance.accept(rows, self.drafts.tokens[i:j], self.drafts.records[i:j], self.n_decided + i)
-        return verdict, [row.squeeze(0) for row in rows]
-
-    # Hand over
-
-    def hand_over_accepted(self) -> Generator[Token, None, None]:
-        """Yield the accepted drafts that were not handed over yet, while the device drafts."""
-        step = self.step
-        assert step is not None
-        if self.n_kept > step.n_accepted:
-            return
-        assert self.tokens is not None
-        for i, token in enumerate(self.tokens[:-1]):
-            self.n_kept = 2 + i
-            yield token, step.logprobs[i], True
+            logprobs = rows[0].squeeze(0)
+            window.kept = [2 + i]
+            yield token, logprobs, True
+        if tokens:
+            step.choices = mx.concatenate(tokens)[None]
+        step.has_ended = [s.end is not None]
+        n_accepted = window.kept[0] - 1
+        return step, (mx.arange(k) < n_accepted)[None], []
 
     def wait(self) -> None:
-        """Wait for the step's tokens. Without drafts the device runs the next pass meanwhile."""
-        assert self.step is not None
-        if self.tokens is None:
-            tokens: Any = self.step.tokens.tolist()
-            if self.exchange is not None:
-                self.exchange.receive(tokens)
-            self.tokens = tokens
-            self.head.read(tokens)
-            if self.copies is not None:
-                self.copies.read(tokens)
+        """Take the tokens of the latest step. Without drafts the device runs the next pass meanwhile."""
+        step = self.unread
+        if step is None:
+            return
+        choices: Any = step.choices.tolist()
+        tokens = [
+            [] if has_ended else s.take(chosen[: n + 1], plan, n)
+            for s, chosen, plan, n, has_ended in zip(
+                step.sequences, choices, step.window.plans, step.n_accepted, step.has_ended
+            )
+        ]
+        every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
+        if self.exchange is not None:
+            self.exchange.receive(every)
+        self.head.read(every)
+        step.tokens, self.unread = tokens, None
 
-    def hand_over_last(self) -> Generator[Token, None, None]:
-        """Yield the step's last token, which is the first of the window that is being verified."""
-        assert self.step is not None
-        assert self.tokens is not None
-        token, logprobs = self.tokens[-1], self.step.logprobs[-1]
+    def hand_over(self) -> None:
+        """All tokens that the host knows are handed over: those of the step, or the first of the window in flight."""
+        assert self.window is not None
+        if self.step is None:
+            self.window.kept = [1] * len(self)
+            if isinstance(self.cache, SingleCache):
+                self.cache.before = None
+        else:
+            self.window.kept = [_n_decided(self.step, b) for b in range(len(self))]
+
+    def hand_over_accepted(self, step: Step) -> Generator[Token, None, None]:
+        """Of one sequence: yield the accepted drafts that were not handed over yet, while the device drafts."""
+        window = step.window
+        if window.kept[0] > step.n_accepted[0]:
+            return
+        assert step.tokens is not None
+        for i, token in enumerate(step.tokens[0][:-1]):
+            with mx.stream(self.stream):
+                logprobs = step.logprobs_of(0, i)
+            window.kept = [2 + i]
+            yield token, logprobs, True
+
+    def hand_over_last(self, step: Step) -> Generator[Token, None, None]:
+        """Of one sequence: yield the step's last token, which is the first of the window that is being verified."""
+        window, cache = self.window, self.cache
+        assert step.tokens is not None
+        assert window is not None
+        assert isinstance(cache, SingleCache)
+        token = step.tokens[0][-1]
+        with mx.stream(self.stream):
+            logprobs = step.logprobs_of(0, len(step.tokens[0]) - 1)
         # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
-        self.n_kept, self.before = 1, None
+        window.kept, cache.before = [1], None
         yield token, logprobs, False
 
     # Roll back
 
     def roll_back(self) -> None:
-        """Take the rejected drafts out of the backbone's keys and values.
-
-        The recurrent layers are rolled back in ``verify``: the head's next drafts need nothing of them, and so reach the device
-        first; and a caller who stops at an accepted draft leaves fewer to keep.
-        """
-        assert self.step is not None
-        if self.step.n_drafted > 0:
-            trim(self.cache.backbone, self.n_cached + len(self.step.tokens))
-
-    def _commit(self) -> None:
-        """Make the tokens handed over final, and roll the caches back to them."""
-        assert self.window is not None
-        n = self.n_kept
-        if len(self.window) > 1:
-            again, self.is_committing = self.is_committing, True
-            rollback(self.cache.backbone, self.n_cached, n, again)
-        self.cache.last_hidden = self.hidden[:, n - 1 : n]
-        if self.logits_processors:
-            self.history = mx.concatenate([self.history, self.window[:n]])
-        # At once: an interrupt finds all of it done, or to be done again.
-        self.n_cached, self.window, self.is_committing = self.n_cached + n, None, False
-        if self.n_decided - self.n_cleared >= CLEAR_EVERY:
+        """Take what was rejected, or not handed over, out of the caches."""
+        window = self.window
+        if window is None:
+            return
+        cache, kept = self.cache, window.kept
+        if isinstance(cache, SingleCache):
+            if window.n_drafts > 0:
+                cache.roll_back(self.n_tokens[0], kept[0])
+            # At once: an interrupt finds all of it done, or to be done again.
+            self.n_tokens, self.window, self.last, cache.is_rolling_back = (
+                [self.n_tokens[0] + kept[0]],
+                None,
+                (window.hidden, kept[0]),
+                False,
+            )
+            cache.quantize()  # what the pass has added, as mlx-lm does
+        else:
+            cache.roll_back(kept)
+            self.n_tokens, self.window = [n + new for n, new in zip(self.n_tokens, kept)], None
+        self.step = None
+        if self.n_since_clear >= CLEAR_EVERY:
             mx.clear_cache()
-            self.n_cleared = self.n_decided
+            self.n_since_clear = 0
+
+    # Sequences come and go
+
+    def join(self, sequences: list[Sequence]) -> None:
+        """Add sequences whose prompts are read but for the last token."""
+        self.roll_back()
+        caches = [s.cache for s in sequences]
+        if len(self) == 0 and len(sequences) == 1:
+            self.cache, self.n_tokens = SingleCache(caches[0], self.kv), [caches[0].n_tokens]
+        else:
+            if isinstance(self.cache, SingleCache):
+                self.cache = self._rows_of(self.cache.cache.backbone)
+            self.cache.join([c.backbone for c in caches], [c.n_tokens for c in caches])
+            self.n_tokens = [*self.n_tokens, *(c.n_tokens for c in caches)]
+        tokens = mx.array([s.tokens[-1:] for s in sequences], mx.uint32)
+        self.head.join(caches, tokens)
+        self.decided = mx.concatenate([self.decided, tokens])
+        self.sequences = [*self.sequences, *sequences]
+        for s in sequences:
+            s.begin()
+            self.head.read(s.tokens)
+        if not self.is_alone:
+            for s in self.sequences:
+                s.cache = PromptCache([None, None], 0)  # its arrays are in the rows
+
+    def _rows_of(self, caches: list[Any]) -> RowsCache:
+        rows = RowsCache(self.model)
+        rows.join([caches], self.n_tokens)
+        return rows
+
+    def filter(self, sequences: list[Sequence]) -> None:
+        """Keep these sequences."""
+        keep = [b for b, s in enumerate(self.sequences) if s in sequences]
+        if len(keep) == len(self):
+            return
+        if not keep:
+            self.wait()
+            self.clear()
+            return
+        self.roll_back()
+        self.head.filter(keep)
+        self.n_tokens = [self.n_tokens[b] for b in keep]
+        self.decided = self.decided[mx.array(keep)]
+        self.sequences = [self.sequences[b] for b in keep]
+        assert isinstance(self.cache, RowsCache)
+        if len(keep) == 1:
+            (s,), entries = self.sequences, [*self.cache.extract(keep[0]), *make_head_cache(self.model)]
+            s.cache = PromptCache(entries, len(self.model.layers))
+            if isinstance(self.head, HeadDrafter):
+                entries[-2] = s.cache.head = self.head.cache
+                self.head.first_row = self.n_tokens[0] - self.head.cache.offset - self.head.counts[0]
+            self.cache = SingleCache(s.cache, self.kv)
+        else:
+            self.cache.filter(keep)
+        self.head.forget(token for s in self.sequences for token in s.tokens)
+
+    def extract(self, sequence: Sequence) -> list[Any]:
+        """While a window is in flight: a prompt cache of a sequence's tokens."""
+        assert self.window is not None
+        b = self.sequences.index(sequence)
+        n = self.n_tokens[b] + 1
+        backbone = self.cache.extract(n) if isinstance(self.cache, SingleCache) else self.cache.extract(b, 1)
+        _, last = make_head_cache(self.model)
+        entries = [*backbone, self.head.extract(b), last]
+        cache = PromptCache(entries, len(self.model.layers))
+        cache.last_hidden = mx.contiguous(self.window.hidden[b : b + 1, :1])
+        cache.record(n, sequence.text_of(n))
+        mx.async_eval([c.state for c in entries])  # at once: they refer to the caches of all sequences
+        return entries
 
     # Finalize
 
     def finalize(self) -> None:
-        """Keep the tokens handed over, take back all others, and give the head a row for each but the last.
+        """Of one sequence: keep the tokens handed over, take back all others, and give the head a row for each but the last.
 
         This may come at any point of the moves above and of itself, after an error or an interrupt, and in any thread. A second
         interrupt does not stop it, since who asks for a cache to be kept presses Ctrl-C twice, too.
@@ -379,20 +573,32 @@ class Decoder:
             self._finalize()
             raise
 
-    @on_stream
     def _finalize(self) -> None:
-        if self.before is not None:
-            restore(self.cache.entries, self.before)
-            self.window = None
-        if self.window is not None:
-            # ``draft`` may have told the head of these already: then they come twice, and the second time is ignored.
-            self.head.extend(self.hidden, self.window[1 : self.n_kept])
-            self._commit()
-        self._quantize()  # as mlx-lm does after every pass
-        self.head.finalize(self.n_cached)
-        # Another thread, which goes on from here, cannot evaluate what this one left lazy.
-        mx.async_eval([c.state for c in self.cache.entries])
-        if self.exchange is not None:
-            mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
-        # Last: until here the cache is known to be unfinished.
-        self.cache.record(self.n_cached, () if self.copies is None else self.copies.text_of(self.n_cached))
+        own = self.cache
+        assert isinstance(own, SingleCache)
+        with mx.stream(self.stream):
+            if own.before is not None:
+                own.restore()
+                self.window = None
+            if self.window is not None:
+                # ``accept`` may have told the head of these already: then they come twice, and the second time is ignored.
+                n = self.window.kept[0]
+                self.head.extend(self.window.hidden, self.window.tokens[:, 1:n], [n - 1])
+                self.roll_back()
+            own.quantize()  # as mlx-lm does after every pass
+            (n,), cache = self.n_tokens, own.cache
+            if self.last is not None:
+                hidden, i = self.last
+                cache.last_hidden = hidden[:, i - 1 : i]
+            self.head.finalize(n - 1)
+            # Another thread, which goes on from here, cannot evaluate what this one left lazy.
+            mx.async_eval([c.state for c in cache.entries])
+            if self.exchange is not None:
+                mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
+            # Last: until here the cache is known to be unfinished.
+            cache.record(n, self.sequences[0].text_of(n))
+
+
+def _n_decided(step: Step, b: int) -> int:
+    """The number of tokens that a step decides of sequence b, none behind its end, from 1 on."""
+    return 1 if step.tokens is None else max(len(step.tokens[b]), 1)

@@ -16,8 +16,8 @@ from .rates import Rates
 from .step_times import PLAIN, Plan, StepTimes
 
 MAX_DRAFT_TOKENS = 8
-COPY_DEPTHS = (1, 2, 4, 8, 16)  # few, so that the time of each is soon known
-MAX_COPY_TOKENS = COPY_DEPTHS[-1]
+FREE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
+MAX_COPY_TOKENS = FREE_DEPTHS[-1]
 
 
 def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
@@ -57,15 +57,17 @@ class Depth:
     over one, a third token often adds little. So where the best depth is 0 or 1, it tries two if they would pay were the second
     free.
 
-    Where the text repeats itself, it compares the head's drafts with copies. How often copies are right is known without
-    drafting any. How long a step with many takes is not: it begins with few, and doubles them when all were accepted.
+    Where another source offers drafts, as copies where the text repeats itself, it compares the head's with these. How often
+    they are right is known without drafting any. How long a step with many takes is not: it begins with few, and doubles them
+    when all were accepted.
 
     Args:
         most (int): The greatest depth.
         seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
         times (StepTimes, optional): What steps take, to read and to feed. Default: ``None``, new ones, with ``seconds``.
-        only (int, optional): Always draft this many tokens with the head, and choose only when to copy. Default: ``None``.
-        rates (Rates, optional): The acceptance of the head's drafts, where it is known. Default: ``None``, that of a new text.
+        only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
+          ``None``.
+        rates (Rates, optional): The acceptance of the head's drafts, to read and to feed. Default: ``None``, a new text's.
     """
 
     FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
@@ -84,8 +86,8 @@ class Depth:
         rates: Rates | None = None,
     ):
         self.most, self.only = most, only
-        self.times = StepTimes(most, seconds, MAX_COPY_TOKENS) if times is None else times
-        self.rates, self.is_text_known = Rates(most) if rates is None else rates, rates is not None
+        self.times = StepTimes(most, seconds) if times is None else times
+        self.rates = Rates(most) if rates is None else rates
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
         self.has_begun = False  # the first step was asked for
         self.is_alone = True  # no other generation ran during the latest step
@@ -107,28 +109,28 @@ class Depth:
             return []
         if len(self.times.seconds) < 2:  # nothing says what a draft costs
             return [Plan(k) for k in self.FIRST]
-        return [] if self.is_text_known else [Plan(k) for k in self.FIRST if k > 0]
+        return [] if self.rates.is_known else [Plan(k) for k in self.FIRST if k > 0]
 
-    def next(self, odds: Sequence[float] = ()) -> Plan:
+    def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
         """
         Args:
-            odds (Sequence[float]): The probability that each copied draft is accepted, given that those before it were;
-              empty where nothing can be copied.
+            offers (Mapping[str, Sequence[float]], optional): Of each other source that has drafts now, the probability that
+              each is accepted, given that those before it were.
         """
         if not self.has_begun:
             self._begin()
         if not self.planned:
-            self.planned = self._plan(odds)
+            self.planned = self._plan(offers or {})
         return self.planned.pop(0)
 
-    def _plan(self, odds: Sequence[float]) -> list[Plan]:
+    def _plan(self, offers: Mapping[str, Sequence[float]]) -> list[Plan]:
         plain, *others = self.times.estimate
         seconds = [(1 - self.MARGIN) * plain, *others]
         best = best_depth(self.rates.estimate, seconds) if self.only is None else self.only
         tokens = expected_tokens(self.rates.estimate)[best]
-        if (k := self._copies(odds, tokens / seconds[best])) > 0:
-            gain = expected_tokens(odds)[k] / self.times.copy_estimate[k] * plain
-            return [Plan(k, copies=True) if self.only or self._is_safe(gain) else PLAIN]
+        if (free := self._best_free(offers, tokens / seconds[best])) is not None:
+            gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
+            return [free if self.only or self._is_safe(gain) else PLAIN]
         if self.only is not None:
             return [Plan(self.only)]
         if best > 0:
@@ -146,13 +148,16 @@ class Depth:
         is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN, 0) > 1
         return self.times.is_known(PLAIN) or is_slower or not self.is_alone
 
-    def _copies(self, odds: Sequence[float], speed: float) -> int:
-        """The number of copies that is faster than ``speed``, in tokens per second; 0 if none is."""
-        if not odds:
-            return 0
-        tokens, seconds = expected_tokens(odds), self.times.copy_estimate
-        best = max(COPY_DEPTHS, key=lambda k: tokens[k] / seconds[k])
-        return min(best, self.times.most_copies) if tokens[best] / seconds[best] > speed else 0
+    def _best_free(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
+        """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
+        best = None
+        for source, odds in offers.items():
+            tokens, seconds = expected_tokens(odds), self.times.free_estimate(source)
+            rates = {k: tokens[k] / seconds[k] for k in FREE_DEPTHS if k < len(tokens)}
+            k = max(rates, key=rates.__getitem__)
+            if rates[k] > speed:
+                speed, best = rates[k], Plan(min(k, self.times.most_free(source)), source)
+        return best
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
         """Three steps with two drafts, where their time is a guess and they would be best if the second took no time."""
@@ -163,11 +168,11 @@ class Depth:
         # The first step at a depth is not counted, and one more would leave a pause for the time of two.
         return [Plan(2)] * 3 if would_pay else []
 
-    def observe(self, plan: Plan, n_accepted: int, seconds: float | None, is_alone: bool = True) -> None:
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
         Args:
             plan (Plan): What a step drafted.
-            n_accepted (int): The number of drafts that were accepted.
+            n_accepted (float): The number of drafts that were accepted; of several sequences the mean.
             seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
               it do not tell.
             is_alone (bool): Whether no other generation ran in between: its steps would count as part of this one.
@@ -177,10 +182,10 @@ class Depth:
         if is_alone:
             self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
-        if not plan.copies and plan.k > 0:
-            self.rates.count_window(plan.k, n_accepted)
-        elif plan.copies and n_accepted == plan.k == self.times.most_copies < MAX_COPY_TOKENS:
-            self.times.most_copies *= 2
+        if not plan.is_free and plan.k > 0:
+            self.rates.count_window(plan.k, int(n_accepted))
+        elif plan.is_free and n_accepted == plan.k == self.times.most_free(plan.source):
+            self.times.allow_more(plan.source)
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
         """The time of a step, if it counts: the first that contradicts the known times does not, the second forgets them."""
@@ -196,11 +201,11 @@ class Depth:
             self.planned, self.unconfirmed = self._first_steps(), set()
             return seconds
         self.doubted.add(plan)
-        if self.only is None and not plan.copies:  # there may be nothing to copy
+        if self.only is None and not plan.is_free:  # the source may have none
             self.planned.insert(0, plan)  # once more
         return None
 
-    def _account(self, plan: Plan, n_accepted: int, seconds: float | None) -> None:
+    def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
         """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""
         # A pause, such as a slow reader's, neither allows more probing nor counts as lost by a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)

@@ -25,7 +25,7 @@ This module is the loop. Its moves are those of ``decoder.Decoder``. How many dr
 
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,18 +33,13 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..models.drafting import Settings
-from ..models.prompt_cache import has_head, open_prompt_cache
-from ..models.protocol import MTPModel
-from .acceptance import make_acceptance
-from .copies import CopyDrafter
+from ..models.prompt_cache import open_prompt_cache
+from ..models.single import KVOptions
 from .counts import DraftCounts
-from .decoder import Decoder, KVOptions, Token
-from .depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
-from .drafter import HeadDrafter, NoHead
-from .options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
-from .pace import Pace
-from .step_times import StepTimes
+from .decoder import Decoder, Token
+from .options import CopyDrafts, NumDraftTokens, check_model, resolve
+from .pace import Pace, depth_of
+from .sequence import Sequence
 
 
 def mtp_generate_step(
@@ -120,18 +115,31 @@ def mtp_generate_step(
     mtp_model = check_model(model, num_draft_tokens, copy_drafts)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
-    pace = make_pace(mtp_model, options, counts or DraftCounts())
     cache = open_prompt_cache(model, prompt_cache)
+    sequence = Sequence(
+        cache=cache,
+        options=options,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        logits_processors=logits_processors or [],
+        counts=counts or DraftCounts(),
+    )
+    depth = depth_of(mtp_model, sequence)
+    pace = Pace(mtp_model, None if depth is None else depth.times)
     if pace.exchange is not None:
         with mx.stream(stream):
-            sampler = pace.exchange.begin(prompt, cache.n_tokens, sampler)
-    acceptance, processors = make_acceptance(sampler), logits_processors or []
-    head = HeadDrafter(mtp_model, cache, acceptance, processors, options.p_min) if has_head(model) else NoHead()
-    copies = CopyDrafter(cache.n_tokens, cache.text) if pace.n_copies != 0 else None
+            sequence.sample_with(pace.exchange.begin(prompt, cache.n_tokens, sampler))
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
-    decoder = Decoder(mtp_model, cache, head, copies, acceptance, processors, kv, exact, stream, pace.exchange)
-    tokens = prompt.astype(mx.uint32)
-    steps = _steps(decoder, pace, tokens, input_embeddings, prefill_step_size, prompt_progress_callback, max_tokens)
+    decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=pace.exchange, stream=stream)
+    decoder.open(sequence)
+    steps = _steps(
+        decoder,
+        pace,
+        prompt=prompt.astype(mx.uint32),
+        embeddings=input_embeddings,
+        chunk=prefill_step_size,
+        progress=prompt_progress_callback or (lambda *_: None),
+    )
     decoder.generation = weakref.ref(steps)
     yield from steps
 
@@ -139,36 +147,40 @@ def mtp_generate_step(
 def _steps(
     decoder: Decoder,
     pace: Pace,
+    *,
     prompt: mx.array,
     embeddings: mx.array | None,
-    prefill_step_size: int,
-    progress: Callable[[int, int], None] | None,
-    max_tokens: int,
+    chunk: int,
+    progress: Callable[[int, int], Any],
 ) -> Generator[Token, None, None]:
     """The loop."""
+    (sequence,), stream = decoder.sequences, decoder.stream
     try:
-        decoder.prefill(prompt, embeddings, prefill_step_size, progress or (lambda *_: None))
-        if max_tokens == 0:
+        with mx.stream(stream):
+            decoder.prefill(prompt, embeddings, chunk, progress)
+            pace.begin(decoder)
+        if sequence.max_tokens == 0:
             return
         step = yield from decoder.accept()  # of the prompt's last token, which gives the first
-        n = len(step.tokens)
         while True:
-            n_left = max_tokens - n if max_tokens > 0 else None
-            decoder.draft(pace.next(decoder.max_drafts(n_left), decoder.copy_odds()))  # draft
-            yield from decoder.hand_over_accepted()  # while the device drafts
+            with mx.stream(stream):
+                decoder.draft(pace.next(decoder))  # draft
+                sequence.check()
+            yield from decoder.hand_over_accepted(step)  # while the device drafts
 
-            decoder.verify()  # verify
-            decoder.wait()
-            pace.record_plain(step)
-            yield from decoder.hand_over_last()  # while the device verifies
-            if n == max_tokens:
+            with mx.stream(stream):
+                decoder.roll_back()  # roll back
+                decoder.verify()  # verify
+                pace.begin(decoder)
+                decoder.wait()
+                pace.record_plain(step)
+            yield from decoder.hand_over_last(step)  # while the device verifies
+            if sequence.end is not None:
                 return
 
             step = yield from decoder.accept()  # accept
-            n += len(step.tokens)
+            sequence.check()
             pace.record_drafting(step)
-
-            decoder.roll_back()  # roll back
     finally:
         decoder.finalize()
 
@@ -208,23 +220,3 @@ def check_arguments(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
             f"length of the prompt ({len(prompt)}), or the prompt must be empty."
         )
-
-
-def make_pace(model: MTPModel, options: DraftOptions, counts: DraftCounts) -> Pace:
-    """How many drafts a step makes."""
-    n, copies = options.num_draft_tokens, options.copy_drafts
-    n_drafts = n if isinstance(n, int) else None
-    n_copies = copies if isinstance(copies, int) else None if copies == "auto" else 0
-    depth = None
-    if isinstance(n, Depth):
-        depth = n.for_text()
-    elif None in (n_drafts, n_copies):
-        depth = Depth(MAX_DRAFT_TOKENS, times=step_times(model), only=n_drafts)
-    return Pace(model, n_drafts, n_copies, depth, counts)
-
-
-def step_times(model: MTPModel) -> StepTimes:
-    """What steps take, which a model keeps from one generation to the next. It begins with its settings, if any."""
-    tuned = model.drafting.tuned or Settings()
-    model.drafting.times = model.drafting.times or StepTimes(MAX_DRAFT_TOKENS, tuned.seconds, MAX_COPY_TOKENS)
-    return cast(StepTimes, model.drafting.times)

@@ -21,6 +21,11 @@ class Rates:
         self.n_verified, self.n_accepted = [0.0] * n, [0.0] * n
         self.estimate = self._estimate()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was counted."""
+        return any(self.n_verified)
+
     def count(self, rank: int, accepted: bool) -> None:
         """Count one draft; earlier ones of the same rank fade."""
         self.n_verified[rank] = self.FADING * self.n_verified[rank] + 1

@@ -4,12 +4,19 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+HEAD = "head"  # the source that costs passes of the head; ``sources.py`` has the others
+
 
 class Plan(NamedTuple):
     """What a step drafts."""
 
     k: int  # drafts
-    copies: bool = False  # of the text (see ``copies.py``), not the head's
+    source: str = HEAD
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its drafts cost no pass of the head."""
+        return self.source != HEAD
 
 
 PLAIN = Plan(0)
@@ -23,30 +30,30 @@ class StepTimes:
     slow: the times of all depths shrink alike, until they are measured again. A longer context adds to all depths. A depth
     that was not used for a while lies on the line through the two nearest that were.
 
-    Copies cost no pass of the head: as many drafts of the head take no less time, and stand for copies that were not tried.
+    The drafts of all sources but the head are free. As many drafts of the head take no less time, and stand for those that were
+    not tried.
 
     Times outlive a text, and texts that are open at once feed the same ones.
 
     Args:
         n (int): The greatest depth.
         seconds (Mapping[int, float], optional): Times measured before, by depth.
-        n_copies (int): The greatest number of copies.
         is_guess (bool): Whether only the ratios of ``seconds`` are relied on: the first step that is timed scales them all.
           Default: ``False``.
 
     Attributes:
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
-        copy_estimate (list[float]): t(k) for copies, [n_copies + 1].
-        most_copies (int): The most copies to try next.
     """
 
     BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
     FOLLOWS = 0.08  # the part of a difference that a time follows, and half of it at the other depths
     GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
+    FIRST_FREE, MOST_FREE = 4, 16  # drafts of a source beside the head: the most at first, and at all
     STALE = 100  # steps with drafts after which a time is no longer relied on
 
-    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, n_copies: int = 0, is_guess: bool = False):
-        self.n, self.n_copies, self.most_copies = n, n_copies, 4
+    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
+        self.n = n
+        self._most_free: dict[str, int] = {}
         self._begin(seconds or {}, is_guess)
 
     def forget(self) -> None:
@@ -78,10 +85,10 @@ class StepTimes:
 
     def by_depth(self) -> dict[int, float]:
         """What was measured of plain steps and of those with the head's drafts, by depth."""
-        return {plan.k: t for plan, t in self.seconds.items() if not plan.copies}
+        return {plan.k: t for plan, t in self.seconds.items() if not plan.is_free}
 
     def of(self, plan: Plan) -> float:
-        return (self.copy_estimate if plan.copies else self.estimate)[plan.k]
+        return (self.free_estimate(plan.source) if plan.is_free else self.estimate)[plan.k]
 
     def without_pause(self, plan: Plan, seconds: float) -> float:
         """At most ``BEYOND_NOISE`` times what a step is expected to take."""
@@ -107,8 +114,8 @@ class StepTimes:
 
     def _shrink(self, plan: Plan, seconds: float) -> None:
         """Scales all times down when steps become far shorter than one at the same or a lower depth was."""
-        # A step with copies may be shorter than one with fewer drafts of the head.
-        lower = [p for p in self.seconds if p.k <= plan.k and (p.copies or p == PLAIN or not plan.copies)]
+        # A step with free drafts may be shorter than one with fewer drafts of the head.
+        lower = [p for p in self.seconds if p.k <= plan.k and (p.is_free or p == PLAIN or not plan.is_free)]
         slowest = max((self.seconds[p] for p in lower), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
         # One alone may have begun while the host was late, unless the only one before it was the slow one.
@@ -122,10 +129,24 @@ class StepTimes:
 
     def _update(self) -> None:
         known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN or self.is_known(plan)}
-        head = {plan.k: t for plan, t in known.items() if not plan.copies}
+        head = {plan.k: t for plan, t in known.items() if not plan.is_free}
         self.estimate = self._estimate(head, self.n)
-        copies = {plan.k: t for plan, t in known.items() if plan.copies}
-        self.copy_estimate = self._estimate(head | copies, self.n_copies)
+        self._known, self._free_estimates = known, dict[str, list[float]]()  # the others once they are asked for
+
+    def free_estimate(self, source: str) -> list[float]:
+        """t(k) for the drafts of a source beside the head, [MOST_FREE + 1]"""
+        if source not in self._free_estimates:
+            known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
+            known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
+            self._free_estimates[source] = self._estimate(known, self.MOST_FREE)
+        return self._free_estimates[source]
+
+    def most_free(self, source: str) -> int:
+        """The most drafts of such a source to try next."""
+        return self._most_free.get(source, self.FIRST_FREE)
+
+    def allow_more(self, source: str) -> None:
+        self._most_free[source] = min(2 * self.most_free(source), self.MOST_FREE)
 
     def _estimate(self, known: Mapping[int, float], n: int) -> list[float]:
         points = sorted(known.items()) or [(0, 1.0)]

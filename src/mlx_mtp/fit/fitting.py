@@ -16,7 +16,7 @@ from ..checkpoint.files import write_atomic
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
-from ..convert.output import check_new
+from ..checkpoint.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
 from .data import SHORTEST, Data, describe, prepare

@@ -113,7 +113,7 @@ class DraftCache(stock._BaseCache):
         if n > 0:
             assert self.hidden is not None
             self.rows.trim(self.rows.offset - self.n_rows)
-            self.last = run_head(model, self.hidden[:, :n], self.tokens[:n], self.rows)
+            self.last = run_head(model, self.hidden[:, :n], self.tokens[None, :n], self.rows)
             # A copy, since a slice pins the array that it is cut from.
             self.tokens, self.hidden = self.tokens[n:], mx.contiguous(self.hidden[:, n:])
             self.n_rows += n
@@ -162,7 +162,7 @@ class DraftModel:
         c.see(inputs[0])
         c.catch_up(model)
         if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
-            c.last = run_head(model, c.last, inputs[0, -1:], c.rows)
+            c.last = run_head(model, c.last, inputs[:, -1:], c.rows)
         if c.last is None or c.rows.offset != c.n_seen - 1:
             return mx.zeros((1, 1, model.vocab_size))
         return draft_logits(model, model.drafting.lm_head, c.last)[None]

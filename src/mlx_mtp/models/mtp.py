@@ -85,15 +85,15 @@ def run_head(
     """One pass of a model's head, for its last position.
 
     Args:
-        hidden (mx.array): The hidden states of T positions, [1, T, H].
-        tokens (mx.array): The token after each, [T].
+        hidden (mx.array): The hidden states of T positions, [B, T, H].
+        tokens (mx.array): The token after each, [B, T].
         cache (KVCache): The head's keys and values; T rows are appended.
-        embeddings (mx.array, optional): In place of the tokens', [T, H].
+        embeddings (mx.array, optional): In place of the tokens', [B, T, H].
 
     Returns:
-        mx.array: The head's output for the last position, [1, 1, H].
+        mx.array: The head's output for the last position, [B, 1, H].
     """
-    x = model.model.embed_tokens(tokens[None]) if embeddings is None else embeddings[None]
+    x = model.model.embed_tokens(tokens) if embeddings is None else embeddings
     return model.mtp(x, hidden, cache, last_only=True)
 
 

@@ -156,6 +156,48 @@ class RowsKVCache:
         return mx.concatenate(padded)
 
 
+class HeadRows(RowsKVCache):
+    """The keys and values of the head. As in mlx-lm's ``KVCache``, all tokens of a pass stay until they are trimmed.
+
+    Args:
+        caches (Sequence[KVCache]): One for each row.
+    """
+
+    def __init__(self, caches: Sequence[stock.KVCache] = ()):
+        super().__init__(Rows())
+        if caches:
+            self.join([*caches])
+
+    @property
+    def state(self) -> list[mx.array | None]:
+        return [self.keys, self.values]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched = super().update_and_fetch(keys, values)
+        self.rows.add([keys.shape[2]] * len(keys))
+        return fetched
+
+    def trim(self, n: int) -> None:
+        """Take back the last ``n`` tokens of each row."""
+        self.trim_each([n] * len(self.rows.lengths))
+
+    def trim_each(self, counts: Sequence[int]) -> None:
+        """Take back the last ``counts[b]`` tokens of row b."""
+        if any(counts):
+            self.rows.add([-n for n in counts])
+
+    def join(self, caches: list[Any]) -> None:
+        super().join(caches)
+        self.rows.set([*self.rows.lengths, *(c.offset for c in caches)])
+
+    def filter(self, keep: list[int]) -> None:
+        self.rows.set([self.rows.lengths[b] for b in keep])
+        super().filter(keep)
+
+    def extract(self, b: int, n: int | None = None) -> stock.KVCache:
+        return super().extract(b, self.rows.lengths[b] if n is None else n)
+
+
 class RowsArraysCache(ArraysCache):
     """The states of a recurrent layer. A window is recorded as for one sequence, with one confirmed token."""
 
@@ -188,14 +230,21 @@ class RowsArraysCache(ArraysCache):
 
     def extract(self, b: int) -> ArraysCache:
         """Row b; with an open window, after its confirmed token."""
-        window, (conv, state) = self.window, self.cache
-        if window is not None:
-            assert window.conv_input is not None
-            n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
-            conv, state = window.conv_input[:, 1 : 1 + n_keep], window.state
         cache = ArraysCache(size=2)
-        cache.cache = [mx.contiguous(x[b : b + 1]) for x in (conv, state)]
+        cache.cache = [mx.contiguous(x[b : b + 1]) for x in after_first(self)]
         return cache
+
+
+def after_first(cache: ArraysCache) -> list[Any]:
+    """The arrays of a recurrent layer; with an open window, those after its first token."""
+    window = cache.window
+    if window is None:
+        return cache.cache
+    if window.states is not None:
+        return window.states[0]
+    assert window.conv_input is not None
+    n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
+    return [window.conv_input[:, 1 : 1 + n_keep], window.state]
 
 
 def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
@@ -248,6 +297,9 @@ class RowsCache:
         for entry in self.entries:
             entry.filter(keep)
 
+    def begin_pass(self) -> None:
+        """Nothing: several sequences cannot go back to before a pass."""
+
     def roll_back(self, kept: list[int]) -> None:
         """Keep the first ``kept[b]`` tokens of the last pass in row b, from 1 on."""
         n, m = mx.array(kept)[:, None], max(kept) - 1
@@ -258,7 +310,7 @@ class RowsCache:
         self.rows.add(kept)
         mx.async_eval(self.states)
 
-    def extract(self, b: int) -> list[Any]:
-        """A cache for each layer: row b with the first token of the last pass, before ``roll_back``."""
-        n = self.rows.lengths[b] + 1
+    def extract(self, b: int, n: int = 0) -> list[Any]:
+        """A cache for each layer: row b, with ``n`` tokens, 0 or 1, of a pass that is not rolled back."""
+        n += self.rows.lengths[b]
         return [c.extract(b) if isinstance(c, RowsArraysCache) else c.extract(b, n) for c in self.entries]

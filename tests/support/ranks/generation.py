@@ -128,7 +128,7 @@ def counts_collectives(name, model):
     n, passes = [0], [0]
     for collective in ("all_sum", "all_gather", "send", "recv_like"):
         count(mx.distributed, collective, n)
-    count(Decoder, "_verify", passes)
+    count(Decoder, "verify", passes)
     plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
     of_a_pass = n[0] // 3
     mx.synchronize(generation_stream)

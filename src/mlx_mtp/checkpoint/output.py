@@ -9,10 +9,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..checkpoint.config import Config, text_config_of
-from ..checkpoint.head_formats import EXTRA_TENSORS, load_tensors
-from ..checkpoint.hub import HEAD_FILE, check_path
-from ..checkpoint.tensors import INDEX_FILE
+from .config import Config, text_config_of
+from .head_formats import EXTRA_TENSORS, load_tensors
+from .hub import HEAD_FILE, check_path
+from .tensors import INDEX_FILE
 
 
 def check_new(target: Path) -> None:

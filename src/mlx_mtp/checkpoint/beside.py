@@ -7,13 +7,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..checkpoint.config import Config
-from ..checkpoint.head_formats import quantization_beside
-from ..checkpoint.hub import HEAD_FILE
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.tensors import INDEX_FILE
 from ..models.mtp import split_head
+from .config import Config
+from .head_formats import quantization_beside
+from .hub import HEAD_FILE
 from .output import check_written, describe_head, save, write_index
+from .reader import CheckpointReader
+from .tensors import INDEX_FILE
 
 
 def write_weights(folder: Path, receiver: CheckpointReader, head: dict[str, mx.array]) -> None:

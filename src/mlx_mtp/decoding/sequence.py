@@ -1,0 +1,175 @@
+"""A text that is generated: what it asks, and how far it is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
+from mlx_lm.sample_utils import Sampler as AnySampler
+
+from ..models.prompt_cache import PromptCache
+from .acceptance import TokenMatch, make_acceptance, rewind
+from .counts import DraftCounts
+from .depth import MAX_DRAFT_TOKENS, Depth
+from .options import DraftOptions
+from .processors import keeps_state
+from .rates import Rates
+from .sampling import Sampler
+from .sources import Source, make_sources
+from .step_times import Plan
+
+
+@dataclass(eq=False)
+class Sequence:
+    """
+    Args:
+        cache (PromptCache): Holds its tokens, but for those that a pass in flight is to verify.
+        options (DraftOptions): What it drafts.
+        max_tokens (int): The number of tokens still to generate; negative for no limit.
+        sampler (Sampler, optional): As in mlx-lm, or one of ``mlx_mtp.make_sampler``. Default: the most likely token.
+        logits_processors (List[LogitsProcessor]): As in mlx-lm; they see ``tokens``.
+        stop (StopSequences.Matcher, optional): Recognizes the last token. Default: ``None``, none is the last.
+        counts (DraftCounts): What came of its drafts.
+        segments (List[List[int]]): The part of its prompt that is not read yet; the last segment is its last token.
+        tokens (List[int]): The tokens that the host knows: of the prompt, as far as it is read, and generated ones.
+        uid (int): Of ``BatchGenerator``.
+
+    Attributes:
+        end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or what its sampler or a processor has
+          raised; ``None`` while it goes on.
+        before (List[int]): The tokens of its prompt cache before these, as far back as they are known.
+        n_decided (int): Generated tokens, which the host may not know yet.
+        n_taken (int): Those that it knows.
+    """
+
+    cache: PromptCache
+    options: DraftOptions
+    max_tokens: int
+    sampler: AnySampler | None = None
+    logits_processors: list[LogitsProcessor] = field(default_factory=list)
+    stop: StopSequences.Matcher | None = None
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    segments: list[list[int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    uid: int = 0
+
+    def __post_init__(self) -> None:
+        self.end: str | Exception | None = None
+        self.before = [] if self.tokens else self.cache.text
+        self.start = self.cache.n_tokens - len(self.before) - len(self.tokens)  # of these in the prompt cache
+        self.n_read, self.n_prompt = 0, sum(map(len, self.segments))
+        self.n_decided = self.n_taken = 0
+        self.context: mx.array | None = None  # [N], for the logits processors
+        self.sample_with(self.sampler)
+        number = self.options.num_draft_tokens
+        # Chooses for it while it is alone, once it was asked to.
+        self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
+        self.rates = Rates(MAX_DRAFT_TOKENS) if self.depth is None else self.depth.rates
+        self.sources: dict[str, Source] = {}  # beside the head, by name
+
+    def sample_with(self, sampler: AnySampler | None) -> None:
+        """
+        Raises:
+            ValueError: The sampler is for a text that has begun.
+        """
+        self.sampler, self.acceptance = sampler, make_acceptance(sampler)
+        self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
+        is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
+        self.is_greedy = is_greedy and not self.logits_processors  # chosen together with other such sequences
+        # Those of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a call
+        # share XTC's coin.
+        self.drawn_with = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return "error" if isinstance(self.end, Exception) else self.end
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its prompt is read, but for the last token."""
+        return len(self.segments) == 1
+
+    @property
+    def n_unread(self) -> int:
+        """The number of decided tokens that the host does not know yet."""
+        return self.n_decided - self.n_taken
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """What its sampler or processors raise inside ends it, and no other sequence."""
+        random_state = mx.random.state[0]  # type: ignore[index]
+        try:
+            yield
+        except Exception as e:
+            self.end = e
+            rewind([random_state], 0)  # an error in a compiled sampler leaves one that nothing can be drawn from
+
+    def check(self) -> None:
+        """
+        Raises:
+            Exception: What has ended it.
+        """
+        if isinstance(self.end, Exception):
+            raise self.end
+
+    def read(self, tokens: list[int]) -> None:
+        """Take a part of the prompt."""
+        self.tokens += tokens
+
+    def skip(self, n: int) -> None:
+        """Begin behind n positions of the prompt whose tokens are not known."""
+        self.before, self.start = [], self.start + len(self.before) + n
+
+    def begin(self) -> None:
+        """The prompt is read."""
+        self.sources = make_sources(self.options, [*self.before, *self.tokens])
+        if self.logits_processors:
+            self.context = mx.array(self.tokens, mx.uint32)
+
+    def text_of(self, n_tokens: int) -> list[int]:
+        """The last tokens of a prompt cache of so many, as far back as they are known."""
+        n, text = n_tokens - self.start, [*self.before, *self.tokens]
+        return text[:n] if 0 <= n <= len(text) else []
+
+    def offers(self) -> dict[str, list[float]]:
+        """Of each source that has drafts now, the probability that each is accepted, given that those before it are."""
+        odds = {name: source.odds(self.n_unread) for name, source in self.sources.items()}
+        return {name: of_each for name, of_each in odds.items() if of_each}
+
+    def logprobs(self, logits: mx.array, drafts: mx.array, processors: list[LogitsProcessor] | None = None) -> mx.array:
+        """Logits [1, V] of the position after some drafts [t] -> log probabilities [1, V], processed."""
+        processors = self.logits_processors if processors is None else processors
+        if processors:
+            assert self.context is not None
+            tokens = mx.concatenate([self.context, drafts])
+            if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
+                for processor in processors:
+                    logits = processor(tokens, logits)
+        return logits - mx.logsumexp(logits, keepdims=True)
+
+    def decide(self, tokens: mx.array, b: int, n: int) -> None:
+        """Go on behind the first n of tokens [b], of [B, T], which the host may not know yet."""
+        self.n_decided += n
+        if self.context is not None:
+            self.context = mx.concatenate([self.context, tokens[b, :n]])
+
+    def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
+        """Take a step's tokens, now that the host knows them -> these, up to the one that ends the sequence."""
+        self.counts.add(plan.k, n_accepted, plan.is_free)
+        taken = tokens
+        for i, token in enumerate(tokens, 1):
+            self.max_tokens -= 1
+            if self.max_tokens == 0:
+                self.end = "length"
+            if self.stop is not None and self.stop.advance(token):
+                self.end = "stop"
+            if self.end in ("length", "stop"):
+                taken = tokens[:i]
+                break
+        self.n_taken += len(taken)
+        for source in self.sources.values():
+            source.read(taken)
+        self.tokens += taken
+        return taken

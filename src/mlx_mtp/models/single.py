@@ -1,0 +1,87 @@
+"""The caches of one sequence on its way through the model: those of its prompt cache, in place, as mlx-lm has them.
+
+They take no mask, so that mlx-lm's fused attention serves them, and are not copied. ``rows.py`` has those of several.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.generate import maybe_quantize_kv_cache
+
+from .cache import ArraysCache, recurrent_states, restore, rollback, snapshot
+from .prompt_cache import PromptCache
+from .rows import after_first
+
+
+class KVOptions(NamedTuple):
+    """When and how to quantize keys and values, as in mlx-lm's ``maybe_quantize_kv_cache``."""
+
+    quantized_kv_start: int = 0
+    kv_group_size: int = 64
+    kv_bits: int | None = None
+
+
+class SingleCache:
+    """
+    Args:
+        cache (PromptCache): Updated in place.
+        kv (KVOptions): When and how to quantize keys and values.
+
+    Attributes:
+        before (List[Any], optional): Where the caches were before the last pass, until its first token is final. Of keys and
+          values that is a number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
+    """
+
+    def __init__(self, cache: PromptCache, kv: KVOptions):
+        self.cache, self.kv = cache, kv
+        self.before: list[Any] | None = None
+        self.is_rolling_back = False
+
+    @property
+    def entries(self) -> list[Any]:
+        return self.cache.entries
+
+    @property
+    def states(self) -> list[list[Any]]:
+        """The arrays of the recurrent layers."""
+        return recurrent_states(self.cache.backbone)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.cache.backbone)
+
+    def begin_pass(self) -> None:
+        """Remember where the caches are."""
+        self.before = snapshot(self.cache.entries)
+
+    def restore(self) -> None:
+        """Go back to before the last pass, if its first token is not final."""
+        if self.before is not None:
+            restore(self.cache.entries, self.before)
+
+    def quantize(self) -> None:
+        if self.kv.kv_bits is not None:
+            caches = self.cache.backbone
+            maybe_quantize_kv_cache(caches, *self.kv)
+            self.cache.backbone = caches
+
+    def roll_back(self, n_before: int, n: int) -> None:
+        """Keep the first n tokens of the last pass, which began behind ``n_before``. Once interrupted, it may come again."""
+        again, self.is_rolling_back = self.is_rolling_back, True
+        rollback(self.cache.backbone, n_before, n, again)
+
+    def extract(self, n_tokens: int) -> list[Any]:
+        """A copy of the caches with the first ``n_tokens`` tokens, one of them at most of a pass that is not rolled back."""
+        copies: list[Any] = []
+        for c in self.cache.backbone:
+            if isinstance(c, ArraysCache):
+                own: Any = ArraysCache(size=2)
+                own.cache = [mx.contiguous(x) for x in after_first(c)]
+            else:
+                own = copy.copy(c)
+                own.keys, own.values = tree_map(lambda x: mx.contiguous(x[..., :n_tokens, :]), (c.keys, c.values))
+                own.offset = n_tokens
+            copies.append(own)
+        return copies
