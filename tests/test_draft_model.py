@@ -19,7 +19,7 @@ import mlx_mtp
 from mlx_mtp.models.cache import ArraysCache
 from mlx_mtp.models.draft_lm_head import DraftLMHead
 from tests.support.decoding import plain
-from tests.support.models import arrays_equal, tiny_model
+from tests.support.models import tiny_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -29,16 +29,16 @@ model_of = cached(tiny_model)
 
 
 def steps(prompt, model, **kwargs):
-    return list(speculative_generate_step(mx.array(prompt), model, model.make_draft_model(), **kwargs))
+    draft_model = model.make_draft_model()
+    return list(speculative_generate_step(mx.array(prompt), draft_model.target, draft_model, **kwargs))
 
 
 def speculative(prompt, model, **kwargs):
     return [token for token, _, _ in steps(prompt, model, **kwargs)]
 
 
-def make_caches(model):
-    draft_model = model.make_draft_model()
-    return stock_make_prompt_cache(model) + stock_make_prompt_cache(draft_model)
+def make_caches(draft_model):
+    return stock_make_prompt_cache(draft_model.target) + stock_make_prompt_cache(draft_model)
 
 
 @settings(max_examples=7)
@@ -60,7 +60,9 @@ def test_the_demo_through_mlx_lms_stream_generate(demo, depth):
     model, tokenizer = demo
     theirs = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32))
     draft_model = model.make_draft_model()
-    ours = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32, draft_model=draft_model, num_draft_tokens=depth))
+    ours = list(
+        mlx_lm.stream_generate(draft_model.target, tokenizer, CODE, 32, draft_model=draft_model, num_draft_tokens=depth)
+    )
     assert [(r.text, r.token, r.finish_reason) for r in ours] == [(r.text, r.token, r.finish_reason) for r in theirs]
     # As many drafts stand as in our own loop, but for the first and the last window, which differ.
     own = list(mlx_mtp.stream_generate(model, tokenizer, CODE, 32, num_draft_tokens=depth))
@@ -89,9 +91,9 @@ def test_drafts_come_from_the_draft_vocabulary():
     assert any(token < n for token, _, _ in got)
     assert all(token < n for token, _, from_draft in got if from_draft)
     draft_model = model.make_draft_model()
-    *target, draft = make_caches(model)
+    *target, draft = make_caches(draft_model)
     draft_model(mx.array([PROMPT[:-1]]), cache=[draft])
-    model(mx.array([PROMPT[:-1]]), cache=target)
+    draft_model.target(mx.array([PROMPT[:-1]]), cache=target)
     logits = draft_model(mx.array([PROMPT[-1:]]), cache=[draft])
     assert logits.shape == (1, 1, 32)
     assert mx.isfinite(logits[0, 0]).tolist() == [i < n for i in range(32)]
@@ -101,7 +103,7 @@ def test_drafts_come_from_the_draft_vocabulary():
 @pytest.mark.parametrize("depth", [1, 3])
 def test_head_rows_come_from_verified_hidden_states(family, depth):
     model = model_of(family)
-    prompt_cache = make_caches(model)
+    prompt_cache = make_caches(model.make_draft_model())
     tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
     draft = prompt_cache[-1]
     text = mx.array([PROMPT + tokens])
@@ -127,38 +129,33 @@ def test_head_rows_come_from_verified_hidden_states(family, depth):
 # What the caches say of themselves
 
 
-def test_untied_cache_is_not_trimmable():
+def test_the_models_own_cache_is_not_trimmable():
     model = model_of("qwen3_5")
-    draft_model = model.make_draft_model()
+    model.make_draft_model()
     cache = model.make_cache()
     assert not can_trim_prompt_cache(cache)
     plain(PROMPT, model, max_tokens=3, prompt_cache=cache)
     assert not can_trim_prompt_cache(cache)
-    with pytest.raises(ValueError, match="cannot be trimmed"):
-        cache[0].trim(1)
-    assert draft_model.model is model
 
 
 def test_rejects_another_draft_model_as_mlx_lm():
     model, other = model_of("qwen3_5"), model_of("qwen3_next")
-    draft_model = model.make_draft_model()
     with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
         next(speculative_generate_step(mx.array(PROMPT), model, other))
-    assert draft_model.model is model
 
 
-def test_tied_cache_is_trimmable_while_empty_and_inside_its_window():
+def test_targets_cache_is_trimmable_while_empty_and_inside_its_window():
     model = model_of("qwen3_5")
-    cache = make_caches(model)
+    draft_model = model.make_draft_model()
+    cache = make_caches(draft_model)
     target, draft = cache[:-1], cache[-1:]
     assert can_trim_prompt_cache(target)
     assert trim_prompt_cache(target, 5) == 0
-    draft_model = model.make_draft_model()
     draft_model(mx.array([PROMPT]), cache=draft)
-    model(mx.array([PROMPT]), cache=target)
+    draft_model.target(mx.array([PROMPT]), cache=target)
     assert not can_trim_prompt_cache(target)
     draft_model(mx.array([[7]]), cache=draft)
-    model(mx.array([[7, 8, 9]]), cache=target)
+    draft_model.target(mx.array([[7, 8, 9]]), cache=target)
     assert can_trim_prompt_cache(target)
     with pytest.raises(ValueError, match="Cannot keep"):
         trim_prompt_cache(target, 3)
@@ -166,16 +163,16 @@ def test_tied_cache_is_trimmable_while_empty_and_inside_its_window():
 
 def test_rejects_trimming_beyond_the_window():
     model = model_of("qwen3_5")
-    cache = make_caches(model)
-    target, draft = cache[:-1], cache[-1:]
     draft_model = model.make_draft_model()
+    cache = make_caches(draft_model)
+    target, draft = cache[:-1], cache[-1:]
     draft_model(mx.array([PROMPT]), cache=draft)
-    model(mx.array([PROMPT]), cache=target)
+    draft_model.target(mx.array([PROMPT]), cache=target)
     draft_model(mx.array([[7]]), cache=draft)
     draft_model(mx.array([[8]]), cache=draft)
     with pytest.raises(ValueError, match="can trim its last 0 tokens, not 1"):
         draft[0].trim(1)
-    model(mx.array([[7, 8, 9]]), cache=target)
+    draft_model.target(mx.array([[7, 8, 9]]), cache=target)
     before = [c.offset for c in target if not isinstance(c, ArraysCache)]
     with pytest.raises(ValueError, match="Cannot keep"):
         trim_prompt_cache(target, 10)
@@ -186,7 +183,7 @@ def test_rejects_trimming_beyond_the_window():
 
 def test_lru_prompt_cache_never_trims_the_result():
     model = model_of("qwen3_5")
-    cache = make_caches(model)
+    cache = make_caches(model.make_draft_model())
     tokens = speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)
     text = PROMPT + tokens[:-1]
     lru = LRUPromptCache()
@@ -205,9 +202,10 @@ def test_lru_prompt_cache_never_trims_the_result():
 def test_resumes_without_the_draft_model(n):
     """In plain generation, and in our own loop, which takes a cache that is still empty."""
     model = model_of("qwen3_5")
-    cache = make_caches(model)
+    draft_model = model.make_draft_model()
+    cache = make_caches(draft_model)
     loop = speculative_generate_step(
-        mx.array(PROMPT), model, model.make_draft_model(), max_tokens=50, num_draft_tokens=3, prompt_cache=cache
+        mx.array(PROMPT), draft_model.target, draft_model, max_tokens=50, num_draft_tokens=3, prompt_cache=cache
     )
     tokens = [next(loop)[0] for _ in range(n)]
     loop.close()
@@ -219,12 +217,12 @@ def test_resumes_without_the_draft_model(n):
     for target in fresh[:2]:
         got = plain(more, model, max_tokens=12, prompt_cache=target, prefill_step_size=2)
         assert got == plain(text[:n_cached] + more, model, max_tokens=12)
-        assert all(c.draft is None for c in target if isinstance(c, ArraysCache))
+        assert not can_trim_prompt_cache(target)
     last = text[n_cached:] or [7]
     ours = mlx_mtp.mtp_generate_step(mx.array(last), model, max_tokens=12, num_draft_tokens=3, prompt_cache=fresh[2])
     assert [token for token, _, _ in ours] == plain(text[:n_cached] + last, model, max_tokens=12)
 
-    empty = make_caches(model)[:-1]
+    empty = make_caches(draft_model)[:-1]
     got = [t for t, _, _ in mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, max_tokens=9, prompt_cache=empty)]
     assert got == plain(PROMPT, model, max_tokens=9)
 
@@ -256,43 +254,31 @@ def test_failures_come_through():
 def test_rejects_what_cannot_draft():
     with pytest.raises(ValueError, match="no MTP head"):
         tiny_model("qwen3_5", mtp_num_hidden_layers=0).make_draft_model()
-    model = tiny_model("qwen3_5")
-    draft_model = model.make_draft_model()
-    assert model.make_draft_model() is draft_model
-    with pytest.raises(ValueError, match=r"call model\.make_cache\(\) before each"):
+    draft_model = tiny_model("qwen3_5").make_draft_model()
+    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
         draft_model.make_cache()
     with pytest.raises(ValueError, match="needs its cache"):
         draft_model(mx.array([[1]]))
-    cache = model.make_cache()
-    plain(PROMPT, model, max_tokens=1, prompt_cache=cache)
-    with pytest.raises(ValueError, match=r"call model\.make_cache\(\) before each"):
+    cache = make_caches(draft_model)
+    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
         draft_model.make_cache()
-    assert draft_model.make_cache.__self__ is draft_model
+    assert len(cache) == len(draft_model.target.layers) + 1
 
 
 def test_draft_model_keeps_no_cache_alive():
-    model = tiny_model("qwen3_5")
-    draft_model = model.make_draft_model()
-    cache = model.make_cache()
+    draft_model = tiny_model("qwen3_5").make_draft_model()
+    cache = draft_model.target.make_cache()
     kept = weakref.ref(cache[0])
     del cache
     gc.collect()
     assert kept() is None
-    copied = copy.deepcopy(model)
-    copied.make_cache()
-    with pytest.raises(ValueError, match=r"call model\.make_cache\(\) before each"):
+    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
         draft_model.make_cache()
-    assert copied.make_draft_model().model is copied
-    held = weakref.ref(draft_model)
-    del draft_model
-    gc.collect()
-    assert held() is None
-    assert arrays_equal(model.make_cache()[0].cache, [None, None])
 
 
 def test_drops_the_hidden_states_of_a_long_prompt():
     model = model_of("qwen3_5")
-    cache = make_caches(model)
+    cache = make_caches(model.make_draft_model())
     prompt = [i % 32 for i in range(600)]
     speculative(prompt, model, max_tokens=1, num_draft_tokens=2, prompt_cache=cache, prefill_step_size=100)
     assert cache[-1].hidden.shape[1] <= 4

@@ -71,12 +71,12 @@ def test_draft_logits_are_the_models_rows(name, form):
     size = model.output_layer.weight.shape[0]
     ids = {0, *range(3, size, 5), size - 1}
     cheapen_drafts(model, tokenizer, DEMO, list(ids), None, None)
-    assert model.draft_ids.tolist() == sorted(ids | always_in(tokenizer, size))
+    assert model.drafting.lm_head.ids.tolist() == sorted(ids | always_in(tokenizer, size))
     for n_tokens in (1, 2, 5):
         hidden = hidden_states(model, n_tokens)
         logits = model.draft_logits(hidden)
-        assert logits.shape == (1, n_tokens, model.draft_ids.size)
-        assert arrays_equal(logits, model.logits(hidden)[..., model.draft_ids])
+        assert logits.shape == (1, n_tokens, model.drafting.lm_head.ids.size)
+        assert arrays_equal(logits, model.logits(hidden)[..., model.drafting.lm_head.ids])
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -114,7 +114,7 @@ def test_quantizes_the_added_tokens():
 def test_default_draft_logits_are_the_models(name):
     model, _ = load(name)
     hidden = hidden_states(model, 3)
-    assert model.draft_ids is None
+    assert model.drafting.lm_head is None
     assert arrays_equal(model.draft_logits(hidden), model.logits(hidden))
 
 
@@ -126,10 +126,10 @@ def test_draft_head_bits_quantizes_a_copy(name):
     for bits in BITS:
         cheapen_drafts(model, tokenizer, DEMO, [0, 1, 2, 5], None, bits)
         hidden = hidden_states(model, 2)
-        back = mx.dequantize(*mx.quantize(weight[model.draft_ids], 64, bits), 64, bits)
+        back = mx.dequantize(*mx.quantize(weight[model.drafting.lm_head.ids], 64, bits), 64, bits)
         assert mx.allclose(model.draft_logits(hidden), hidden @ back.T, atol=1e-4)
         cheapen_drafts(model, tokenizer, DEMO, 0, None, bits)
-        assert model.draft_ids is None
+        assert model.drafting.lm_head is None
         assert model.draft_logits(hidden).shape == model.logits(hidden).shape
         rows = DraftLMHead(model.output_layer, [0, 1, 2, 5], bits)
         assert arrays_equal(model.draft_logits(hidden)[..., rows.ids], rows(hidden))
@@ -206,7 +206,7 @@ def test_verification_is_unchanged(name):
     prompt = mx.array([[5, 40, 3, 300, 12, 7, 9]])
     before = model(prompt, return_hidden=True)
     cheapen_drafts(model, tokenizer, DEMO, 64, 4, 4)
-    assert model.draft_ids.size == 64
+    assert model.drafting.lm_head.ids.size == 64
     assert arrays_equal(model(prompt, return_hidden=True), before)
 
 
@@ -237,12 +237,12 @@ def test_first_ids_include_special_and_stop_tokens(tmp_path):
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=100)
     assert {7, 4001} <= set(tokenizer.eos_token_ids)
     assert always_in(tokenizer, 4096) == ALWAYS
-    assert model.draft_ids.tolist() == [*range(97), 4000, 4001, 4095]
-    assert model.draft_ids.dtype == mx.uint32
+    assert model.drafting.lm_head.ids.tolist() == [*range(97), 4000, 4001, 4095]
+    assert model.drafting.lm_head.ids.dtype == mx.uint32
     for size in (len(ALWAYS), len(ALWAYS) + 1, 4096):
         model, _ = mlx_mtp.load(str(folder), draft_vocab=size)
-        assert model.draft_ids.size == size
-        assert set(model.draft_ids.tolist()) >= ALWAYS
+        assert model.drafting.lm_head.ids.size == size
+        assert set(model.drafting.lm_head.ids.tolist()) >= ALWAYS
     with pytest.raises(ValueError, match="its 7 special and stop tokens are always included"):
         mlx_mtp.load(str(folder), draft_vocab=len(ALWAYS) - 1)
 
@@ -251,7 +251,7 @@ def test_given_ids_include_special_and_stop_tokens(tmp_path):
     folder = str(with_added_tokens(tmp_path / "model"))
     for ids in ([9, 3, 3, 50], (9, 3, 50), mx.array([9, 3, 50]), np.array([50, 9, 3])):
         model, _ = mlx_mtp.load(folder, draft_vocab=ids)
-        assert model.draft_ids.tolist() == sorted({*ALWAYS, 3, 9, 50})
+        assert model.drafting.lm_head.ids.tolist() == sorted({*ALWAYS, 3, 9, 50})
 
 
 def with_added_tokens(folder):
@@ -276,7 +276,7 @@ def test_finds_the_list_beside_the_checkpoint(tmp_path):
 
     def ids(draft_vocab=None):
         model, _ = mlx_mtp.load(str(folder), draft_vocab=draft_vocab)
-        return None if model.draft_ids is None else model.draft_ids.tolist()
+        return None if model.drafting.lm_head is None else model.drafting.lm_head.ids.tolist()
 
     assert ids() == [0, 1, 2, 5, 9]
     assert ids(0) is None
@@ -321,7 +321,7 @@ def test_ranks_a_corpus_by_frequency(tmp_path, capsys):
         assert json.loads(file.read_text()) == {"vocab_size": 512, "ids": ids}
         assert f"{size} of 512 token ids, {share} of the 13 tokens of the corpus" in capsys.readouterr().out
         model, _ = mlx_mtp.load(str(folder))
-        assert model.draft_ids.tolist() == ids
+        assert model.drafting.lm_head.ids.tolist() == ids
 
 
 def test_counts_a_long_text_in_chunks_of_lines(tmp_path, monkeypatch):
@@ -353,8 +353,8 @@ def test_command_writes_the_list_that_load_uses(tmp_path, monkeypatch, capsys):
     main()
     assert capsys.readouterr().err == ""
     model, tokenizer = mlx_mtp.load(str(folder))
-    assert model.draft_ids.size == 256
-    assert set(tokenizer.encode("    return f.read()")) <= set(model.draft_ids.tolist())
+    assert model.drafting.lm_head.ids.size == 256
+    assert set(tokenizer.encode("    return f.read()")) <= set(model.drafting.lm_head.ids.tolist())
     assert sorted(p.name for p in folder.iterdir()) == sorted(
         [*(p.name for p in (DATA / "dense").iterdir()), LIST_FILE]
     )
@@ -490,7 +490,7 @@ def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
     assert run("--mtp") == plain
     assert run("--mtp", "--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4") == plain
     model = loaded[-1][0]
-    assert model.draft_ids.tolist() == list(range(64))
+    assert model.drafting.lm_head.ids.tolist() == list(range(64))
     assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
     for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"], ["--mtp", "--draft-vocab", "none.json"]):
         with pytest.raises(SystemExit) as exit:

@@ -63,7 +63,7 @@ def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     model, _ = mlx_mtp.load(str(DEMO))
     assert model.drafting.tuned == TUNED
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
-    assert model.draft_ids.size == 1024
+    assert model.drafting.lm_head.ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
     tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]

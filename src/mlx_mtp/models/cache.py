@@ -40,27 +40,6 @@ class ArraysCache(stock.ArraysCache):
 
     cache: list[Any]
     window: _Window | None = None
-    draft: Any = None  # the draft model's cache, in mlx-lm's own speculative loop: see draft_model.py
-
-    def is_trimmable(self) -> bool:
-        if self.draft is None:
-            return False
-        return self.empty() or (self.window is not None and self.window.n_tokens > 0)
-
-    def trim(self, n: int) -> int:
-        """Take back the last ``n`` tokens of the open window, and close it.
-
-        Raises:
-            ValueError: They are not in the window, or there is none.
-        """
-        if self.draft is None:
-            raise ValueError("A recurrent layer's cache cannot be trimmed.")
-        if self.empty():
-            return 0
-        kept = 0 if self.window is None else self.window.n_tokens - n
-        self.rollback(kept)
-        self.draft.keep(kept)
-        return n
 
     def begin(self, n_confirmed: int, exact: bool = False) -> None:
         """Have the next call recorded.

@@ -1,15 +1,16 @@
 """The MTP head as a draft model for mlx-lm's own speculative loop.
 
-    mlx_lm.stream_generate(model, tokenizer, prompt, draft_model=model.make_draft_model(), num_draft_tokens=2)
+    draft_model = model.make_draft_model()
+    mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
 
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, hands it nothing but
-tokens, and rolls back rejected ones by trimming both caches. So:
+tokens, and rolls back rejected ones by trimming both caches. So the target is the model behind an adapter:
 
-- The draft's cache is tied to the target's when it is made: the target's passes leave their hidden states in it. Tokens wait
-  in it until their hidden states are known.
+- The draft's cache is made with the target's: the target's passes leave their hidden states in it. Tokens wait in it until
+  their hidden states are known.
 - A pass of the target with a token that the draft model was not given (the last draft is never fed back) verifies, and is
-  recorded. Inside that window, and while it is empty, a recurrent layer's cache that is tied to a draft's says that it can be
-  trimmed. All others say that they cannot, as in mlx-lm. Trimming beyond the window raises.
+  recorded. Inside that window, and while it is empty, a recurrent layer's cache says that it can be trimmed. Trimming beyond
+  the window raises.
 
 So a cache serves one generation here: mlx-lm refuses it for a second, since it cannot be trimmed then. For prompt caches over
 turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
@@ -19,17 +20,39 @@ import weakref
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from .cache import ArraysCache
+from . import cache as caches
 from .draft_lm_head import draft_logits
 from .mtp import run_head
 
 
-def following(cache: list[Any] | None) -> "DraftCache | None":
-    """The draft model's cache that is tied to this one of the target, once the draft model was given tokens."""
-    draft = getattr(cache[0], "draft", None) if cache else None
-    return None if draft is None or draft.empty() else draft
+class ArraysCache(caches.ArraysCache):
+    """A recurrent layer's cache that can be trimmed inside the target's last window.
+
+    The class has its parent's name because a prompt cache file names the classes it is made of.
+    """
+
+    def __init__(self, draft: "DraftCache"):
+        super().__init__(size=2)
+        self.draft = draft
+
+    def is_trimmable(self) -> bool:
+        return self.empty() or (self.window is not None and self.window.n_tokens > 0)
+
+    def trim(self, n: int) -> int:
+        """Take back the last ``n`` tokens of the open window, and close it.
+
+        Raises:
+            ValueError: They are not in the window, or there is none.
+        """
+        if self.empty():
+            return 0
+        kept = 0 if self.window is None else self.window.n_tokens - n
+        self.rollback(kept)
+        self.draft.keep(kept)
+        return n
 
 
 class DraftCache(stock._BaseCache):
@@ -78,19 +101,6 @@ class DraftCache(stock._BaseCache):
         self.tokens = mx.concatenate([self.tokens, tokens if self.n_seen > 0 else tokens[1:]])
         self.n_seen += tokens.size
 
-    def begin(self, target: Any, n: int) -> int:
-        """Call before a pass of the target over ``n`` tokens -> the number of final ones if it verifies, or 0."""
-        if self.n_tokens + n <= self.n_seen:
-            return 0  # a chunk of the prompt
-        if (open_window := target[0].window) is None:
-            return 1
-        # No trim came after the last pass: this loop does not verify, or no longer.
-        for c in target:
-            if isinstance(c, ArraysCache):
-                c.rollback(open_window.n_tokens)
-                c.draft = None
-        return 0
-
     def record(self, model: Any, hidden: mx.array, verifies: bool) -> None:
         """Call after a pass of the target, with its hidden states [1, T, H]."""
         if self.hidden is not None:
@@ -119,32 +129,63 @@ class DraftCache(stock._BaseCache):
             self.n_rows += n
 
 
-class DraftModel:
-    """The head of a model as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``."""
+class Target(nn.Module):
+    """A model as mlx-lm's speculative loop calls its target."""
 
     def __init__(self, model: Any):
+        super().__init__()
         self.model = model
-        self._offered: list[weakref.ref[Any]] = []
+        self._waiting: weakref.ref[DraftCache] | None = None  # made with the latest cache; the draft model's next
 
-    def offer(self, target: list[Any]) -> None:
-        """Remember a cache made for the target: the next draft cache is tied to it."""
-        self._offered = [weakref.ref(c) for c in target]
+    @property
+    def layers(self) -> Any:
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        draft = DraftCache()
+        self._waiting = weakref.ref(draft)
+        return [ArraysCache(draft) if l.is_linear else stock.KVCache() for l in self.layers]
+
+    def take_draft_cache(self) -> DraftCache:
+        """
+        Raises:
+            ValueError: No cache of the target is waiting for one of the draft model.
+        """
+        draft, self._waiting = None if self._waiting is None else self._waiting(), None
+        if draft is None:
+            raise ValueError(
+                "Make the target's cache first: call target.make_cache() before each draft_model.make_cache()."
+            )
+        return draft
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """Token ids [1, T] -> logits [1, T, V]"""
+        draft = next((c.draft for c in cache or [] if isinstance(c, ArraysCache)), None)
+        if draft is None or draft.empty():
+            logits: mx.array = self.model(inputs, cache=cache)
+            return logits
+        verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # else it is a chunk of the prompt
+        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, n_confirmed=int(verifies))
+        draft.record(self.model, hidden, verifies)
+        return logits
+
+
+class DraftModel:
+    """The head of a model as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``.
+
+    Attributes:
+        target (Target): The model, to pass to that loop with it.
+    """
+
+    def __init__(self, model: Any):
+        self.model, self.target = model, Target(model)
 
     def make_cache(self) -> list[Any]:
         """
         Raises:
             ValueError: No cache of the target is waiting for one of the draft model.
         """
-        target, self._offered = [c() for c in self._offered], []
-        if not target or any(c is None or not c.empty() for c in target):
-            raise ValueError(
-                "The draft model's cache is tied to the target's: call model.make_cache() before each draft_model.make_cache()."
-            )
-        draft = DraftCache()
-        for c in target:
-            if isinstance(c, ArraysCache):
-                c.draft = draft
-        return [draft]
+        return [self.target.take_draft_cache()]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """
@@ -157,7 +198,7 @@ class DraftModel:
               the prompt, whose logits are not read, and after the first token of a text.
         """
         if not cache or not isinstance(cache[0], DraftCache):
-            raise ValueError("The draft model needs its cache: append draft_model.make_cache() to model.make_cache().")
+            raise ValueError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")
         c, model = cache[0], self.model
         c.see(inputs[0])
         c.catch_up(model)

@@ -8,7 +8,6 @@ import mlx.nn as nn
 
 from . import cache as caches
 from .attention import Attention, rows_at_once
-from .draft_model import following
 from .exact import one_by_one
 from .mtp import MTPModule
 
@@ -49,9 +48,6 @@ def forward(
     Args:
         attention_rows (int, optional): As in ``Drafting``.
     """
-    draft = following(cache) if n_confirmed == 0 else None
-    if draft is not None:
-        n_confirmed = draft.begin(cache, inputs.shape[1])
     if n_confirmed > 0:
         caches.begin(cache, len(model.layers), n_confirmed, exact)
     if exact:
@@ -61,6 +57,4 @@ def forward(
             # The layers' caches alone: in a pipeline mlx-lm's backbone writes to the last.
             hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
         logits = model.logits(hidden)
-    if draft is not None:
-        draft.record(model, hidden, verifies=n_confirmed > 0)
     return (logits, hidden) if return_hidden else logits

@@ -1,6 +1,5 @@
 """What models with a head have in common: their caches, their weights, and the output layer of drafts."""
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,6 @@ class MTPMixin:
     layers: Any
     logits: Any
     ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
-    _draft_model: weakref.ref[DraftModel] | None = None  # while somebody holds it
     _fingerprint: bytes | None = None  # once somebody asked for it
 
     def __init__(self, args: Any):
@@ -34,10 +32,7 @@ class MTPMixin:
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
-        made = [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
-        if (draft_model := self._held_draft_model()) is not None:
-            draft_model.offer(made)
-        return made
+        return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
     def fingerprint(self) -> bytes:
         """What tells this model's prompt caches from another's, see ``fingerprint.py``. It is taken once."""
@@ -53,23 +48,14 @@ class MTPMixin:
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def make_draft_model(self) -> DraftModel:
-        """The head as a draft model for ``mlx_lm.stream_generate(model, ..., draft_model=model.make_draft_model())``.
+        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
 
         Raises:
             ValueError: The model has no head.
         """
         if getattr(self, "mtp", None) is None:
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        draft_model = self._held_draft_model()
-        if draft_model is None:
-            draft_model = DraftModel(self)
-            self._draft_model = weakref.ref(draft_model)
-        return draft_model
-
-    def _held_draft_model(self) -> DraftModel | None:
-        draft_model = self._draft_model() if self._draft_model else None
-        # A copy of the model has the original's reference.
-        return draft_model if draft_model is not None and draft_model.model is self else None
+        return DraftModel(self)
 
     def sanitize(
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
@@ -114,13 +100,8 @@ class MTPMixin:
         text: Any = getattr(self, "language_model", self)
         return text.mtp.layers[0].self_attn
 
-    @property
-    def draft_ids(self) -> mx.array | None:
-        """The token ids that drafts are chosen from, [n] uint32; ``None`` for the whole vocabulary."""
-        return None if self.drafting.lm_head is None else self.drafting.lm_head.ids
-
     def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``draft_ids`` [B, T, n]."""
+        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of the tokens that drafts are chosen from [B, T, n]."""
         return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
