@@ -101,7 +101,7 @@ class MTPMixin:
         return text.mtp.layers[0].self_attn
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of the tokens that drafts are chosen from [B, T, n]."""
+        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
         return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
     def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
