@@ -230,10 +230,10 @@ def test_drafts_in_training_are_those_of_decoding():
         drafts.append(out)
     for i in range(8):
         own = KVCache()
-        out = run_head(model, hidden[:, : i + 1], tokens[0, 1 : i + 2], own)
+        out = run_head(model, hidden[:, : i + 1], tokens[:, 1 : i + 2], own)
         for d in range(1, 5):
             if d > 1:
-                out = run_head(model, out, tokens[0, i + d : i + d + 1], own)
+                out = run_head(model, out, tokens[:, i + d : i + d + 1], own)
             assert mx.allclose(drafts[d - 1][:, i], out[:, 0], atol=1e-5), (i, d)
 
 

@@ -66,7 +66,9 @@ class Scripted:
         """(uid, number of tokens) of each row of the caches."""
         rows = next((c.rows for c in caches if hasattr(c, "rows")), None)
         uids = [0] if self.decoder is None else [s.uid for s in self.decoder.sequences]
-        return list(zip(uids, [n_tokens(caches)] if rows is None else rows.lengths))
+        if rows is not None:
+            return list(zip(uids, rows.lengths))
+        return [((uids or [-1])[0], n_tokens(caches))]  # of a prompt that is being read nothing is asked
 
     def _token(self, uid: int, i: int) -> int:
         text = self.texts.get(uid, [])

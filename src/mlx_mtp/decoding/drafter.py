@@ -131,7 +131,8 @@ class HeadDrafter:
             with sequences[b].own_errors():
                 chooser.roll_back()
         if p_min > 0:
-            limits[0] = k = n_leading(mx.concatenate(choosers[0].sure).tolist()) if choosers else 0  # type: ignore
+            sure = choosers[0].sure if choosers else []  # none where a processor has failed
+            limits[0] = k = n_leading(mx.concatenate(sure).tolist()) if sure else 0  # type: ignore[arg-type]
         limits[:] = [0 if s.finish_reason == "error" else n for s, n in zip(sequences, limits)]
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
         return tokens[:, :k] if p_min > 0 else tokens, [
