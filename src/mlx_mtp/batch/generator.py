@@ -19,12 +19,13 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.counts import DraftCounts
-from ..decoding.decoder import Decoder, Step
+from ..decoding.decoder import Decoder
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
 from ..decoding.pace import Pace, size_times
 from ..decoding.read import read_chunk
 from ..decoding.sequence import Sequence
+from ..decoding.window import Step
 from ..models.prompt_cache import open_prompt_cache
 from ..models.single import KVOptions
 from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace

@@ -14,7 +14,6 @@ This module knows nothing of temperatures, layers and heads, nor of when to stop
 
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,78 +22,17 @@ from ..models.prompt_cache import PromptCache, has_head, make_head_cache
 from ..models.protocol import MTPModel
 from ..models.rows import RowsCache
 from ..models.single import KVOptions, SingleCache
-from .acceptance import Verdict, n_leading, rewind
+from .acceptance import n_leading, rewind
+from .choice import choose_at_once, choose_in_order
 from .depth import MAX_COPY_TOKENS
-from .drafter import NO_TOKENS, HeadDrafter, NoHead, Records
+from .drafter import HeadDrafter, NoHead
 from .exchange import Exchange
 from .read import read_chunk, read_head
 from .sequence import Sequence
 from .step_times import PLAIN, Plan
+from .window import NO_DRAFTS, Drafts, Step, Token, Window
 
-NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
-
-Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
-
-
-@dataclass
-class Window:
-    """What a pass verifies.
-
-    Args:
-        tokens (mx.array): The last decided token of each sequence, and drafts, [B, T].
-        drafts (mx.array): [B, T - 1]
-        records (List[List[Any]]): What ``Acceptance.draft`` returned with each; ``None`` for a copy.
-        plans (List[Plan]): What was drafted for each sequence.
-        logits (mx.array): [B, T, V]
-        hidden (mx.array): [B, T, H]
-        kept (List[int]): How many of its tokens are final in each sequence: 0 until the first was handed over.
-    """
-
-    tokens: mx.array
-    drafts: mx.array
-    records: Records
-    plans: list[Plan]
-    logits: mx.array
-    hidden: mx.array
-    kept: list[int]
-
-    @property
-    def n_drafts(self) -> int:
-        """The most drafts of any sequence."""
-        return self.drafts.shape[1]
-
-
-@dataclass
-class Step:
-    """What a window yielded.
-
-    Args:
-        sequences (List[Sequence]): Those of the window.
-        window (Window): The window.
-        choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
-        logprobs (mx.array, optional): Of sequences that are chosen together, [B, T, V].
-        own_logprobs (Dict[int, List[mx.array]]): Of the others, by index, each [1, V].
-        has_ended (List[bool]): Which sequences had ended before.
-        n_accepted (List[int]): Drafts that each accepted.
-        tokens (List[List[int]]): Of each sequence, once the host knows them.
-    """
-
-    sequences: list[Sequence]
-    window: Window
-    choices: mx.array
-    logprobs: mx.array | None
-    own_logprobs: dict[int, list[mx.array]]
-    has_ended: list[bool]
-    n_accepted: list[int]
-    tokens: list[list[int]] | None = None
-
-    def logprobs_of(self, b: int, t: int) -> mx.array:
-        """Of sequence b's token t, [V]."""
-        if b in self.own_logprobs:
-            return self.own_logprobs[b][t].squeeze(0)
-        assert self.logprobs is not None
-        return self.logprobs[b, t]
 
 
 class Decoder:
@@ -151,7 +89,7 @@ class Decoder:
         self.unread: Step | None = None  # a step whose tokens the host does not know
         # Of one sequence: hidden states [1, T, H], and how many up to that of its last token.
         self.last: tuple[mx.array, int] | None = None
-        self.drafts, self.records, self.plans = self.decided, [], []  # type: tuple[mx.array, Records, list[Plan]]  # the next window's
+        self.drafts = Drafts(NO_DRAFTS, [], [])  # the next window's
         self.n_since_clear = 0  # tokens of a sequence, since MLX's buffer cache was last cleared
 
     # Prefill, of one sequence in its own prompt cache
@@ -207,7 +145,7 @@ class Decoder:
         self.sequences[0].begin()
         self.head.read(self.sequences[0].tokens)
         self.decided = token[None]
-        self.drafts, self.records, self.plans = NO_DRAFTS, [], [PLAIN]
+        self.drafts = Drafts(NO_DRAFTS, [], [PLAIN])
         self.verify(None if embeddings is None else embeddings[None])
         assert self.window is not None
         # Not the logits: a prompt alone needs none.
@@ -224,7 +162,7 @@ class Decoder:
         if s.max_tokens >= 0:
             k = max(min(k, s.max_tokens - s.n_unread - 1), 0)
         if self.kv.kv_bits is not None:
-            n = self.n_tokens[b] + (0 if self.step is None else _n_decided(self.step, b))
+            n = self.n_tokens[b] + (0 if self.step is None else self.step.n_decided(b))
             if n < self.kv.quantized_kv_start:
                 k = min(k, self.kv.quantized_kv_start - n - 1)  # mlx-lm quantizes between two tokens: never in a window
         return k
@@ -235,24 +173,22 @@ class Decoder:
 
     def draft(self, plans: list[Plan]) -> None:
         """Draft for the next window, for each sequence what its plan says."""
-        self.drafts, self.records, self.plans = NO_DRAFTS, [], plans
+        self.drafts = Drafts(NO_DRAFTS, [], plans)
         if all(plan.k == 0 for plan in plans):
             return
         limits = [0 if plan.is_free else plan.k for plan in plans]
-        drafts, records = mx.zeros((len(plans), 0), mx.uint32), [[] for _ in plans]  # type: tuple[mx.array, Records]
+        tokens, records = mx.zeros((len(plans), 0), mx.uint32), list[list[Any]]([] for _ in plans)
         if max(limits) > 0:
-            drafts, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
+            tokens, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
         plans = [plan if plan.is_free else Plan(k) for plan, k in zip(plans, limits)]
-        if (n := max(plan.k for plan in plans)) > drafts.shape[1]:
-            drafts = mx.pad(drafts, [(0, 0), (0, n - drafts.shape[1])])
+        if (n := max(plan.k for plan in plans)) > tokens.shape[1]:
+            tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])  # [B, n]
         for b, plan in enumerate(plans):
             if plan.is_free:
                 s = self.sequences[b]
-                drafts[b, : plan.k], records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
-        self.plans = plans
-        if n > 0:
-            mx.async_eval(drafts)
-            self.drafts, self.records = drafts, records
+                tokens[b, : plan.k], records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
+        self.drafts = Drafts(tokens, records, plans) if n > 0 else Drafts(NO_DRAFTS, [], plans)
+        mx.async_eval(self.drafts.tokens)
 
     # Verify
 
@@ -262,7 +198,7 @@ class Decoder:
         Args:
             embeddings (mx.array, optional): In place of the decided token's, [1, 1, H].
         """
-        drafts, tokens = self.drafts, self.decided
+        drafts, tokens = self.drafts.tokens, self.decided
         if drafts.shape[1] > 0:
             tokens = mx.concatenate([tokens, drafts], axis=1)
         options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(drafts.shape[1] > 0)}
@@ -272,10 +208,10 @@ class Decoder:
             options["input_embeddings"] = embeddings
         self.cache.begin_pass()
         logits, hidden = self.model(tokens, cache=self.cache.entries, **options)
-        told = [] if self.exchange is None else self.exchange.send(hidden)
-        self.step, self.window = None, Window(tokens, drafts, self.records, self.plans, logits, hidden, [0] * len(self))
+        sent = [] if self.exchange is None else self.exchange.send(hidden)
+        self.step, self.window = None, Window(tokens, *self.drafts, logits, hidden, [0] * len(self))
         # The states as well: nothing may be left to compute on this thread's stream, should another thread close the generator.
-        mx.async_eval(logits, hidden, self.cache.states, told)
+        mx.async_eval(logits, hidden, self.cache.states, sent)
 
     # Accept
 
@@ -288,10 +224,10 @@ class Decoder:
         window = self.window
         assert window is not None
         if window.n_drafts > 0 and len(self) == 1 and self.sequences[0].in_order:
-            step, accepted, states = yield from self._accept_in_order(window)
+            step, accepted, states = yield from choose_in_order(self.sequences[0], window, self.stream)
         else:
             with mx.stream(self.stream):
-                step, accepted, states = self._accept_at_once(window)
+                step, accepted, states = choose_at_once(self.sequences, window)
         with mx.stream(self.stream):
             self.unread = step
             if window.n_drafts > 0:
@@ -307,7 +243,7 @@ class Decoder:
 
     def _decide(self, step: Step) -> None:
         """Go on behind a step."""
-        counts = [_n_decided(step, b) for b in range(len(self))]
+        counts = [step.n_decided(b) for b in range(len(self))]
         if step.choices.shape[1] == 1:
             self.decided = step.choices
         elif len(self) == 1:
@@ -321,94 +257,6 @@ class Decoder:
         # One that has failed has not decided anything.
         pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
         self.head.extend(step.window.hidden, step.choices, pairs)
-
-    def _accept_at_once(self, window: Window) -> tuple[Step, mx.array, list[mx.array]]:
-        """(the step, which drafts each sequence accepts [B, T - 1], random states to go back to)"""
-        step = Step(self.sequences, window, window.tokens, None, {}, [], [0] * len(self))
-        own = [b for b, s in enumerate(self.sequences) if s.end is None and not s.is_greedy]
-        accepted, states = window.drafts, []
-        if len(self) > 1 or not own:
-            step.logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
-            step.choices = mx.argmax(step.logprobs, axis=-1)  # [B, T]
-            if window.n_drafts > 0:
-                accepted = step.choices[:, :-1] == window.drafts
-        elif window.n_drafts > 0:
-            accepted = mx.zeros(window.drafts.shape, mx.bool_)
-        if len(self) > 1 and window.n_drafts == 0:
-            own = self._draw_together(own, step)
-        for b in own:
-            with self.sequences[b].own_errors():
-                verdicts = self._verdicts(b, window)
-                tokens = mx.concatenate([v.tokens for v, _ in verdicts]).astype(mx.uint32)
-                stand = mx.concatenate([v.accepted for v, _ in verdicts])
-                step.own_logprobs[b] = [row for _, rows in verdicts for row in rows]
-                if len(self) == 1:
-                    step.choices, accepted, states = tokens[None], stand[None], verdicts[0][0].random_states
-                else:
-                    step.choices[b, : len(tokens)] = tokens
-                    accepted[b, : len(stand)] = stand
-        step.has_ended = [s.end is not None for s in self.sequences]
-        return step, accepted, states
-
-    def _draw_together(self, own: list[int], step: Step) -> list[int]:
-        """Choose the tokens [B, 1] of sequences with equal samplers in one call of each, as mlx-lm does -> the others."""
-        groups: dict[Any, list[int]] = {}
-        for b in own:
-            if (key := self.sequences[b].drawn_with) is not None:
-                groups.setdefault(key, []).append(b)
-        assert step.logprobs is not None
-        for sampler, members in groups.items():
-            index, first = mx.array(members), self.sequences[members[0]]
-            with first.own_errors():
-                step.choices[index] = sampler(step.logprobs[index, 0])[:, None]
-            for b in members:
-                self.sequences[b].end = first.end
-        return [b for b in own if self.sequences[b].drawn_with is None]
-
-    def _verdicts(self, b: int, window: Window) -> list[tuple[Verdict, list[mx.array]]]:
-        """On a sequence with a sampler or processors of its own; one for each position where it accepts in order."""
-        k, s = window.plans[b].k, self.sequences[b]
-        if not s.in_order:
-            return [self._verdict(b, window, 0, k + 1)]
-        verdicts = []
-        for i in range(k + 1):
-            verdicts.append(self._verdict(b, window, i, i + 1))
-            if i < k and not verdicts[-1][0].accepted.item():
-                break
-        return verdicts
-
-    def _verdict(self, b: int, window: Window, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
-        """The verdict on positions i to j, and their log probabilities, each [1, V]"""
-        s, k = self.sequences[b], window.plans[b].k
-        drafts, records = (window.drafts[b, :k], window.records[b]) if window.n_drafts > 0 else (NO_TOKENS, [])
-        # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-        rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
-        return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_decided + i), rows
-
-    def _accept_in_order(self, window: Window) -> Generator[Token, None, tuple[Step, mx.array, list[mx.array]]]:
-        """Call each processor and the sampler once a token, in order, and yield each accepted draft before the next."""
-        (s,), k = self.sequences, window.plans[0].k
-        tokens: list[mx.array] = []
-        step = Step(self.sequences, window, window.tokens, None, {0: []}, [], [0])
-        for i in range(k + 1):
-            with mx.stream(self.stream), s.own_errors():
-                verdict, rows = self._verdict(0, window, i, i + 1)
-                is_accepted = i < k and verdict.accepted.item()
-            if s.end is not None:
-                break
-            tokens.append(verdict.tokens.astype(mx.uint32))
-            step.own_logprobs[0] += rows
-            if not is_accepted:
-                break
-            token: Any = verdict.tokens.item()
-            logprobs = rows[0].squeeze(0)
-            window.kept = [2 + i]
-            yield token, logprobs, True
-        if tokens:
-            step.choices = mx.concatenate(tokens)[None]
-        step.has_ended = [s.end is not None]
-        n_accepted = window.kept[0] - 1
-        return step, (mx.arange(k) < n_accepted)[None], []
 
     def wait(self) -> None:
         """Take the tokens of the latest step. Without drafts the device runs the next pass meanwhile."""
@@ -436,7 +284,7 @@ class Decoder:
             if isinstance(self.cache, SingleCache):
                 self.cache.before = None
         else:
-            self.window.kept = [_n_decided(self.step, b) for b in range(len(self))]
+            self.window.kept = [self.step.n_decided(b) for b in range(len(self))]
 
     def hand_over_accepted(self, step: Step) -> Generator[Token, None, None]:
         """Of one sequence: yield the accepted drafts that were not handed over yet, while the device drafts."""
@@ -597,8 +445,3 @@ class Decoder:
                 mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
             # Last: until here the cache is known to be unfinished.
             cache.record(n, self.sequences[0].text_of(n))
-
-
-def _n_decided(step: Step, b: int) -> int:
-    """The number of tokens that a step decides of sequence b, none behind its end, from 1 on."""
-    return 1 if step.tokens is None else max(len(step.tokens[b]), 1)

@@ -30,10 +30,9 @@ from ..models.rows import HeadRows
 from .acceptance import n_leading
 from .processors import for_drafts
 from .sequence import Sequence
+from .window import NO_TOKENS, Records
 
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
-
-Records = list[list[Any]]  # what ``Acceptance.draft`` returned with each draft of each sequence
 
 
 class NoHead:
@@ -290,9 +289,6 @@ class _Chooser:
         """Take the calls for the drafts back; those of a sequence that has failed no longer matter."""
         for processor in self.rolled_back if self.sequence.finish_reason != "error" else []:
             processor.rollback(len(self.records))
-
-
-NO_TOKENS = mx.array([], mx.uint32)
 
 
 def _choose(logits: mx.array, drafts: list[mx.array], choosers: dict[int, _Chooser]) -> mx.array:

@@ -36,10 +36,11 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..models.prompt_cache import open_prompt_cache
 from ..models.single import KVOptions
 from .counts import DraftCounts
-from .decoder import Decoder, Token
+from .decoder import Decoder
 from .options import CopyDrafts, NumDraftTokens, check_model, resolve
 from .pace import Pace, depth_of
 from .sequence import Sequence
+from .window import Token
 
 
 def mtp_generate_step(

@@ -6,12 +6,13 @@ from typing import NamedTuple, cast
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
 from .clock import Clock
-from .decoder import Decoder, Step
+from .decoder import Decoder
 from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from .exchange import Exchange, Times
 from .sequence import Sequence
 from .size_depth import BatchDepth, SizeTimes
 from .step_times import PLAIN, Plan, StepTimes
+from .window import Step
 
 
 class Asked(NamedTuple):
