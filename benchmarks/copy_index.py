@@ -16,7 +16,7 @@ def per_token(copies: CopyDrafter, answer: Sequence[int]) -> float:
     start = time.perf_counter()
     for token in answer:
         copies.read([token])
-        copies.odds(0)
+        copies.acceptance(0)
     return (time.perf_counter() - start) / len(answer)
 
 
@@ -25,7 +25,7 @@ for n in (1_000, 32_000, 128_000, 256_000):
     text = [rng.randrange(248_000) for _ in range(n)]
     copies = CopyDrafter(n, text)
     start = time.perf_counter()
-    copies.odds(0)
+    copies.acceptance(0)
     build = time.perf_counter() - start
     new = per_token(copies, [rng.randrange(248_000) for _ in range(N_TOKENS)])
     copied = per_token(copies, (text * 2)[100 : 100 + N_TOKENS])

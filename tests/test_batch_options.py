@@ -117,7 +117,7 @@ def copying(monkeypatch):
     truths = [p + plain(p, model, max_tokens=N + 20) for p in PROMPTS]
 
     class Oracle(CopyDrafter):
-        def odds(self, n_unread):
+        def acceptance(self, n_unread):
             return [0.95] * 16
 
         def propose(self, k, n_unread):

@@ -9,7 +9,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.models.cache import ArraysCache, begin, rollback
+from mlx_mtp.models.cache import ArraysCache, open_windows, rollback
 from mlx_mtp.models.prompt_cache import open_prompt_cache
 from tests.support.models import arrays_equal, deep_model
 
@@ -110,9 +110,9 @@ def test_rejects_a_second_window():
 def test_rejects_padded_prompts():
     padded = ArraysCache(size=2, left_padding=[0, 3])
     with pytest.raises(ValueError, match="padded"):
-        padded.begin(1)
+        padded.open_window(1)
     with pytest.raises(ValueError, match="make_cache"):
-        begin([stock.ArraysCache(size=2)], 1, 1)
+        open_windows([stock.ArraysCache(size=2)], 1, 1)
 
 
 def test_closed_window_keeps_nothing():

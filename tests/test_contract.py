@@ -295,7 +295,7 @@ def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, befo
                 layer(x[:, :before], cache=ours)
                 stock.__call__(layer, x[:, :before], cache=theirs)
             window = x[:, before : before + n_tokens]
-            ours.begin(n_confirmed)
+            ours.open_window(n_confirmed)
             assert mx.array_equal(layer(window, cache=ours), stock.__call__(layer, window, cache=theirs)), moved
             for a, b in zip(ours.cache, theirs.cache):
                 assert a.dtype == b.dtype, moved

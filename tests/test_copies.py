@@ -81,7 +81,7 @@ def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
     copies = CopyDrafter()
     copies.prefill(text)
     if copies.at is None:
-        assert copies.odds(n_unread) == []
+        assert copies.acceptance(n_unread) == []
         return
     followed = text[copies.at :]
     assert copies.propose(k, n_unread)[0].tolist() == (followed * 20)[n_unread : n_unread + k]
@@ -102,15 +102,15 @@ def test_learns_how_often_copies_are_right_without_drafting():
     page = [rng.randrange(1000) for _ in range(300)]
     copies.prefill(page)
     copies.read(page[100:250])
-    assert min(copies.odds(0)) > 0.9
+    assert min(copies.acceptance(0)) > 0.9
     for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
         copies.read([*page[i : i + 16], 2000])
     copies.read(page[40:56])
-    assert copies.odds(0)[0] < 0.5  # after sixteen
+    assert copies.acceptance(0)[0] < 0.5  # after sixteen
     copies.read(page[120:126])
-    assert copies.odds(0)[0] > 0.9  # after six
-    assert copies.odds(1)[0] < copies.odds(0)[0]  # an unread token must be a copy, too
-    assert len(copies.odds(0)) == len(copies.odds(1)) == MAX_COPY_TOKENS
+    assert copies.acceptance(0)[0] > 0.9  # after six
+    assert copies.acceptance(1)[0] < copies.acceptance(0)[0]  # an unread token must be a copy, too
+    assert len(copies.acceptance(0)) == len(copies.acceptance(1)) == MAX_COPY_TOKENS
 
 
 # The loop
@@ -286,7 +286,7 @@ def write(share: float, rng: random.Random) -> tuple[list[int], list[int]]:
 
 
 def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) -> float:
-    """Seconds for an answer; ``choose(odds)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
+    """Seconds for an answer; ``choose(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
     rng = random.Random(seed)
     prompt, answer = write(share, rng)
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
@@ -294,8 +294,8 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
     copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN
     copies.prefill(prompt)
     while n < len(answer):
-        odds = copies.odds(0)
-        plan = choose.next({"copies": odds} if odds else {})
+        rates = copies.acceptance(0)
+        plan = choose.next({"copies": rates} if rates else {})
         if plan.is_free:
             wanted = zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])
             hits = [a == b for a, b in wanted]
@@ -316,8 +316,8 @@ class Fixed:
     def __init__(self, k: int, n_copies: int):
         self.k, self.n_copies = k, n_copies
 
-    def next(self, odds):
-        return Plan(self.n_copies, "copies") if odds and self.n_copies else Plan(self.k)
+    def next(self, rates):
+        return Plan(self.n_copies, "copies") if rates and self.n_copies else Plan(self.k)
 
     def observe(self, plan, n_accepted, seconds):
         pass
@@ -360,9 +360,9 @@ def test_copies_begin_short_and_lengthen():
 def test_a_given_number_of_drafts_is_kept_beside_copies():
     depth = Depth(8, only=3)
     for i in range(60):
-        odds = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
-        plan = depth.next({"copies": odds} if odds else {})
-        assert plan == Plan(3) or (plan.is_free and odds)
+        rates = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
+        plan = depth.next({"copies": rates} if rates else {})
+        assert plan == Plan(3) or (plan.is_free and rates)
         depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
     assert depth.next({"copies": [0.97] * MAX_COPY_TOKENS}).is_free
 

@@ -97,7 +97,7 @@ HEADS = {
 
 
 def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
-    """What mlx-lm's sampler of these options draws from: the mean over XTC's coin."""
+    """What mlx-lm's sampler of these options draws from: the mean over XTC's uniform number."""
     monkeypatch.setattr(sample_utils, "categorical_sampling", lambda x, temp: mx.softmax(x * (1 / temp), axis=-1))
     chance = options.pop("xtc_probability", 0.0)
     mean = (1 - chance) * np.array(sample_utils.make_sampler(**options)(log(p)[None])[0], np.float64)
@@ -123,8 +123,8 @@ def test_drafts_keep_the_distribution(options, head, n, monkeypatch):
     """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
     mx.random.seed(2)
     sampler = mlx_mtp.make_sampler(**options)
-    coins = sampler.coins(n)
-    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], n, axis=0), coins) for p in (TARGET, HEADS[head]))
+    uniforms = sampler.uniforms(n)
+    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], n, axis=0), uniforms) for p in (TARGET, HEADS[head]))
     drafts = mx.random.categorical(log_q)
     accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(n,)))
     tokens = mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q)))
@@ -134,7 +134,7 @@ def test_drafts_keep_the_distribution(options, head, n, monkeypatch):
     assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / n)
 
 
-def test_draft_and_target_share_the_xtc_coin():
+def test_draft_and_target_share_the_uniform_number_of_xtc():
     """So every draft of a head that is the target itself is accepted."""
     acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
     mx.random.seed(3)

@@ -14,7 +14,7 @@ from scipy.stats import chi2_contingency, chisquare
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.decoding.noise import MAX_SEED, coin, gumbel
+from mlx_mtp.decoding.noise import MAX_SEED, gumbel, uniform
 from mlx_mtp.models.draft_lm_head import DraftLMHead
 from mlx_mtp.server.batch import Scheduler, Sequence, Token
 from tests.support.decoding import PROMPT, mtp, plain
@@ -53,11 +53,11 @@ def test_noise_of_neighbours_is_independent(neighbour):
     assert chi2_contingency(pairs[:4, :4]).pvalue > LEVEL  # cells of the last are too rare
 
 
-def test_coin_is_uniform_and_independent_of_the_noise():
-    coins = np.array([coin(3, i) for i in range(4000)])
+def test_uniform_number_is_independent_of_the_noise():
+    uniforms = np.array([uniform(3, i) for i in range(4000)])
     tokens = np.array([drawn(3, i) for i in range(4000)])
-    assert chisquare(np.histogram(coins, 20, (0, 1))[0]).pvalue > LEVEL
-    table = [[((coins < 0.5) == half)[tokens == token].sum() for token in range(4)] for half in (True, False)]
+    assert chisquare(np.histogram(uniforms, 20, (0, 1))[0]).pvalue > LEVEL
+    table = [[((uniforms < 0.5) == half)[tokens == token].sum() for token in range(4)] for half in (True, False)]
     assert chi2_contingency(table).pvalue > LEVEL
 
 

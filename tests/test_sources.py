@@ -28,7 +28,7 @@ class Oracle:
     def read(self, tokens):
         self.text += tokens
 
-    def odds(self, n_unread):
+    def acceptance(self, n_unread):
         n = len(self.text) + n_unread
         return [0.99] * (4 - n % 4) if n // 4 % 2 == 0 else []
 

@@ -120,7 +120,7 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
     """
 
     class ScriptedCopies(CopyDrafter):
-        def odds(self, n_unread):
+        def acceptance(self, n_unread):
             return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
 
         def propose(self, k, n_unread):

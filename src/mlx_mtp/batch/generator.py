@@ -144,7 +144,7 @@ class BatchGenerator:
         self.pace = Pace(self.model, size_times(self.model))
         if self.pace.exchange is not None:
             with mx.stream(self.stream):
-                self.pace.exchange.begin(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+                self.pace.exchange.align(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
         self.kv, self.return_prompt_caches = kv, return_prompt_caches
         self.prompts: deque[Sequence] = deque()  # that are being read, as far as their last token
         p_min = resolve(self.model).p_min
@@ -425,7 +425,7 @@ class BatchGenerator:
             decoder.draft(pace.next(decoder))  # draft
             decoder.roll_back()  # roll back
             decoder.verify()  # verify
-            pace.begin(decoder)
+            pace.start_window(decoder)
             if step is not None:
                 decoder.wait()
                 pace.record_plain(step)

@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
-from .noise import coin, gumbel
+from .noise import gumbel, uniform
 from .processors import keeps_state
 from .sampling import Sampler, TextSampler, for_one_text
 
@@ -96,9 +96,9 @@ class RejectionSampling:
         self.sampler = sampler
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        coin = self.sampler.coins(1)
-        log_q = self.sampler.distribution(logprobs, coin)
-        return mx.random.categorical(log_q), (log_q, coin)
+        u = self.sampler.uniforms(1)
+        log_q = self.sampler.distribution(logprobs, u)
+        return mx.random.categorical(log_q), (log_q, u)
 
     def accept(
         self,
@@ -108,11 +108,11 @@ class RejectionSampling:
         position: int,
     ) -> Verdict:
         k, T = len(drafts), len(logprobs)
-        # A position's coin is the same for its draft and for its verification.
-        coins = mx.concatenate(
-            [r[1] if r else self.sampler.coins(1) for r in records] + [self.sampler.coins(T - k)]
+        # A position's uniform number is the same for its draft and for its verification.
+        uniforms = mx.concatenate(
+            [r[1] if r else self.sampler.uniforms(1) for r in records] + [self.sampler.uniforms(T - k)]
         )  # [T, 1]
-        log_p = self.sampler.distribution(mx.concatenate(logprobs), coins)  # [T, V]
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), uniforms)  # [T, V]
         if k == 0:
             return Verdict(mx.random.categorical(log_p), drafts == drafts, [])
         ids = mx.arange(log_p.shape[-1])
@@ -148,7 +148,7 @@ class Coupled:
         return gumbel(self.sampler.seed, self.first + position, size)
 
     def _coins(self, position: int, n: int) -> mx.array:
-        return mx.array([[coin(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
+        return mx.array([[uniform(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:

@@ -29,8 +29,8 @@ class Clock(Generic[T]):
         self.last: float | None = None  # when that was over
         # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
         self.steps: deque[tuple[T, bool, bool]] = deque()
-        self.untold: deque[float] = deque() if exchange is None else exchange.untold
-        self.heard = self.untold if exchange is None else exchange.heard  # one process knows its own at once
+        self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
+        self.received = self.unsent if exchange is None else exchange.received  # one process knows its own at once
 
     def take_turn(self) -> None:
         """Call when the device was given work, before the caller can turn to another generation."""
@@ -52,13 +52,13 @@ class Clock(Generic[T]):
         self.take_turn()
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))
-            self.untold.append(now - before)
+            self.unsent.append(now - before)
         self.last, self.is_alone = now, True
         return before is not None
 
     def known(self) -> Iterator[tuple[T, float | None, bool]]:
         """The oldest steps whose time is known now: (step, its seconds, ``None`` where they are not clear, whether no other
         generation ran in between)"""
-        while self.heard:
-            (step, is_clear, is_alone), seconds = self.steps.popleft(), self.heard.popleft()
+        while self.received:
+            (step, is_clear, is_alone), seconds = self.steps.popleft(), self.received.popleft()
             yield step, seconds if is_clear else None, is_alone

@@ -49,7 +49,7 @@ class NGramIndex:
 
 
 class CopyDrafter:
-    """The text's own repetitions as a source of drafts. It is asked only once ``odds`` says that there are some.
+    """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
 
     Args:
         text (Sequence[int]): The text so far, as far back as it is known.
@@ -98,7 +98,7 @@ class CopyDrafter:
                 self.is_lost = True
             self.text.append(token)
 
-    def odds(self, n_unread: int) -> list[float]:
+    def acceptance(self, n_unread: int) -> list[float]:
         """How likely each copied draft is accepted given that those before it are, [MAX_COPY_TOKENS]; without a match [].
 
         Args:

@@ -105,7 +105,7 @@ class Decoder:
     ) -> None:
         """Read a prompt [T], or its embeddings [T, H], in chunks, and verify a window of its last token alone."""
         (s,), n, done = self.sequences, len(prompt if embeddings is None else embeddings), 0
-        s.cache.begin(self.generation)
+        s.cache.claim(self.generation)
         progress(0, n)
         if len(prompt) == 0:
             s.skip(n)
@@ -123,7 +123,7 @@ class Decoder:
         """Read a part [T] of the prompt, or its embeddings [T, H], into all caches."""
         own = self.cache
         assert isinstance(own, SingleCache)
-        own.begin_pass()
+        own.start_pass()
         read_chunk(self.model, own.cache, tokens, embeddings)
         own.quantize()
         mx.eval([c.state for c in own.entries])
@@ -142,7 +142,7 @@ class Decoder:
         if own.cache.last_hidden is not None:
             read_head(self.model, own.cache, own.cache.last_hidden, token, embeddings)
             self.head.n_rows = own.cache.head.offset
-        self.sequences[0].begin()
+        self.sequences[0].start()
         self.head.read(self.sequences[0].tokens)
         self.decided = token[None]
         self.drafts = Drafts(NO_DRAFTS, [], [PLAIN])
@@ -206,7 +206,7 @@ class Decoder:
             options["exact"] = True
         if embeddings is not None:
             options["input_embeddings"] = embeddings
-        self.cache.begin_pass()
+        self.cache.start_pass()
         logits, hidden = self.model(tokens, cache=self.cache.entries, **options)
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         self.step, self.window = None, Window(tokens, *self.drafts, logits, hidden, [0] * len(self))
@@ -356,7 +356,7 @@ class Decoder:
         self.decided = mx.concatenate([self.decided, tokens])
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
-            s.begin()
+            s.start()
             self.head.read(s.tokens)
         if not self.is_alone:
             for s in self.sequences:

@@ -151,8 +151,8 @@ class Depth:
     def _best_free(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
         """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
         best = None
-        for source, odds in offers.items():
-            tokens, seconds = expected_tokens(odds), self.times.free_estimate(source)
+        for source, acceptance in offers.items():
+            tokens, seconds = expected_tokens(acceptance), self.times.free_estimate(source)
             rates = {k: tokens[k] / seconds[k] for k in FREE_DEPTHS if k < len(tokens)}
             k = max(rates, key=rates.__getitem__)
             if rates[k] > speed:

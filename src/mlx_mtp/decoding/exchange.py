@@ -38,19 +38,19 @@ class Exchange:
         times (Times, optional): Learn from rank 0's seconds. ``None`` where numbers of drafts are given.
 
     Attributes:
-        untold (deque[float]): This rank's seconds of steps, until they have been sent.
-        heard (deque[float]): Rank 0's, once they have arrived.
+        unsent (deque[float]): This rank's seconds of steps, until they have been sent.
+        received (deque[float]): Rank 0's, once they have arrived.
     """
 
     def __init__(self, ranks: Ranks, times: Times | None):
         self.ranks, self.times = ranks, times
-        self.untold: deque[float] = deque()
-        self.heard: deque[float] = deque()
+        self.unsent: deque[float] = deque()
+        self.received: deque[float] = deque()
         self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
         self.n_passes = 0
         self.sent: deque[mx.array | None] = deque()  # with the passes whose tokens are not known yet
 
-    def begin(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
+    def align(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Make sure that all ranks continue the same text, and with rank 0's random state, seed and times.
 
         Args:
@@ -79,10 +79,10 @@ class Exchange:
             raise ValueError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
-        """What to evaluate with a pass that has this output: the next untold seconds, and the checksum."""
+        """What to evaluate with a pass that has this output: the next unsent seconds, and the checksum."""
         message = None
         if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
-            seconds = self.untold.popleft() if self.untold else 0.0  # a step takes longer
+            seconds = self.unsent.popleft() if self.unsent else 0.0  # a step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1
         self.sent.append(message)
@@ -103,7 +103,7 @@ class Exchange:
                     "and the same kind of machine everywhere."
                 )
             if rows[0][0] > 0:
-                self.heard.append(rows[0][0])
+                self.received.append(rows[0][0])
         self.checksum = _checksum(tokens, self.checksum)
 
     def abandon(self) -> None:

@@ -129,7 +129,7 @@ def mtp_generate_step(
     pace = Pace(mtp_model, None if depth is None else depth.times)
     if pace.exchange is not None:
         with mx.stream(stream):
-            sequence.sample_with(pace.exchange.begin(prompt, cache.n_tokens, sampler))
+            sequence.sample_with(pace.exchange.align(prompt, cache.n_tokens, sampler))
     kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
     decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=pace.exchange, stream=stream)
     decoder.open(sequence)
@@ -159,7 +159,7 @@ def _steps(
     try:
         with mx.stream(stream):
             decoder.prefill(prompt, embeddings, chunk, progress)
-            pace.begin(decoder)
+            pace.start_window(decoder)
         if sequence.max_tokens == 0:
             return
         step = yield from decoder.accept()  # of the prompt's last token, which gives the first
@@ -172,7 +172,7 @@ def _steps(
             with mx.stream(stream):
                 decoder.roll_back()  # roll back
                 decoder.verify()  # verify
-                pace.begin(decoder)
+                pace.start_window(decoder)
                 decoder.wait()
                 pace.record_plain(step)
             yield from decoder.hand_over_last(step)  # while the device verifies

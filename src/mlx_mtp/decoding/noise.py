@@ -31,7 +31,7 @@ def gumbel(seed: int, position: int, size: int) -> mx.array:
     return -mx.log(exponential)
 
 
-def coin(seed: int, position: int) -> float:
+def uniform(seed: int, position: int) -> float:
     """A number of a position, uniform in [0, 1), independent of its Gumbel noise."""
     return _words(seed, position)[2] / 2.0**32
 

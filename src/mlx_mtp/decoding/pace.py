@@ -83,7 +83,7 @@ class Pace:
         k = depths.next(len(sequences), [_rates(s) for s in sequences if s.end is None])
         return max(min(k, most), *given), depths.of(len(sequences))  # a window is as wide as the widest
 
-    def begin(self, decoder: Decoder) -> None:
+    def start_window(self, decoder: Decoder) -> None:
         """Call when the device was given a window, before the caller can turn to another generation."""
         assert decoder.window is not None
         self.clock.take_turn()
@@ -153,11 +153,11 @@ def _best_of_many(s: Sequence, k: int, room: int) -> tuple[Plan, list[float]]:
     n = s.options.num_draft_tokens
     best, rates = Plan(min(n if isinstance(n, int) else k, room)), s.rates.estimate
     tokens = expected_tokens(rates)[best.k]
-    for name, odds in s.offers().items():
+    for name, offered in s.offers().items():
         fixed = s.sources[name].fixed
-        n_free = min(k if fixed is None else fixed, room, len(odds))
-        if n_free > 0 and (more := expected_tokens(odds)[n_free]) > tokens:
-            best, rates, tokens = Plan(n_free, name), odds, more
+        n_free = min(k if fixed is None else fixed, room, len(offered))
+        if n_free > 0 and (more := expected_tokens(offered)[n_free]) > tokens:
+            best, rates, tokens = Plan(n_free, name), offered, more
     return best, rates
 
 

@@ -10,7 +10,7 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
-from .noise import check_seed, coin, gumbel
+from .noise import check_seed, gumbel, uniform
 
 AcceptanceName = Literal["rejection", "coupled", "match"]
 
@@ -33,18 +33,18 @@ class Sampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
-        return mx.random.categorical(self.distribution(logprobs, self.coins(logprobs.shape[0])))
+        return mx.random.categorical(self.distribution(logprobs, self.uniforms(logprobs.shape[0])))
 
-    def coins(self, n: int) -> mx.array:
+    def uniforms(self, n: int) -> mx.array:
         """n uniform numbers that decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
-    def distribution(self, logprobs: mx.array, coins: mx.array) -> mx.array:
+    def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
         """The distribution that a token is drawn from. Draws no random number.
 
         Args:
             logprobs (mx.array): Log probabilities, [B, V].
-            coins (mx.array): A uniform number for each row, [B, 1].
+            uniforms (mx.array): A uniform number for each row, [B, 1].
 
         Returns:
             mx.array: Log probabilities after all filters and the temperature, float32, [B, V]; -inf where filtered out.
@@ -56,7 +56,7 @@ class Sampler:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
             x = mx.where(
-                coins > self.xtc_probability, x, exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
+                uniforms > self.xtc_probability, x, exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
             )
         if self.top_k > 0:
             x = apply_top_k(x, self.top_k)
@@ -97,7 +97,7 @@ class SeededSampler(Sampler):
 
     def draw(self, logprobs: mx.array, position: int) -> mx.array:
         """Log probabilities [1, V] -> the token at a position, [1]."""
-        x = self.distribution(logprobs, mx.array([[coin(self.seed, position)]]))
+        x = self.distribution(logprobs, mx.array([[uniform(self.seed, position)]]))
         return mx.argmax(x + gumbel(self.seed, position, x.shape[-1]), axis=-1)
 
 

@@ -58,7 +58,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.end: str | Exception | None = None
         self.before = [] if self.tokens else self.cache.text
-        self.start = self.cache.n_tokens - len(self.before) - len(self.tokens)  # of these in the prompt cache
+        self.first = self.cache.n_tokens - len(self.before) - len(self.tokens)  # of these in the prompt cache
         self.n_read, self.n_prompt = 0, sum(map(len, self.segments))
         self.n_decided = self.n_taken = 0
         self.context: mx.array | None = None  # [N], for the logits processors
@@ -79,7 +79,7 @@ class Sequence:
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
         self.is_greedy = is_greedy and not self.logits_processors  # chosen together with other such sequences
         # Those of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a call
-        # share XTC's coin.
+        # share XTC's random number.
         self.drawn_with = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
 
     @property
@@ -120,9 +120,9 @@ class Sequence:
 
     def skip(self, n: int) -> None:
         """Begin behind n positions of the prompt whose tokens are not known."""
-        self.before, self.start = [], self.start + len(self.before) + n
+        self.before, self.first = [], self.first + len(self.before) + n
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The prompt is read."""
         self.sources = make_sources(self.options, [*self.before, *self.tokens])
         if self.logits_processors:
@@ -130,13 +130,13 @@ class Sequence:
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The last tokens of a prompt cache of so many, as far back as they are known."""
-        n, text = n_tokens - self.start, [*self.before, *self.tokens]
+        n, text = n_tokens - self.first, [*self.before, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
     def offers(self) -> dict[str, list[float]]:
         """Of each source that has drafts now, the probability that each is accepted, given that those before it are."""
-        odds = {name: source.odds(self.n_unread) for name, source in self.sources.items()}
-        return {name: of_each for name, of_each in odds.items() if of_each}
+        rates = {name: source.acceptance(self.n_unread) for name, source in self.sources.items()}
+        return {name: of_each for name, of_each in rates.items() if of_each}
 
     def logprobs(self, logits: mx.array, drafts: mx.array, processors: list[LogitsProcessor] | None = None) -> mx.array:
         """Logits [1, V] of the position after some drafts [t] -> log probabilities [1, V], processed."""

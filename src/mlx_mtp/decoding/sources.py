@@ -28,7 +28,7 @@ class Source(Protocol):
         """Take decided tokens as the host learns of them."""
         ...
 
-    def odds(self, n_unread: int) -> list[float]:
+    def acceptance(self, n_unread: int) -> list[float]:
         """The probability that each draft is accepted given that those before it are; empty where there is none now.
 
         Args:

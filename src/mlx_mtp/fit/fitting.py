@@ -95,7 +95,7 @@ def fit(
     loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
-    begin(work, [model, adapter_path, data, texts])
+    open_work(work, [model, adapter_path, data, texts])
     parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
@@ -185,7 +185,7 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
         raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
 
 
-def begin(work: Path, what: Any) -> None:
+def open_work(work: Path, what: Any) -> None:
     """Make the folder of recorded states, or check that what is in it was recorded of the same texts by the same model.
 
     Raises:

@@ -34,14 +34,14 @@ class _Window:
 class ArraysCache(stock.ArraysCache):
     """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer, whose last call can be undone in part.
 
-    ``begin`` opens a window, the layer's call records in it, ``rollback`` closes it. In between, ``state`` is that after the
+    After ``open_window`` the layer's call records, and ``rollback`` closes the window. In between, ``state`` is that after the
     whole window. The class has its parent's name because a prompt cache file names the classes it is made of.
     """
 
     cache: list[Any]
     window: _Window | None = None
 
-    def begin(self, n_confirmed: int, exact: bool = False) -> None:
+    def open_window(self, n_confirmed: int, exact: bool = False) -> None:
         """Have the next call recorded.
 
         Args:
@@ -104,7 +104,7 @@ class ArraysCache(stock.ArraysCache):
         self.window = None  # last: until here it can be done again
 
 
-def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
+def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
     """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
     if caches is None:
         raise ValueError("With n_confirmed, the model needs a cache to record in.")
@@ -112,7 +112,7 @@ def begin(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
                 raise ValueError("This cache cannot roll back: make it with model.make_cache().")
-            c.begin(n_confirmed, exact)
+            c.open_window(n_confirmed, exact)
 
 
 def trim(caches: list[Any], n_tokens: int) -> None:

@@ -49,7 +49,7 @@ def forward(
         attention_rows (int, optional): As in ``Drafting``.
     """
     if n_confirmed > 0:
-        caches.begin(cache, len(model.layers), n_confirmed, exact)
+        caches.open_windows(cache, len(model.layers), n_confirmed, exact)
     if exact:
         logits, hidden = one_by_one(model, inputs, cache, **kwargs)
     else:

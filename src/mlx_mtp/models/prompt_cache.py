@@ -81,7 +81,7 @@ class PromptCache:
         tokens = self._last[2]
         return [] if tokens is None else tokens.tolist()
 
-    def begin(self, generation: "weakref.ref[Any] | None") -> None:
+    def claim(self, generation: "weakref.ref[Any] | None") -> None:
         """From now on the last tokens may be drafts that will be rejected: nothing else may use the cache, or a copy of it.
 
         Args:

@@ -297,7 +297,7 @@ class RowsCache:
         for entry in self.entries:
             entry.filter(keep)
 
-    def begin_pass(self) -> None:
+    def start_pass(self) -> None:
         """Nothing: several sequences cannot go back to before a pass."""
 
     def roll_back(self, kept: list[int]) -> None:

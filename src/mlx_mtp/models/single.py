@@ -52,7 +52,7 @@ class SingleCache:
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.cache.backbone)
 
-    def begin_pass(self) -> None:
+    def start_pass(self) -> None:
         """Remember where the caches are."""
         self.before = snapshot(self.cache.entries)
 
