@@ -11,6 +11,7 @@ import itertools
 import sys
 import zlib
 from collections import Counter
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -20,11 +21,14 @@ from scipy.stats import chisquare
 from tqdm import tqdm
 
 import mlx_mtp
+from mlx_mtp.decoding.grammar import ForcedTokens
+from tests.support.grammars import grammar_of
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
 
 LEVEL = 1e-4
 VOCAB = 6
+TOKENS = ["<eos>", "a", "b", "c", "ab", "bc"]  # of grammars
 PROMPT = [1, 2]
 REPEATS = [1, 2, 3, 4, 5, 0, 2, 1, 2, 3, 4, 5]  # itself: 0, 2, ... would be copied next
 SMALL = dict(
@@ -47,6 +51,7 @@ class Case:
         acceptance (str): ``rejection``; ``coupled``, with another seed each run; ``match``, with mlx-lm's sampler.
         p_min (float): ``draft_p_min``.
         copies (int): ``copy_drafts``, on a prompt that repeats itself; after a rejected copy the head drafts. 0 is ``"off"``.
+        lark (str): A grammar over ``TOKENS``; what it forces is drafted, 3 tokens in a step. Empty for none.
         penalties (dict): Of ``make_logits_processors``.
         options (dict): Of ``make_sampler``.
     """
@@ -54,21 +59,35 @@ class Case:
     n_tokens = 3
 
     def __init__(
-        self, depth=2, head="own", acceptance="rejection", penalties=None, seed=0, p_min=0.0, copies=0, **options
+        self,
+        depth=2,
+        head="own",
+        acceptance="rejection",
+        penalties=None,
+        seed=0,
+        p_min=0.0,
+        copies=0,
+        lark="",
+        **options,
     ):
-        self.p_min, self.copies = p_min, copies
+        self.p_min, self.copies, self.lark = p_min, copies, lark
         self.prompt = REPEATS if copies else PROMPT
         self.depth, self.acceptance, self.head, self.seed = depth, acceptance, head, seed
         self.penalties, self.options = penalties or {}, options
         settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
         settings += [f"{copies} copies"] if copies else []
+        settings += [lark] if lark else []
         self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
 
     def model(self):
         return tiny_model("qwen3_5", self.seed, **SMALL)
 
     def processors(self):
-        return make_logits_processors(**self.penalties)
+        processors = make_logits_processors(**self.penalties)
+        if self.lark:
+            processors.append(grammar_of(TOKENS, self.lark))
+            processors[-1].n_prompt = len(self.prompt)
+        return processors
 
     def next_token(self, model, tokens: list[int]) -> np.ndarray:
         """Plain decoding's distribution of the token after ``tokens``, from mlx-lm's filters: XTC's coin falls both ways."""
@@ -113,6 +132,10 @@ class Case:
         return Scripted(model, likely, lambda i: self.head == "right")
 
     def sampled(self, runs: int) -> Counter:
+        with mock.patch.object(ForcedTokens, "fixed", 3):
+            return self._sampled(runs)
+
+    def _sampled(self, runs: int) -> Counter:
         model = self.drafting_model()
         first = zlib.crc32(self.name.encode())
         mx.random.seed(first)
@@ -160,6 +183,10 @@ CASES = [
     Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
     Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
     Case(3, temp=1.0, p_min=0.4),
+    *(Case(depth, lark="start: /(ab|bc|ca)+/", temp=temp) for depth in (0, 1, 3) for temp in (0.7, 1.5)),
+    Case(2, "adversarial", lark="start: /(ab|bc|ca)+/", temp=1.0, top_p=0.9),
+    Case(2, acceptance="match", lark="start: /(ab|bc|ca)+/", temp=1.0),
+    Case(2, acceptance="coupled", lark="start: /(ab|bc|ca)+/", temp=1.0),
     *(Case(depth, acceptance="match", temp=1.0) for depth in (1, 3)),
     Case(2, acceptance="match", temp=0.7, top_p=0.9, xtc_probability=0.5),
     Case(2, acceptance="match", temp=1.5, penalties={"repetition_penalty": 1.5}),

@@ -103,6 +103,7 @@ def test_public_names():
         "convert",
         "generate",
         "load",
+        "make_grammar",
         "make_prompt_cache",
         "make_sampler",
         "mtp_generate_step",

@@ -175,6 +175,7 @@ def test_rejects_options_out_of_range(options):
             distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5), marks=pytest.mark.slow
         ),
         distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
+        distribution.Case(2, lark="start: /(ab|bc|ca)+/", temp=1.0),
     ],
     ids=lambda case: case.name,
 )

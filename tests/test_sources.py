@@ -43,7 +43,7 @@ class Oracle:
 def oracles(monkeypatch):
     made, truths = [], [p + plain(p, model_of("qwen3_5"), max_tokens=2 * N) for p in PROMPTS]
 
-    def make(options, text):
+    def make(options, text, processors):
         made.append(Oracle(text, truths))
         return made[-1]
 

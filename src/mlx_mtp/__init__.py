@@ -7,6 +7,7 @@ from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.counts import DraftCounts
 from .decoding.depth import MAX_DRAFT_TOKENS, Depth
+from .decoding.grammar import make_grammar
 from .decoding.loop import mtp_generate_step
 from .decoding.sampling import make_sampler
 from .generate import GenerationResponse, generate, stream_generate
@@ -29,6 +30,7 @@ __all__ = [
     "convert",
     "generate",
     "load",
+    "make_grammar",
     "make_prompt_cache",
     "make_sampler",
     "mtp_generate_step",

@@ -238,6 +238,8 @@ class Decoder:
                 self.wait()
             else:
                 mx.async_eval(step.choices)  # apart from the next pass, which it would be waited for with
+                if any(s.needs_tokens for s in self.sequences):
+                    self.wait()
             self._decide(step)
         return step
 

@@ -164,7 +164,7 @@ def _best_of_many(s: Sequence, k: int, room: int) -> tuple[Plan, list[float]]:
 def _rates(s: Sequence) -> list[float]:
     """The acceptance rates of a sequence's best source, [MAX_DRAFT_TOKENS], 0 where it may not draft as many."""
     plan, rates = _best_of_many(s, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
-    return [a if i < plan.k else 0.0 for i, a in enumerate(rates[:MAX_DRAFT_TOKENS])]
+    return [rates[i] if i < plan.k else 0.0 for i in range(MAX_DRAFT_TOKENS)]
 
 
 def depth_of(model: MTPModel, s: Sequence) -> Depth | None:

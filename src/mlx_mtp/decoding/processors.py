@@ -3,6 +3,7 @@
 A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call (a grammar
 does): it is called once for every token, in order, never for a position that is then rejected. If it has a method ``copy()``,
 or ``rollback(n)`` that takes its last n calls back, it is also asked about the drafts, so that more of them are accepted.
+An object with ``keeps_state = False`` says that it is as good as a function.
 """
 
 import functools
@@ -15,6 +16,8 @@ def keeps_state(processor: Callable[..., Any]) -> bool:
     """Whether a processor or sampler may keep state: it is an object, and neither a function nor a part of one."""
     while isinstance(processor, functools.partial):
         processor = processor.func
+    if isinstance(said := getattr(processor, "keeps_state", None), bool):
+        return said
     return not (inspect.isfunction(processor) or inspect.isbuiltin(processor))
 
 

@@ -13,6 +13,7 @@ from ..models.prompt_cache import PromptCache
 from .acceptance import TokenMatch, make_acceptance, rewind
 from .counts import DraftCounts
 from .depth import MAX_DRAFT_TOKENS, Depth
+from .grammar import Grammar
 from .options import DraftOptions
 from .processors import keeps_state
 from .rates import Rates
@@ -83,6 +84,11 @@ class Sequence:
         self.drawn_with = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know its last token before the next can be chosen."""
+        return any(isinstance(p, Grammar) for p in self.logits_processors)
+
+    @property
     def finish_reason(self) -> str | None:
         return "error" if isinstance(self.end, Exception) else self.end
 
@@ -124,7 +130,7 @@ class Sequence:
 
     def start(self) -> None:
         """The prompt is read."""
-        self.sources = make_sources(self.options, [*self.before, *self.tokens])
+        self.sources = make_sources(self.options, [*self.before, *self.tokens], self.logits_processors)
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 

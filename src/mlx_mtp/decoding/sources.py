@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx_lm.sample_utils import LogitsProcessor
 
 from .copies import CopyDrafter
+from .grammar import ForcedTokens, Grammar
 from .options import DraftOptions
 
 
@@ -41,17 +43,23 @@ class Source(Protocol):
         ...
 
 
-def copies(options: DraftOptions, text: Sequence[int]) -> Source | None:
+def copies(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
     n = options.copy_drafts
     return None if n == "off" else CopyDrafter(text, None if n == "auto" else n)
 
 
-SOURCES: list[Callable[[DraftOptions, Sequence[int]], Source | None]] = [
-    copies
-]  # each by what a text asks, and its text
+def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
+    return next((ForcedTokens(p) for p in processors if isinstance(p, Grammar)), None)
 
 
-def make_sources(options: DraftOptions, text: Sequence[int]) -> dict[str, Source]:
+# Each by what a text asks, its prompt, and its logits processors.
+MakeSource = Callable[[DraftOptions, Sequence[int], Sequence[LogitsProcessor]], Source | None]
+SOURCES: list[MakeSource] = [copies, grammar]
+
+
+def make_sources(
+    options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor] = ()
+) -> dict[str, Source]:
     """The sources of a sequence whose prompt is read, by name."""
-    made = [make(options, text) for make in SOURCES]
+    made = [make(options, text, processors) for make in SOURCES]
     return {source.name: source for source in made if source is not None}

@@ -1,0 +1,171 @@
+"""Text of a given form: the grammar's own rules, and that drafts change nothing."""
+
+import json
+from functools import cache as cached
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
+from mlx_mtp.decoding.grammar import ForcedTokens
+from tests.support.batches import run
+from tests.support.decoding import mtp, plain
+from tests.support.grammars import grammar_of
+from tests.support.models import tiny_model
+
+TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
+LARKS = [
+    "start: /(abc|the|king|queen)+/",
+    "start: word*\nword: /[a-f]{2,4}/ | /quz/",
+    'start: "abcdefgh" "ing" /[k-m]+/ "thequick"',
+]
+PROMPT = [3, 1, 4, 1, 5]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+model_of = cached(tiny_model)
+
+
+def until_end(tokens, end=0):
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+@settings(max_examples=25)
+@given(
+    lark=st.sampled_from(LARKS),
+    family=st.sampled_from(["qwen3_5", "qwen3_next"]),
+    prompt=st.lists(st.integers(0, 31), min_size=1, max_size=9),
+    depth=st.one_of(st.just("auto"), st.integers(0, 4)),
+    copies=st.sampled_from(["off", "auto", 3]),
+    n=st.integers(1, 20),
+)
+def test_tokens_are_those_of_plain_decoding(lark, family, prompt, depth, copies, n):
+    model = model_of(family)
+    options = dict(num_draft_tokens=depth, copy_drafts=copies)
+    expected = until_end(plain(prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)]))
+    got = mtp(prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)], **options)
+    assert until_end(got) == expected
+    assert grammar_of(TOKENS, lark).matcher.try_consume_tokens(expected) == len(expected)
+
+
+@pytest.mark.parametrize("number", [0, 2, "auto"])
+def test_several_sequences_each_follow_their_own(number):
+    model, prompts = model_of("qwen3_5"), [PROMPT, [9, 2], [6, 5, 3]]
+    generator = BatchGenerator(model, num_draft_tokens=number, copy_drafts="auto", max_tokens=16, stop_tokens=[[0]])
+    generator.insert([*prompts, PROMPT], logits_processors=[*([grammar_of(TOKENS, lark)] for lark in LARKS), []])
+    texts = [text.tokens for text in run(generator).values()]
+    for prompt, lark, text in zip(prompts, LARKS, texts):
+        assert text == until_end(plain(prompt, model, max_tokens=16, logits_processors=[grammar_of(TOKENS, lark)]))
+    assert texts[3] == until_end(plain(PROMPT, model, max_tokens=16))
+
+
+def test_seeded_text_is_that_of_plain_decoding():
+    model = model_of("qwen3_5")
+    for seed in range(6):
+        sampler = make_sampler(temp=1.0, seed=seed)
+        processors = [grammar_of(TOKENS, LARKS[seed % 3])]
+        expected = until_end(plain(PROMPT, model, max_tokens=12, sampler=sampler, logits_processors=processors))
+        processors = [grammar_of(TOKENS, LARKS[seed % 3])]
+        options = dict(max_tokens=12, sampler=sampler, logits_processors=processors, num_draft_tokens=3)
+        assert until_end(mtp(PROMPT, model, **options)) == expected
+
+
+def test_what_is_forced_is_drafted(monkeypatch):
+    """And accepted: one letter at a time is likelier where the model prefers that, so of whole words."""
+    monkeypatch.setattr(ForcedTokens, "fixed", 8)
+    words = ["<eos>", *(f"w{i}." for i in range(31))]
+    text = [7, 3, 9, 4, 22, 8, 30, 2, 5, 6, 11, 0]
+    counts, lark = DraftCounts(), "start: " + " ".join(f'"w{i - 1}."' for i in text[:-1])
+    options = dict(max_tokens=12, num_draft_tokens=0, logits_processors=[grammar_of(words, lark)], counts=counts)
+    assert mtp(PROMPT, model_of("qwen3_5"), copy_drafts="auto", **options) == text
+    assert counts.copied == counts.copies_accepted
+    assert sum(counts.copied) >= 8
+
+
+def test_begins_behind_the_tag():
+    model, after = model_of("qwen3_5"), [7]
+    free = plain(PROMPT, model, max_tokens=40)
+    after = free[5:6]
+    begin = free.index(after[0]) + 1
+    grammar = grammar_of(TOKENS, LARKS[0], after)
+    got = mtp(PROMPT, model, max_tokens=40, num_draft_tokens=3, logits_processors=[grammar])
+    assert got[:begin] == free[:begin]
+    rest = until_end(got[begin:])
+    assert grammar_of(TOKENS, LARKS[0]).matcher.try_consume_tokens(rest) == len(rest) > 3
+
+
+def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones():
+    grammar = grammar_of(TOKENS, 'start: "z"')
+    logits = mx.where(mx.arange(32) < 5, mx.arange(32), -mx.inf)[None]
+    assert mx.array_equal(grammar(mx.array(PROMPT), logits), logits)
+
+
+def test_json_of_a_schema(demo):
+    model, tokenizer = demo
+    prompt = tokenizer.encode("person = ")
+    (end,) = tokenizer.eos_token_ids
+    texts = []
+    for options in ({"num_draft_tokens": 0}, {"num_draft_tokens": 3}, {"num_draft_tokens": "auto"}):
+        grammar = make_grammar(tokenizer, json_schema=PERSON)
+        tokens = mtp(prompt, model, max_tokens=60, logits_processors=[grammar], **options)
+        texts.append(tokenizer.decode(until_end(tokens, end)[:-1]))
+    assert len(set(texts)) == 1
+    person = json.loads(texts[0])
+    assert list(person) == ["name", "age", "likes"]
+    assert 0 <= person["age"] <= 150
+    assert set(person["likes"]) <= {"tea", "coffee"}
+    assert json.dumps(person, ensure_ascii=False) == texts[0]
+
+
+def test_regular_expressions_and_larks(demo):
+    model, tokenizer = demo
+    (end,) = tokenizer.eos_token_ids
+    for options, expected in (({"regex": r"a/b\/[0-9]{3}"}, "a/b/"), ({"lark": 'start: "yes" | "no"'}, ("yes", "no"))):
+        options = dict(max_tokens=12, logits_processors=[make_grammar(tokenizer, **options)])
+        text = tokenizer.decode(until_end(mtp(tokenizer.encode("x = "), model, **options), end)[:-1])
+        assert text.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Give one of json_schema, regex and lark"),
+        ({"regex": "a", "lark": "start: /a/"}, "Give one of"),
+        ({"regex": "(a"}, "cannot read the grammar"),
+        ({"lark": "start: other"}, "cannot read the grammar"),
+        ({"json_schema": {"type": "person"}}, "cannot read the grammar"),
+        ({"json_schema": "[1]"}, "A JSON schema is an object"),
+        ({"json_schema": "{"}, "Expecting property name"),
+    ],
+)
+def test_rejects_what_is_no_grammar(demo, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_grammar(demo[1], **options)
+
+
+def test_a_grammar_that_is_given_up_ends_the_text_with_an_error(monkeypatch):
+    grammar = grammar_of(TOKENS, LARKS[0])
+
+    class GivenUp:
+        def __getattr__(self, name):
+            return getattr(grammar.matcher, name)
+
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return "too complex\nand more"
+
+    failing = grammar_of(TOKENS, LARKS[0])
+    failing.matcher = GivenUp()
+    with pytest.raises(ValueError, match=r"gave the grammar up: too complex$"):
+        list(mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[failing]))
