@@ -9,6 +9,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.grammar import Grammar
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.processors import keeps_state
 from ..prompt_store import PromptStore
@@ -104,6 +105,8 @@ def _opening(tokenizer: TokenizerWrapper) -> list[int]:
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that is shown these tokens [N] before all others, as if they had been read with them."""
+    if isinstance(processor, Grammar):
+        return processor  # it looks at what is generated alone
     if keeps_state(processor):
         return _Seeing(before, processor)
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
