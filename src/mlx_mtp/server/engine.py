@@ -22,6 +22,7 @@ from ..decoding import sampling
 from ..prompt_store.memory import cache_budget
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
+from .budget import make_processors
 from .job import Job, Outbox, Step
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
@@ -304,6 +305,7 @@ class ResponseGenerator(stock.ResponseGenerator):
                 return
             self.is_exclusive = self._is_exclusive(args)
             if self._is_single():
+                _check_single(request)
                 single = SingleQueue(queue, request), request, replace(args, stop_words=[])
                 self._serve_single(single, mx.default_stream(mx.default_device()))
                 self._make_room()
@@ -409,7 +411,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             prompt.segments,
             args.max_tokens,
             self._make_sampler(args),
-            stock._make_logits_processors(args),
+            make_processors(tokenizer, request, prompt, args),
             end_of_text.matcher(),
             self.scheduler.make_cache() if cache is None else cache,
             prompt.tokens[:n_cached],
@@ -525,3 +527,15 @@ class ResponseGenerator(stock.ResponseGenerator):
         del self.prompt_cache
         gc.collect()
         mx.clear_streams()
+
+
+def _check_single(request: Request) -> None:
+    """
+    Raises:
+        ApiError: mlx-lm's own loop cannot generate the request.
+    """
+    if request.thinking.budget is not None:
+        message = (
+            "A thinking budget is not supported with --draft-model, and without --mtp not with --kv-bits or a seed."
+        )
+        raise ApiError(400, message, param="thinking_budget")
