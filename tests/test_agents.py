@@ -24,7 +24,8 @@ RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for 
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     model = str(make_model(folder / "model"))
-    with serve(folder / "log", "--model", model, module="tests.support.scripted_server") as s:
+    flags = "--model", model, "--served-model-name", "tiny"
+    with serve(folder / "log", *flags, module="tests.support.scripted_server") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
@@ -222,11 +223,27 @@ def test_errors_are_those_that_the_clients_know(claude, client):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
     with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="other", max_tokens=5, messages=ASK)
+        claude.models.retrieve("other")
     with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
         client.responses.create(model="default_model", input="a", max_output_tokens=0)
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="other", input="a")
+        client.models.retrieve("other")
+
+
+def test_any_name_means_the_only_model(server, claude, client):
+    """Claude Code has names of its own. Nothing is downloaded for one."""
+    body = said("Yes.", enable_thinking=False)
+    answer = claude.messages.create(model="claude-opus-9", max_tokens=9, messages=ASK, extra_body=body)
+    assert (answer.content[0].text, answer.model) == ("Yes.", "claude-opus-9")
+    answer = client.responses.create(model="org/name", input="a", extra_body=body)
+    assert (answer.output_text, answer.model) == ("Yes.", "org/name")
+    assert server.log.read_text().count("Prompt caches may take") == 1  # as where a model is loaded
+
+
+def test_each_client_lists_the_models(claude, client):
+    for listed in (claude.models.list(), client.models.list()):
+        assert [model.id for model in listed] == ["tiny"]
+    assert claude.models.retrieve("tiny").display_name == client.models.retrieve("tiny").id == "tiny"
 
 
 # Responses
