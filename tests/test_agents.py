@@ -24,7 +24,8 @@ RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for 
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     model = str(make_model(folder / "model"))
-    with serve(folder / "log", "--model", model, module="tests.support.scripted_server") as s:
+    flags = "--model", model, "--served-model-name", "tiny"
+    with serve(folder / "log", *flags, module="tests.support.scripted_server") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
@@ -99,6 +100,38 @@ def test_message_says_why_it_ends(claude, options, text, reason, word):
         assert answer["content"][0]["text"] == text
 
 
+def test_message_thinks_within_its_budget(server, claude):
+    """Also where nothing drafts."""
+    thinking, thought = {"type": "enabled", "budget_tokens": 9}, []
+    for _ in range(2):  # the second time behind a cached prompt
+        answer = claude.messages.create(model="default_model", max_tokens=30, messages=ASK, thinking=thinking)
+        thought.append(answer.content[0].thinking)
+    assert thought[0] == thought[1]
+    body = {"input": "a", "max_output_tokens": 30, "thinking_budget": 9}
+    _, answer = server.request("/v1/responses", body)
+    assert answer["output"][0]["content"][0]["text"] == thought[0]
+    assert 9 <= answer["usage"]["output_tokens_details"]["reasoning_tokens"] <= 11
+
+
+def test_an_answer_may_have_one_call_only(server, claude, client):
+    text, calls = f"First.\n\n{ADD}\n{ADD}\nDone.", [{"type": "text", "text": "First."}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = message(claude, text, tools=MESSAGES_TOOLS, tool_choice=choice)
+    calls.append({"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}})
+    assert (blocks(answer), answer["stop_reason"]) == (calls, "tool_use")
+    answer = response(client, text, tools=RESPONSES_TOOLS, parallel_tool_calls=False)
+    assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
+    tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
+    body = {"model": "default_model", "messages": ASK, "tools": tools}
+    both = said(text, enable_thinking=False)
+    for parallel in (True, False):
+        answer = client.chat.completions.create(**body, parallel_tool_calls=parallel, extra_body=both)
+        assert len(answer.choices[0].message.tool_calls) == 1 + parallel
+    json_calls = "<tool_call>\n" + json.dumps([{"name": "add", "arguments": {}}] * 2) + "\n</tool_call>"
+    body["extra_body"] = said(json_calls, enable_thinking=False)
+    assert len(client.chat.completions.create(**body, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+
+
 def test_message_usage_tells_what_was_cached(claude):
     system = "You write Python. " * 20
     counted = claude.messages.count_tokens(model="default_model", system=system, messages=ASK).input_tokens
@@ -162,7 +195,7 @@ def test_messages_become_those_of_a_chat_template():
     ]
     function = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
     assert request.tools == [{"type": "function", "function": function}]
-    assert args.chat_template_kwargs == {"enable_thinking": True}
+    assert args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(
@@ -190,11 +223,27 @@ def test_errors_are_those_that_the_clients_know(claude, client):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
     with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="other", max_tokens=5, messages=ASK)
+        claude.models.retrieve("other")
     with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
         client.responses.create(model="default_model", input="a", max_output_tokens=0)
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="other", input="a")
+        client.models.retrieve("other")
+
+
+def test_any_name_means_the_only_model(server, claude, client):
+    """Claude Code has names of its own. Nothing is downloaded for one."""
+    body = said("Yes.", enable_thinking=False)
+    answer = claude.messages.create(model="claude-opus-9", max_tokens=9, messages=ASK, extra_body=body)
+    assert (answer.content[0].text, answer.model) == ("Yes.", "claude-opus-9")
+    answer = client.responses.create(model="org/name", input="a", extra_body=body)
+    assert (answer.output_text, answer.model) == ("Yes.", "org/name")
+    assert server.log.read_text().count("Prompt caches may take") == 1  # as where a model is loaded
+
+
+def test_each_client_lists_the_models(claude, client):
+    for listed in (claude.models.list(), client.models.list()):
+        assert [model.id for model in listed] == ["tiny"]
+    assert claude.models.retrieve("tiny").display_name == client.models.retrieve("tiny").id == "tiny"
 
 
 # Responses

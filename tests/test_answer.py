@@ -25,7 +25,7 @@ def answer(module, tools=TOOLS, stop_words=()):
         structural_markers=(),
         response_transitions={},
     )
-    request = SimpleNamespace(request_type="chat", tools=tools)
+    request = SimpleNamespace(request_type="chat", tools=tools, one_call=False)
     return make_answer(tokenizer, make_text_state_machine(tokenizer), "reasoning", request, list(stop_words))
 
 

@@ -335,6 +335,7 @@ def test_lists_models(server, client):
     assert [m.id for m in client.models.list()] == [str(DEMO)]
     for name in (str(DEMO), "default_model"):
         assert client.models.retrieve(name).id == name
+        assert client.models.retrieve(name).max_model_len == 32768
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert server.request("/health") == (200, {"status": "ok"})

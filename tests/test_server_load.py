@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -14,8 +16,12 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import GenerationContext
 from starlette.testclient import TestClient
 
+from mlx_mtp import make_prompt_cache
+from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store import memory
 from mlx_mtp.server import engine
+from mlx_mtp.server import memory as memory_of
+from mlx_mtp.server.__main__ import make_generator
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
@@ -86,6 +92,81 @@ def test_device_memory(monkeypatch):
         assert memory.device_memory() == 3
 
 
+# Requests that are too many, or too large
+
+
+def test_no_more_than_max_queue_wait():
+    arrived, begin = threading.Event(), threading.Event()
+
+    async def generate(request, args):
+        arrived.set()
+        await in_thread(begin.wait)
+        yield GenerationContext(False, False, None, None, "normal", [1])
+        yield Step([], 1, 0.0, (), "stop")
+
+    client, body = client_of(generate, max_queue=1), {"prompt": "a"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.post, "/v1/completions", json=body)
+        assert arrived.wait(30)
+        answer = client.post("/v1/completions", json=body)
+        begin.set()
+        assert waiting.result().status_code == 200
+    assert answer.status_code == 429
+    assert answer.headers["Retry-After"].isdigit()
+    assert answer.json()["error"] == {
+        "message": "1 requests are waiting: try again later.",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_bytes_of_a_prompt(kind, kv_bits):
+    """As its caches have them, whose keys and values come in blocks of 256 tokens."""
+    model = tiny_model(kind, head_dim=64)
+    cache = make_prompt_cache(model)
+    options = {"kv_bits": kv_bits, "kv_group_size": 32}
+    prefill(mx.zeros(256, mx.uint32), model, prompt_cache=cache, quantized_kv_start=0, **options)
+    own = [*cache[:-2], cache[-2]]
+    assert sum(c.nbytes for c in own) == memory_of.cache_bytes(model, 256, **options)
+    assert memory_of.cache_bytes(SimpleNamespace(layers=[object()]), 256) == 0  # of another family
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(monkeypatch):
+    memory_of.check_fits(8, 1000, 1000, "prompt")
+    with pytest.raises(ApiError, match=r"^The prompt of 8 tokens takes 1000 bytes, and the model leaves 999: ") as e:
+        memory_of.check_fits(8, 1000, 999, "prompt")
+    assert (e.value.status, e.value.param) == (507, "prompt")
+    monkeypatch.setattr(engine, "memory_left", lambda *models: 1000)
+    args = make_parser().parse_args(["--mtp"])
+    check(args)
+    generator = make_generator(args, None)
+    try:
+        client = TestClient(make_app(generator, None, ["*"]))
+        answer = client.post("/v1/completions", json={"prompt": "import os"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_memory")
+        assert generator.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
+    finally:
+        generator.stop_and_join()
+
+
+def test_a_prompt_that_fits_alone_waits_for_memory():
+    model = tiny_model("qwen3_5")
+    need = memory_of.cache_bytes(model, 8)
+    g = generator_of(is_exclusive=False, scheduled="key", acceptance="coupled", memory_left=2 * need)
+    g.model_provider = SimpleNamespace(
+        model=model, key_of=lambda _: "key", cli_args=SimpleNamespace(kv_bits=None, kv_group_size=64)
+    )
+    entry = None, request_of(encoded=SimpleNamespace(tokens=[0] * 8)), SimpleNamespace(model=None, seed=None)
+    g.jobs = {}
+    for n_running, fits in ((0, True), (1, True), (2, False)):
+        g.jobs = {i: SimpleNamespace(request=entry[1]) for i in range(n_running)}
+        assert g._fits(entry) == fits
+
+
 # Clients that wait
 
 
@@ -97,7 +178,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     monkeypatch.setattr(engine, "KEEP_ALIVE", 0.005)
     g, told = generator_of(), []
     g.model_provider = SimpleNamespace(
-        check=lambda _: None, key_of=lambda _: "a key", tokenizers={"a key": "a tokenizer"}
+        resolve=lambda model: model, key_of=lambda _: "a key", tokenizers={"a key": "a tokenizer"}
     )
     g._encode = lambda *_: "a prompt"
     context, step = GenerationContext(False, False, None, None, "normal", [1]), Step([], 1, 0.0, (), "stop")
@@ -146,9 +227,9 @@ def test_fail_all_ends_what_is_open():
     assert not g.open
 
 
-def client_of(generate):
+def client_of(generate, max_queue=None):
     """A client of a server whose generator does this."""
-    args = SimpleNamespace(copy_drafts=None, num_draft_tokens=0, mtp=False)
+    args = SimpleNamespace(copy_drafts=None, num_draft_tokens=0, mtp=False, max_queue=max_queue)
     for name, default in dict(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0).items():
         setattr(args, name, default)
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args, generate=generate)

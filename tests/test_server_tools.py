@@ -54,7 +54,7 @@ def joined(chunks: list[dict]) -> dict:
     message = {"role": "assistant", "content": ""}
     for chunk in chunks:
         delta = chunk["delta"]
-        for key in ("content", "reasoning"):
+        for key in ("content", "reasoning", "reasoning_content"):
             if key in delta:
                 message[key] = message.get(key, "") + delta[key]
         for call in delta.get("tool_calls", []):

@@ -54,8 +54,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 # The groups of --help and their flags, in this order.
 GROUPS: dict[str, Sequence[str]] = {
     "model": (
-        "model", "synthetic", "assume_acceptance", "adapter_path", "serve_model", "allow_any_model", "trust_remote_code",
-        "quantize_activations",
+        "model", "synthetic", "assume_acceptance", "served_model_name", "adapter_path", "serve_model", "allow_any_model",
+        "trust_remote_code", "quantize_activations",
     ),
     "prompt": (
         "prompt", "prompts", "context", "system_prompt", "image", "prefill_response", "thinking", "chat_template",
@@ -74,8 +74,8 @@ GROUPS: dict[str, Sequence[str]] = {
         "prompt_cache_size", "prompt_cache_bytes",
     ),
     "requests": (
-        "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "decode_concurrency",
-        "prompt_concurrency", "max_token_gap", "min_decode_share",
+        "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "max_queue",
+        "decode_concurrency", "prompt_concurrency", "max_token_gap", "min_decode_share",
     ),
     "machines": ("pipeline",),
 }  # fmt: skip

@@ -11,9 +11,13 @@ SHARE = 0.5  # of the memory that a model leaves; the rest is for what passes co
 
 def cache_budget(*models: Any) -> int:
     """The bytes of prompt caches, those of running requests included: half of the memory that these models leave."""
+    return max(int(SHARE * memory_left(*models)), 0)
+
+
+def memory_left(*models: Any) -> int:
+    """The bytes beside these models."""
     weights: list[Any] = [pair for model in models for pair in tree_flatten(model.parameters())]
-    used = sum(w.nbytes for _, w in weights)
-    return max(int(SHARE * (device_memory() - used)), 0)
+    return device_memory() - sum(w.nbytes for _, w in weights)
 
 
 def device_memory() -> int:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mlx_lm import server as stock
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from . import tool_calls
+from .reasoning import ReasoningReader, overlap
+from .request import Request
 from .tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 
 
@@ -42,11 +43,13 @@ class Answer:
         reader (Reader): What takes the text apart.
         stop_words (List[str]): What ends the text, and is no part of it.
         is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
+        one_call (bool): Whether the answer ends with its first call. Default: ``False``.
     """
 
-    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True):
-        self.reader = reader
+    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True, one_call: bool = False):
+        self.reader, self.one_call = reader, one_call
         self.stop = _StopWords(stop_words)
+        self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
         self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
 
@@ -63,9 +66,9 @@ class Answer:
         events = self._clean(self.reader.add(text))
         if finish_reason is not None:
             events += self._clean(self.reader.finish(cut=finish_reason == "length"))
-            if self.stop.found is None:
+            if not self.has_ended:
                 events += _texts(self._text.add(self.stop.rest()) + self._text.rest())
-        if self.stop.found is not None:
+        if self.has_ended:
             finish_reason = "stop"
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
 
@@ -73,11 +76,12 @@ class Answer:
         """Up to a stop word, and without the template's line breaks."""
         events: list[Event] = []
         for event in found:
-            if self.stop.found is not None:
+            if self.has_ended:
                 break
             if isinstance(event, Text):
                 if text := self._text.skip(event.text):
                     events += _texts(self._text.add(self.stop.add(text)))
+                    self.has_ended = self.stop.found is not None
             elif isinstance(event, Reasoning):
                 self._text.skips = True
                 events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
@@ -87,6 +91,7 @@ class Answer:
                     events += _texts(self._text.add(self.stop.rest()))
                     self._text.leave()
                 events.append(event)
+                self.has_ended = self.one_call and isinstance(event, CallEnds)
         return events
 
 
@@ -145,7 +150,7 @@ class _StopWords:
         found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
         n, self.found = min(found, default=(0, None))
         if self.found is None:
-            n = len(text) - max((_overlap(text, word) for word in self.words), default=0)
+            n = len(text) - max((overlap(text, word) for word in self.words), default=0)
         self._held = text[n:]
         return text[:n]
 
@@ -155,21 +160,12 @@ class _StopWords:
         return held
 
 
-def _overlap(text: str, word: str) -> int:
-    """How many characters at the end of the text may begin the word."""
-    i = max(0, len(text) - len(word) + 1)
-    while (i := text.find(word[0], i)) >= 0:
-        if word.startswith(text[i:]):
-            return len(text) - i
-        i += 1
-    return 0
-
-
 class QwenReader:
     """Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
 
-    Reasoning is what ``<think>`` begins, at the beginning of the answer or in the prompt. Where the model ends its turn with a
-    tool call and without ``</think>``, the call is one, though its text has been given as reasoning.
+    Reasoning is what ``<think>`` begins, at the beginning of the answer or in the prompt, and ``ReasoningReader`` says where it
+    ends. Where the model ends its turn with a tool call and without ``</think>``, the call is one, though its text has been
+    given as reasoning.
 
     Args:
         think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.
@@ -180,21 +176,31 @@ class QwenReader:
     def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
         self.begin, self.end = think or ("", "")
         self.schemas = schemas
+        self.reasoning = ReasoningReader(self.end)
         self._calls = None if schemas is None else ToolCallParser(schemas)
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
         self._rest = ""  # that has not been read
-        self._thought = ""  # so far
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the reasoning has begun and not ended."""
+        return self._read == self._thoughts
 
     def add(self, text: str) -> list[Event]:
         self._rest += text
         return self._read()
 
     def finish(self, cut: bool) -> list[Event]:
-        if self._read == self._thoughts:
-            self._thought += self._rest
-            last = [Reasoning(self._rest)] if self._rest else []
-            return last + ([] if cut else self._calls_at_end())
-        return [*self._text(), *(self._calls.finish(cut) if self._calls is not None else [])]
+        events: list[Event] = []
+        if self.in_reasoning:
+            events += self._thoughts(is_last=True)
+        if self.in_reasoning:
+            if cut:
+                return events
+            if not self.reasoning.unquoted.strip():
+                return events + self._calls_at_end()
+            self._rest = self.reasoning.unquoted
+        return events + self._text() + (self._calls.finish(cut) if self._calls is not None else [])
 
     def _beginning(self) -> list[Event]:
         start = self._rest.lstrip()
@@ -206,18 +212,13 @@ class QwenReader:
             self._read = self._text
         return self._read()
 
-    def _thoughts(self) -> list[Event]:
-        thought, end, rest = self._rest.partition(self.end)
-        if not end:
-            n = len(thought) - _overlap(thought, self.end)
-            thought, rest = thought[:n], thought[n:]
-        self._thought += thought
-        self._rest = rest
-        events: list[Event] = [Reasoning(thought)] if thought or end else []
-        if end:
-            self._read = self._text
-            events += self._read()
-        return events
+    def _thoughts(self, is_last: bool = False) -> list[Event]:
+        text, self._rest = self._rest, ""
+        thought, behind = self.reasoning.add(text, is_last)
+        if behind is None:
+            return [Reasoning(thought)] if thought else []
+        self._rest, self._read = behind, self._text
+        return [Reasoning(thought), *self._read()]
 
     def _text(self) -> list[Event]:
         text, self._rest = self._rest, ""
@@ -228,7 +229,7 @@ class QwenReader:
         if self.schemas is None:
             return []
         parser = ToolCallParser(self.schemas)
-        found = parser.add(self._thought) + parser.finish(cut=False)
+        found = parser.add(self.reasoning.text) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
         calls = [event for event in found[max(words, default=-1) + 1 :] if not isinstance(event, Text)]
         if not calls or not isinstance(calls[-1], CallEnds):
@@ -292,27 +293,27 @@ class StockReader:
         return events
 
 
-def make_answer(
-    tokenizer: Any, text_sm: Any, initial_state: str, request: stock.CompletionRequest, stop_words: list[str]
-) -> Answer:
+def make_answer(tokenizer: Any, text_sm: Any, initial_state: str, request: Request, stop_words: list[str]) -> Answer:
     """What reads the answer to a request.
 
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.
         text_sm (TextStateMachine): mlx-lm's for this tokenizer, without stop words.
         initial_state (str): "reasoning" if the prompt has begun it, as mlx-lm names it.
-        request (CompletionRequest): The request. Without tools no text is a call.
+        request (Request): The request. Without tools no text is a call.
         stop_words (List[str]): The request's.
     """
     if request.request_type == "text":
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
     ours = (None, qwen3_coder.parse_tool_call, json_tools.parse_tool_call)
     if tokenizer.tool_parser not in ours or tokenizer.structural_markers or tokenizer.response_transitions:
-        return Answer(StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words)
+        return Answer(
+            StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words, one_call=request.one_call
+        )
     think = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
     can_call = request.tools and tokenizer.has_tool_calling
     reader = QwenReader(think, initial_state == "reasoning", schemas_of(request.tools) if can_call else None)
-    return Answer(reader, stop_words)
+    return Answer(reader, stop_words, one_call=request.one_call)
 
 
 def schemas_of(tools: list[Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -32,6 +33,7 @@ from .request import ApiError, Request
 
 MAX_BODY = 16 << 20  # bytes
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
+RETRY_AFTER = 2  # seconds, where too many wait
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
 
@@ -108,12 +110,17 @@ class Endpoints:
 
     def __init__(self, generator: ResponseGenerator, api_key: str | None):
         self.generator, self.api_key = generator, api_key
+        self.waiting: set[int] = set()  # the numbers of requests that have no first token
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request, args = await self._read(http, api)
+            most = self.generator.cli_args.max_queue
+            if most is not None and len(self.waiting) >= most:
+                raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
+            self.waiting.add(request.number)
             writer = api.writer(body)
-            return Answer(self.generator, request, args, writer, body.stream, api.module.error_content)
+            return Answer(self.generator, request, args, writer, body.stream, api.module.error_content, self.waiting)
 
         return endpoint
 
@@ -146,7 +153,9 @@ class Endpoints:
     async def models(self, http: HTTPRequest) -> Response:
         """List the models that a request may name; if that is any, also those that have been downloaded."""
         self._authorize(http)
-        return JSONResponse({"object": "list", "data": [self._describe(name) for name in self._names()]})
+        names = self._names()
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [self._describe(name) for name in names], **page})
 
     async def model(self, http: HTTPRequest, name: str) -> Response:
         self._authorize(http)
@@ -164,7 +173,14 @@ class Endpoints:
         return names
 
     def _describe(self, name: str) -> Json:
-        return {"id": name, "object": "model", "created": self.generator.created, "owned_by": "mlx_mtp"}
+        """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
+        created, provider = self.generator.created, self.generator.model_provider
+        path = provider.key_of(provider.resolve(stock.ModelDescription(name, "default_model", None)))[0]
+        length = provider.context_lengths.get(path)
+        theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
+        theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
+        ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
+        return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:
         key = self.api_key
@@ -205,6 +221,7 @@ class Answer(Response):
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Makes the API's form of an error.
+        waiting (Set[int]): Has the request's number until its first token.
     """
 
     def __init__(
@@ -215,8 +232,10 @@ class Answer(Response):
         writer: Writer,
         is_stream: bool,
         error_content: Callable[[ApiError], Json],
+        waiting: set[int],
     ):
         super().__init__()
+        self.waiting = waiting
         self.generator, self.request, self.args = generator, request, args
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
@@ -228,6 +247,7 @@ class Answer(Response):
             logging.info("The client has hung up.")
         finally:
             self.request.is_gone = True  # whatever has ended the answer
+            self.waiting.discard(self.request.number)
             watch.cancel()
 
     async def _watch(self, receive: Receive) -> None:
@@ -266,6 +286,7 @@ class Answer(Response):
                 self.context = item
                 yield self.writer.begin(self._usage())
             else:
+                self.waiting.discard(self.request.number)
                 yield self.writer.add(item)
 
     def _usage(self) -> Usage:
@@ -297,7 +318,8 @@ class Counting:
 
 def _error_response(path: str, error: ApiError) -> Response:
     api = MESSAGES if path == COUNT_TOKENS else APIS.get(path, CHAT)
-    return JSONResponse(api.module.error_content(error), error.status)
+    headers = {"Retry-After": str(RETRY_AFTER)} if error.status == 429 else None
+    return JSONResponse(api.module.error_content(error), error.status, headers)
 
 
 async def _answer_error(http: HTTPRequest, error: Any) -> Response:

@@ -37,6 +37,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=str(DEMO),
         help="The path to the MLX model weights, tokenizer, and config (default: the demo)",
     )
+    add("--served-model-name", metavar="NAME", help="The name of --model for clients, in place of its path.")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="A model to be used for speculative decoding.")
     add("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
@@ -75,6 +76,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         default="INFO",
         choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
         help="Set the logging level (default: INFO)",
+    )
+    add(
+        "--max-queue",
+        type=int,
+        metavar="N",
+        help="Refuse a request with status 429 where N others wait for their first token. Defaults to any number.",
     )
     add("--api-key", help="Answer only requests with this key (default: every request).")
     add("--api-key-file", type=Path, help="A file with the key, which hides it from other users of the machine.")
@@ -173,6 +180,7 @@ def check(args: argparse.Namespace) -> None:
         ("decode_concurrency", 1, 1 << 16),
         ("prompt_concurrency", 1, 1 << 16),
         ("prompt_cache_size", 0, 1 << 31),
+        ("max_queue", 1, 1 << 31),
     ):
         value = getattr(args, name)
         if value is not None and not least <= value <= most:

@@ -19,10 +19,12 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from .. import cli
 from ..decoding import sampling
-from ..prompt_store.memory import cache_budget
+from ..prompt_store.memory import cache_budget, memory_left
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
+from .budget import make_processors
 from .job import Job, Outbox, Step
+from .memory import cache_bytes, check_fits
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
 from .provider import ModelKey, ModelProvider
@@ -124,6 +126,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
         self.max_cache_bytes = 0  # of prompt caches, with that model
+        self.memory_left = 0  # beside that model
         self.is_exclusive = False  # the one job must stay alone
         self.acceptance = model_provider.cli_args.acceptance
         self.error: BaseException | None = None  # what has ended the thread where several ranks run the model
@@ -167,7 +170,7 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     async def _encode_request(self, request: Request, args: stock.GenerationArguments) -> Prompt:
         provider = self.model_provider
-        provider.check(args.model)
+        args.model = provider.resolve(args.model)
         tokenizer = provider.tokenizers.get(provider.key_of(args.model))
         if tokenizer is None:  # go through the queue once to load the model
             async for response in self._submit(request, args):
@@ -293,7 +296,15 @@ class ResponseGenerator(stock.ResponseGenerator):
         if not self.jobs:
             return True
         is_same_model = self.model_provider.key_of(args.model) == self.scheduled
-        return is_same_model and not self.is_exclusive and not self._is_exclusive(args)
+        if not is_same_model or self.is_exclusive or self._is_exclusive(args):
+            return False
+        running = sum(self._bytes_of(j.request) for j in self.jobs.values())
+        return running + self._bytes_of(entry[1]) <= self.memory_left
+
+    def _bytes_of(self, request: Request) -> int:
+        """Of the caches of a request, as far as it has come."""
+        n, flags = request.n_tokens + len(request.encoded.tokens if request.encoded else ()), self.cli_args
+        return cache_bytes(self.model_provider.model, n, flags.kv_bits, flags.kv_group_size)
 
     def _admit(self, entry: Entry) -> None:
         queue, request, args = entry
@@ -302,8 +313,10 @@ class ResponseGenerator(stock.ResponseGenerator):
             if request.encoded is None:
                 queue.put(self.model_provider.tokenizers[self.scheduled])
                 return
+            check_fits(len(request.encoded.tokens), self._bytes_of(request), self.memory_left, request.param)
             self.is_exclusive = self._is_exclusive(args)
             if self._is_single():
+                _check_single(request)
                 single = SingleQueue(queue, request), request, replace(args, stop_words=[])
                 self._serve_single(single, mx.default_stream(mx.default_device()))
                 self._make_room()
@@ -349,7 +362,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             logging.exception("A model could not be loaded.")
             raise ApiError(404, f"The model could not be loaded: {e}", param="model", code="model_not_found") from e
         self.scheduled = key
-        self.max_cache_bytes = self._max_cache_bytes()
+        self.max_cache_bytes, self.memory_left = self._max_cache_bytes(), self._memory_left()
         logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
         self._open_scheduler()
 
@@ -358,6 +371,10 @@ class ResponseGenerator(stock.ResponseGenerator):
             return int(self.cli_args.prompt_cache_bytes)
         provider = self.model_provider
         return cache_budget(*(model for model in (provider.model, provider.draft_model) if model is not None))
+
+    def _memory_left(self) -> int:
+        provider = self.model_provider
+        return memory_left(*(model for model in (provider.model, provider.draft_model) if model is not None))
 
     def _open_scheduler(self) -> None:
         args = self.cli_args
@@ -409,7 +426,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             prompt.segments,
             args.max_tokens,
             self._make_sampler(args),
-            stock._make_logits_processors(args),
+            make_processors(tokenizer, request, prompt, args),
             end_of_text.matcher(),
             self.scheduler.make_cache() if cache is None else cache,
             prompt.tokens[:n_cached],
@@ -525,3 +542,15 @@ class ResponseGenerator(stock.ResponseGenerator):
         del self.prompt_cache
         gc.collect()
         mx.clear_streams()
+
+
+def _check_single(request: Request) -> None:
+    """
+    Raises:
+        ApiError: mlx-lm's own loop cannot generate the request.
+    """
+    if request.thinking.budget is not None:
+        message = (
+            "A thinking budget is not supported with --draft-model, and without --mtp not with --kv-bits or a seed."
+        )
+        raise ApiError(400, message, param="thinking_budget")

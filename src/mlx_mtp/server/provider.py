@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,22 +25,32 @@ class ModelProvider(stock.ModelProvider):
 
     def __init__(self, cli_args: argparse.Namespace):
         super().__init__(cli_args)
-        self.served = [cli_args.model, *cli_args.serve_model]
+        self.served = [cli_args.served_model_name or cli_args.model, *cli_args.serve_model]
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
 
-    def check(self, model: stock.ModelDescription) -> None:
-        """
+    def resolve(self, model: stock.ModelDescription) -> stock.ModelDescription:
+        """The model that a request means. Where only one is served it is that one, whatever name the client has for it.
+
         Raises:
             ApiError: A request may not name this model.
         """
-        if self.cli_args.allow_any_model:
-            return
-        if model.model not in ("default_model", *self.served):
-            message = f"The model {model.model!r} is not served here; GET /v1/models lists those that are."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        args = self.cli_args
+        if args.allow_any_model:
+            return replace(model, model="default_model") if model.model == args.served_model_name else model
         for param, value in (("adapters", model.adapter), ("draft_model", model.draft)):
             if value not in (None, "default_model"):
                 raise ApiError(400, f"{param} requires a server started with --allow-any-model.", param=param)
+        if model.model in args.serve_model:
+            return model
+        if args.serve_model and model.model not in ("default_model", args.model, args.served_model_name):
+            message = f"The model {model.model!r} is not served here; GET /v1/models lists those that are."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return replace(model, model="default_model")
+
+    @property
+    def context_lengths(self) -> dict[str, int | None]:
+        """Of the models that were loaded, by path or repo."""
+        return {key[0]: tokenizer.context_length for key, tokenizer in self.tokenizers.items()}
 
     def key_of(self, model: stock.ModelDescription) -> ModelKey:
         """What ``load`` loads for this description."""

@@ -108,6 +108,10 @@ class RankGenerator(ResponseGenerator):
     def _make_room(self) -> None:
         """Nothing: the caches of a pipeline's ranks differ in size, and all ranks drop the same ones."""
 
+    def _memory_left(self) -> int:
+        """Any number: a prompt that one rank has memory for and another has not would part them."""
+        return 1 << 62
+
     def _is_full(self) -> bool:
         """Whether a prompt cache must be dropped."""
         if self.scheduled is None or len(self.prompt_cache) == 0:

@@ -9,6 +9,7 @@ from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
 from ..decoding.options import CopyDrafts
+from .thinking import Thinking
 
 
 class ApiError(Exception):
@@ -57,6 +58,8 @@ class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
     copy_drafts: CopyDrafts | None = None
+    thinking: Thinking = field(default_factory=Thinking)
+    one_call: bool = False  # the answer ends with its first call
     param: str = "messages"  # the field with the prompt
     is_gone: bool = False  # whether the client has hung up
     number: int = field(default_factory=count().__next__)

@@ -158,7 +158,7 @@ class ToolCallParser:
         self._say(text)
         self._line += text
         if text.endswith("\n"):
-            self._fence = _fence_after(self._line.rstrip("\n"), self._fence)
+            self._fence = fence_after(self._line.rstrip("\n"), self._fence)
             self._line = ""
 
     # A call in Qwen's format
@@ -325,7 +325,7 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _fence_after(line: str, fence: str) -> str:
+def fence_after(line: str, fence: str) -> str:
     """The marks of the code block that is open after a line, given those of the one before it."""
     m = FENCE.fullmatch(line)
     if m is None:

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..request import ApiError
+from ..thinking import Effort, Thinking
 
 Short = Annotated[str, StringConstraints(max_length=1000)]
 Positive = Annotated[int, Ge(1), Le(2**31)]
@@ -64,6 +65,8 @@ class Body(Part):
     xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
     logit_bias: dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Penalty] | None = None
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], Field(max_length=32)] | None = None
     adapters: str | None = None
     draft_model: str = "default_model"
@@ -77,6 +80,16 @@ class Body(Part):
             raise ValueError(f"{min(reserved)} is not a variable of the chat template")
         return value
 
+    @property
+    def thinking_wanted(self) -> Thinking:
+        """What the API's own fields ask for, and those that all have."""
+        return Thinking(self.enable_thinking, self.effort, self.thinking_budget)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think, by the API's own field."""
+        return None
+
     def arguments(
         self, flags: Any, max_tokens: int | None, stop: list[str], **others: Any
     ) -> stock.GenerationArguments:
@@ -87,7 +100,7 @@ class Body(Part):
             flags (argparse.Namespace): The server's.
             max_tokens (int, optional): The request's.
             stop (List[str]): What ends the text.
-            others (Any): ``logprobs``, ``top_logprobs``, ``chat_template_kwargs``.
+            others (Any): ``logprobs``, ``top_logprobs``.
         """
 
         def given(name: str, default: Any) -> Any:
@@ -116,7 +129,8 @@ class Body(Part):
             max_tokens=flags.max_tokens if max_tokens is None else max_tokens,
             num_draft_tokens=given("num_draft_tokens", flags.num_draft_tokens),
             seed=self.seed,
-            **{"logprobs": False, "top_logprobs": -1, "chat_template_kwargs": self.chat_template_kwargs, **others},
+            chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
+            **{"logprobs": False, "top_logprobs": -1, **others},
         )
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from ..answer import Reasoning
 from ..job import Step
 from ..request import ApiError, Request
+from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json
 from .body import Part, Short, read
@@ -56,8 +57,14 @@ class ChatBody(OpenAIBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
     # mlx-lm writes a role's prefix before each of its messages.
     role_mapping: dict[str, Short] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.reasoning_effort
 
 
 def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
@@ -66,7 +73,8 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     body = read(ChatBody, content)
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
     messages = fold_roles([_message(m) for m in body.messages])
-    request = Request("chat", "", messages, tools or None, body.role_mapping)
+    request = Request("chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted)
+    request.one_call = not body.parallel_tool_calls
     return body, request, body.openai_arguments(flags)
 
 
@@ -106,7 +114,7 @@ class ChatWriter(OpenAIWriter):
             if isinstance(e, Text):
                 found.append({"content": e.text})
             elif isinstance(e, Reasoning):
-                found.append({"reasoning": e.text})
+                found.append(_reasoning(e.text))
             elif isinstance(e, CallBegins):
                 found.append({"tool_calls": [{"index": e.index, **_begin(e)}]})
             elif isinstance(e, CallArguments):
@@ -130,10 +138,15 @@ class ChatWriter(OpenAIWriter):
     def choice(self) -> Json:
         message: Json = {"role": "assistant", "content": self.text or None}
         if self.reasoning:
-            message["reasoning"] = self.reasoning
+            message |= _reasoning(self.reasoning)
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return {"message": message}
+
+
+def _reasoning(text: str) -> Json:
+    """By both names that clients read: OpenRouter's, which is mlx-lm's, and DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _begin(event: CallBegins) -> Json:

@@ -1,6 +1,6 @@
 """OpenAI's API for texts, ``/v1/completions``."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import StringConstraints
 
@@ -15,6 +15,10 @@ __all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"
 
 
 class CompletionBody(OpenAIBody):
+    REFUSED: ClassVar = OpenAIBody.REFUSED | {
+        name: ([], "a text without a chat template has no thinking: leave it out")
+        for name in ("enable_thinking", "thinking_budget", "reasoning_effort")
+    }
     prompt: Annotated[str, StringConstraints(min_length=1)]
 
 

@@ -1,8 +1,8 @@
 """Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
 Left aside, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
-``container``, ``output_config.effort``, and tools that Anthropic's own servers would run. A line ``x-anthropic-billing-header``
-in the system's text is taken out: it is another one in every request, so that no prompt would begin like the one before it.
+``container``, and tools that Anthropic's own servers would run. A line ``x-anthropic-billing-header`` in the system's text is
+taken out: it is another one in every request, so that no prompt would begin like the one before it.
 """
 
 import re
@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from ..answer import Reasoning
 from ..job import Step
 from ..request import ApiError, Request
+from ..thinking import Effort, Thinking
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Short, read
@@ -56,8 +57,19 @@ class Tool(Part):
     input_schema: Json | None = None
 
 
-class Thinking(Part):
+class ToolChoice(Part):
+    type: str = "auto"
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingOptions(Part):
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Positive | None = None
+
+
+class OutputConfig(Part):
+    effort: Effort | None = None
+    format: Any = None
 
 
 class MessagesBody(Body):
@@ -70,33 +82,39 @@ class MessagesBody(Body):
     system: str | list[Block] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
-    tool_choice: Json | None = None
-    thinking: Thinking | None = None
-    output_config: Json | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig = OutputConfig()
     stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
+
+    @property
+    def thinking_wanted(self) -> Thinking:
+        asked, effort = self.thinking, self.output_config.effort
+        if asked is None:
+            return Thinking(self.enable_thinking, effort, self.thinking_budget)
+        budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
+        return Thinking(asked.type != "disabled", effort, budget)
 
 
 def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(MessagesBody, content)
-    if body.output_config is not None and body.output_config.get("format") is not None:
+    if body.output_config.format is not None:
         raise ApiError(400, "output_config.format is not supported: describe it in the system.", param="output_config")
     system = text_of([{"text": b.text} for b in _texts(body.system)]) if body.system else ""
     messages = [{"role": "system", "content": BILLING.sub("", system).strip()}] if system else []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content")
-    request = Request("chat", "", fold_roles(messages), _tools(body) or None, None)
-    kwargs = body.chat_template_kwargs
-    if body.thinking is not None:
-        kwargs = {"enable_thinking": body.thinking.type != "disabled", **(kwargs or {})}
-    return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [], chat_template_kwargs=kwargs)
+    request = Request("chat", "", fold_roles(messages), _tools(body) or None, None, thinking=body.thinking_wanted)
+    request.one_call = body.tool_choice.disable_parallel_tool_use
+    return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
 
 
 def _tools(body: MessagesBody) -> list[Json]:
-    kind = (body.tool_choice or {}).get("type", "auto")
+    kind = body.tool_choice.type
     if kind not in ("auto", "none"):
         fix = "leave it out, or send only the tools that may be called"
-        raise ApiError(400, f"tool_choice: {str(kind)[:50]!r} is not supported: {fix}.", param="tool_choice")
+        raise ApiError(400, f"tool_choice: {kind[:50]!r} is not supported: {fix}.", param="tool_choice")
     ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
     return [function_tool(t.name, t.description, t.input_schema) for t in ours] if kind == "auto" else []
 

@@ -14,7 +14,7 @@ from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words
 
 DONE = b"data: [DONE]\n\n"
-ERRORS = {401: "authentication_error", 404: "not_found_error"}
+ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 fingerprint = cache(get_system_fingerprint)
@@ -30,8 +30,6 @@ class OpenAIBody(Body):
     REFUSED: ClassVar = {
         "response_format": ([{"type": "text"}], "describe the format in the prompt"),
         "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
-        "enable_thinking": ([], 'send "chat_template_kwargs": {"enable_thinking": false} or true'),
-        "reasoning_effort": ([], 'leave it out; "chat_template_kwargs": {"enable_thinking": false} ends thinking'),
         "functions": ([[]], "send tools"),
         "function_call": (["auto", "none"], "send tools"),
     }

@@ -18,6 +18,7 @@ from pydantic import Field
 from ..answer import Reasoning
 from ..job import Step
 from ..request import ApiError, Request
+from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, read
@@ -62,6 +63,11 @@ class Tool(Part):
     tools: "list[Tool] | None" = None  # of a namespace
 
 
+class ReasoningOptions(Part):
+    effort: Effort | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(Body):
     REFUSED: ClassVar = {
         "previous_response_id": ([], "send the whole conversation as input"),
@@ -75,9 +81,14 @@ class ResponsesBody(Body):
     max_output_tokens: Positive | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
-    reasoning: Json | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
     text: Json | None = None
     include: list[str] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.reasoning.effort
 
     @property
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
@@ -106,11 +117,10 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]")
     tools = [_tool(name, t) for name, (t, _) in body.named_tools.items()] if body.tool_choice != "none" else []
-    request = Request("chat", "", fold_roles(messages), tools or None, None, param="input")
-    kwargs = body.chat_template_kwargs
-    if (body.reasoning or {}).get("effort") == "none":
-        kwargs = {"enable_thinking": False, **(kwargs or {})}
-    return body, request, body.arguments(flags, body.max_output_tokens, [], chat_template_kwargs=kwargs)
+    messages = fold_roles(messages)
+    request = Request("chat", "", messages, tools or None, None, thinking=body.thinking_wanted, param="input")
+    request.one_call = not body.parallel_tool_calls
+    return body, request, body.arguments(flags, body.max_output_tokens, [])
 
 
 def _tool(name: str, tool: Tool) -> Json:
@@ -288,9 +298,9 @@ class ResponsesWriter:
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
             "output": [_shown(item) for item in self.output],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "reasoning": body.reasoning.model_dump(),
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},

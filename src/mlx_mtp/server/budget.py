@@ -1,0 +1,59 @@
+"""A limit on the tokens of a model's reasoning, at which its end is forced."""
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as stock
+from mlx_lm.sample_utils import LogitsProcessor
+
+from .answer import QwenReader
+from .request import Prompt, Request
+
+MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
+
+
+def make_processors(
+    tokenizer: Any, request: Request, prompt: Prompt, args: stock.GenerationArguments
+) -> list[LogitsProcessor]:
+    """The logits processors of a request: mlx-lm's, and that of its budget."""
+    processors: list[LogitsProcessor] = stock._make_logits_processors(args)
+    budget = request.thinking.limit(tokenizer)
+    if budget is not None:
+        processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.initial_state == "reasoning", budget))
+    return processors
+
+
+def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
+    """A logits processor that ends reasoning after so many tokens, as the chat template would. A code block is closed first.
+
+    It depends on its arguments alone, so that it can be asked at any position of a window of drafts.
+
+    Args:
+        tokenizer (TokenizerWrapper): mlx-lm's, of a model that thinks.
+        n_prompt (int): The prompt's number of tokens.
+        in_reasoning (bool): Whether the prompt has begun the reasoning.
+        budget (int): The tokens of reasoning.
+    """
+
+    @lru_cache(maxsize=1)  # of a few positions in a row
+    def ending(thought: tuple[int, ...]) -> list[int]:
+        """The tokens that end the reasoning behind these; none if there is none, or it has ended."""
+        marks = tokenizer.think_start, tokenizer.think_end
+        reader = QwenReader(marks, in_reasoning, None)
+        reader.add(tokenizer.decode([*thought]))
+        text = reader.reasoning.closing if reader.in_reasoning else ""
+        return list(tokenizer.encode(text, add_special_tokens=False))[:MOST_FORCED]
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        """tokens [N], logits [1, V]"""
+        i = tokens.size - n_prompt - budget  # of those that end it
+        if not 0 <= i < MOST_FORCED:
+            return logits
+        thought: Any = tokens[n_prompt : n_prompt + budget].tolist()
+        end = ending(tuple(thought))
+        if i >= len(end):
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == end[i], mx.zeros_like(logits), -mx.inf)
+
+    return process

@@ -1,0 +1,85 @@
+"""A model's reasoning, read while it is being written, up to the tag that ends it.
+
+A tag that is quoted does not end it: one between backticks, and one in a fenced code block (an open ``` or ~~~). A model may
+forget to close a block. So where its turn ends and no tag has ended the reasoning, the last tag that stood alone on a line of
+a block has: what came behind it was the answer after all.
+"""
+
+from .tool_calls import fence_after
+
+
+class ReasoningReader:
+    """
+    Args:
+        end (str): The tag.
+    """
+
+    def __init__(self, end: str):
+        self.end = end
+        self._pieces: list[str] = []  # of the reasoning so far
+        self._rest = ""  # that has not been read
+        self._line = self._fence = ""  # what has been read of a line, and the marks that opened a code block
+        self._answer: int | None = None  # the first piece behind a quoted tag that may have been the last
+
+    def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
+        """The next piece -> (reasoning, what follows the tag that ends it, or ``None``)."""
+        self._rest += text
+        n = len(self._pieces)
+        while (i := self._rest.find(self.end)) >= 0:
+            self._take(i)
+            behind = self._rest[len(self.end) :]
+            if not (behind or is_last or self._open) and self._line.endswith("`"):
+                break  # the next character tells
+            if not self._is_quoted(behind):
+                return "".join(self._pieces[n:]), behind
+            self._take(len(self.end))
+        else:
+            self._take(len(self._rest) - (0 if is_last else overlap(self._rest, self.end)))
+        return "".join(self._pieces[n:]), None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def unquoted(self) -> str:
+        """What is the answer if the model's turn has ended here."""
+        answer = "" if self._answer is None else "".join(self._pieces[self._answer :])
+        return answer if answer.startswith("\n") else ""
+
+    @property
+    def closing(self) -> str:
+        """What ends the reasoning here, as a chat template writes it; a code block first."""
+        if self._rest.startswith(self.end):
+            return "\n\n"  # then no backtick follows
+        breaks = "\n" if self._line or self._rest else ""
+        return f"{breaks}{self._open}\n{self.end}\n\n" if self._open else f"{breaks}{self.end}\n\n"
+
+    @property
+    def _open(self) -> str:
+        """The marks of the code block that is open, also if the line ended here."""
+        return self._fence and fence_after(self._line, self._fence)
+
+    def _take(self, n: int) -> None:
+        text, self._rest = self._rest[:n], self._rest[n:]
+        self._pieces.append(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._fence = fence_after(line, self._fence)
+
+    def _is_quoted(self, behind: str) -> bool:
+        if self._open:
+            if not self._line.strip():
+                self._answer = len(self._pieces) + 1
+            return True
+        return self._line.endswith("`") and behind.startswith("`")
+
+
+def overlap(text: str, word: str) -> int:
+    """How many characters at the end of the text may begin the word."""
+    i = max(0, len(text) - len(word) + 1)
+    while (i := text.find(word[0], i)) >= 0:
+        if word.startswith(text[i:]):
+            return len(text) - i
+        i += 1
+    return 0

@@ -1,0 +1,187 @@
+"""How long a model thinks: quoted tags do not end it, a budget does, and drafts change nothing of either."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp import load, mtp_generate_step
+from mlx_mtp.server.answer import QwenReader, Reasoning
+from mlx_mtp.server.api import chat_completions, messages, responses
+from mlx_mtp.server.budget import make_budget
+from mlx_mtp.server.thinking import Thinking
+from mlx_mtp.server.tool_calls import Text
+from tests.support.decoding import plain
+from tests.support.server_process import serve
+from tests.support.tool_texts import make_model
+
+FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+ASK = [{"role": "user", "content": "a"}]
+
+
+# What ends it
+
+
+def read(text: str, size: int, cut: bool = False) -> tuple[str, str]:
+    """(reasoning, answer) of a text in pieces of this size."""
+    reader = QwenReader(("<think>", "</think>"), True, {})
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    events = [event for piece in pieces for event in reader.add(piece)] + reader.finish(cut)
+    return tuple("".join(e.text for e in events if isinstance(e, kind)) for kind in (Reasoning, Text))
+
+
+FENCED = "Like\n```html\n<think>\n</think>\n\nx\n```\nso."
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("thought", "answer"),
+    [
+        ("Hm.\n", "\n\nYes."),
+        ("The tag `</think>` ends it.\n", "Yes, `</think>`."),
+        ("A tick `", "\n\nYes."),
+        (FENCED, "\n\nYes."),
+        ("~~~\n```\n</think>\n~~~\n", "Yes."),
+        ("```\na\n```", "\nYes.\n```\nb\n```\n"),
+    ],
+)
+def test_a_quoted_tag_does_not_end_reasoning(thought, answer, size):
+    assert read(f"{thought}</think>{answer}", size) == (thought, answer)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end(size):
+    thought = "So:\n```c\nint x;\n</think>"
+    assert read(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
+    assert read(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
+    assert read("So:\n```c\nint x = </think>;", size)[1] == ""
+
+
+# What a request asks for
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "variables", "budget"),
+    [
+        (chat_completions, {}, {}, None),
+        (chat_completions, {"enable_thinking": False}, {"enable_thinking": False}, None),
+        (chat_completions, {"reasoning_effort": "none"}, {"enable_thinking": False}, None),
+        (chat_completions, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, None),
+        (chat_completions, {"reasoning_effort": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}, 1024),
+        (chat_completions, {"reasoning_effort": "max"}, {"enable_thinking": True, "reasoning_effort": "max"}, None),
+        (chat_completions, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
+        (chat_completions, {"thinking_budget": 0}, {"enable_thinking": False}, 0),
+        (
+            chat_completions,
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "reasoning_effort": "high"},
+            None,
+        ),
+        (messages, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+        (messages, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
+        (
+            messages,
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}},
+            {"enable_thinking": True, "reasoning_effort": "medium"},
+            8192,
+        ),
+        (responses, {"reasoning": {"effort": "none"}}, {"enable_thinking": False}, None),
+        (
+            responses,
+            {"reasoning": {"effort": "low", "summary": "auto"}},
+            {"enable_thinking": True, "reasoning_effort": "low"},
+            1024,
+        ),
+    ],
+    ids=str,
+)
+def test_what_each_api_asks_for(module, fields, variables, budget):
+    name = "input" if module is responses else "messages"
+    _, request, args = module.read_request({name: ASK, **fields}, FLAGS)
+    assert args.chat_template_kwargs == variables
+    tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
+    assert request.thinking.limit(tokenizer) == budget
+
+
+def test_a_template_that_knows_of_efforts_needs_no_budget_for_them():
+    tokenizer = SimpleNamespace(chat_template="{{ reasoning_effort }}", has_thinking=True)
+    assert Thinking(effort="low").limit(tokenizer) is None
+    assert Thinking(effort="low", budget=5).limit(tokenizer) == 5
+
+
+# The budget
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load(str(folder), mtp=True)
+
+
+def forced(tokenizer, thought: str, in_reasoning: bool = True) -> str:
+    """What the processor forces behind a thought that takes all of its budget."""
+    prompt, text = [5, 6], tokenizer.encode(thought, add_special_tokens=False)
+    process = make_budget(tokenizer, len(prompt), in_reasoning, len(text))
+    logits, tokens = mx.zeros((1, tokenizer.vocab_size + 2)), [*prompt, *text]
+    assert process(mx.array(tokens[:-1]), logits) is logits
+    while (row := process(mx.array(tokens), logits)) is not logits:
+        assert (row > -mx.inf).sum().item() == 1
+        tokens.append(mx.argmax(row).item())
+    return tokenizer.decode(tokens)[len(tokenizer.decode([*prompt, *text])) :]
+
+
+@pytest.mark.parametrize(
+    ("thought", "end"),
+    [
+        ("Hm", "\n</think>\n\n"),
+        ("Hm.\n", "</think>\n\n"),
+        ("So:\n```c\nint x", "\n```\n</think>\n\n"),
+        ("So:\n~~~~\n</think>\n", "~~~~\n</think>\n\n"),
+        ("The `</think>` tag", "\n</think>\n\n"),
+        ("The `</think>", "\n\n"),
+        ("Hm.\n</think>\n\nYes", ""),
+    ],
+)
+def test_what_ends_reasoning(loaded, thought, end):
+    _, tokenizer = loaded
+    assert forced(tokenizer, thought) == end
+    if end:
+        assert read(f"{thought}{end}Yes.", 1)[1].strip() == "Yes."
+
+
+def test_a_model_that_does_not_think_is_let_alone(loaded):
+    _, tokenizer = loaded
+    assert forced(tokenizer, "Yes, and", in_reasoning=False) == ""
+    assert forced(tokenizer, "<think>\nHm", in_reasoning=False) == "\n</think>\n\n"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 6, 11])
+def test_drafts_change_nothing(loaded, budget):
+    model, tokenizer = loaded
+    prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, enable_thinking=True)
+    options = {"max_tokens": 24, "logits_processors": [make_budget(tokenizer, len(prompt), True, budget)]}
+    want = plain(prompt, model, **options)
+    assert tokenizer.think_end_id in want[budget : budget + 2]
+    for depth in (0, 1, 3, "auto"):
+        steps = mtp_generate_step(mx.array(prompt), model, num_draft_tokens=depth, **options)
+        assert [token for token, _, _ in steps] == want
+
+
+def test_the_server_keeps_to_it_also_behind_a_cached_prompt(folder, tmp_path):
+    body = {"messages": ASK, "max_tokens": 30, "thinking_budget": 7, "logprobs": True}
+    with serve(tmp_path / "log", "--model", str(folder), "--mtp") as s:
+        texts = []
+        for _ in range(2):
+            status, answer = s.request("/v1/chat/completions", body)
+            assert status == 200, answer
+            texts.append([t["id"] for t in answer["choices"][0]["logprobs"]["content"]])
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        _, reasoning = s.request("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 7}})
+    assert texts[0] == texts[1]
+    assert answer["choices"][0]["message"]["reasoning_content"] == reasoning["content"][0]["thinking"]
+    _, tokenizer = load(str(folder))
+    assert tokenizer.think_end_id in texts[0][7:9]
