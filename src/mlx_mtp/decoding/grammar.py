@@ -141,7 +141,7 @@ def make_grammar(
           object.
         regex (str, optional): The text matches this regular expression.
         lark (str, optional): The text is of this grammar in llguidance's Lark syntax.
-        after (str): The text may begin with anything up to this, such as ``"</think>"``, and white space. Default: ``""``.
+        after (str): The text may begin with anything up to this, such as ``"</think>"``, and some white space. Default: ``""``.
 
     Raises:
         ValueError: Not one of the three is given, or llguidance cannot read it.
@@ -154,7 +154,7 @@ def make_grammar(
     if regex is not None:
         rules.append("/" + re.sub(r"(?<!\\)/", r"\\/", regex) + "/")
     grammars = [
-        f"start: SPACE? answer\nSPACE: /[ \\n]+/\nanswer: {rule}" if after else f"start: {rule}" for rule in rules
+        f"start: SPACE? answer\nSPACE: /[ \\n]{{1,3}}/\nanswer: {rule}" if after else f"start: {rule}" for rule in rules
     ]
     if lark is not None:
         grammars.append(lark)

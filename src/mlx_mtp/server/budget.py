@@ -8,6 +8,7 @@ from mlx_lm import server as stock
 from mlx_lm.sample_utils import LogitsProcessor
 
 from .answer import QwenReader
+from .form import make_form
 from .request import Prompt, Request
 
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
@@ -16,11 +17,13 @@ MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code blo
 def make_processors(
     tokenizer: Any, request: Request, prompt: Prompt, args: stock.GenerationArguments
 ) -> list[LogitsProcessor]:
-    """The logits processors of a request: mlx-lm's, and that of its budget."""
+    """The logits processors of a request: mlx-lm's, that of its form, and that of its budget."""
     processors: list[LogitsProcessor] = stock._make_logits_processors(args)
+    in_reasoning = prompt.initial_state == "reasoning"
+    processors += make_form(tokenizer, request, in_reasoning)
     budget = request.thinking.limit(tokenizer)
     if budget is not None:
-        processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.initial_state == "reasoning", budget))
+        processors.append(make_budget(tokenizer, len(prompt.tokens), in_reasoning, budget))
     return processors
 
 

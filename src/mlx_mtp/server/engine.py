@@ -23,6 +23,7 @@ from ..prompt_store.memory import cache_budget, memory_left
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
 from .budget import make_processors
+from .form import make_form
 from .job import Job, Outbox, Step
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
@@ -227,6 +228,9 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception as e:
             raise ApiError(400, f"The prompt cannot be rendered or tokenized: {e}", param=request.param) from e
         tokenizer.check(len(tokens), args, self.cli_args.max_tokens, request.param)
+        make_form(
+            tokenizer.tokenizer, request, initial_state == "reasoning"
+        )  # so that one that cannot be read is refused here
         return Prompt(tokens, segments, segment_types, initial_state)
 
     # In the generation thread
@@ -549,8 +553,8 @@ def _check_single(request: Request) -> None:
     Raises:
         ApiError: mlx-lm's own loop cannot generate the request.
     """
+    where = "is not supported with --draft-model, and without --mtp not with --kv-bits or a seed."
+    if request.form is not None:
+        raise ApiError(400, f"{request.form.param} {where}", param=request.form.param)
     if request.thinking.budget is not None:
-        message = (
-            "A thinking budget is not supported with --draft-model, and without --mtp not with --kv-bits or a seed."
-        )
-        raise ApiError(400, message, param="thinking_budget")
+        raise ApiError(400, f"A thinking budget {where}", param="thinking_budget")

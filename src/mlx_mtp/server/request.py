@@ -54,11 +54,27 @@ class Prompt:
 
 
 @dataclass
+class Form:
+    """What an answer must look like.
+
+    Args:
+        param (str): The field of the request that asks for it.
+        grammar (Dict[str, Any]): An argument of ``make_grammar``, if it has one.
+        calls (List[Dict[str, Any]]): The answer is a call of one of these functions, or several, if there are any.
+    """
+
+    param: str
+    grammar: dict[str, Any] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
 class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
+    form: Form | None = None
     one_call: bool = False  # the answer ends with its first call
     param: str = "messages"  # the field with the prompt
     is_gone: bool = False  # whether the client has hung up

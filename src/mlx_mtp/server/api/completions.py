@@ -15,9 +15,13 @@ __all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"
 
 
 class CompletionBody(OpenAIBody):
-    REFUSED: ClassVar = OpenAIBody.REFUSED | {
-        name: ([], "a text without a chat template has no thinking: leave it out")
-        for name in ("enable_thinking", "thinking_budget", "reasoning_effort")
+    REFUSED: ClassVar = {
+        **OpenAIBody.REFUSED,
+        "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
+        **dict.fromkeys(
+            ("enable_thinking", "thinking_budget", "reasoning_effort"),
+            ([], "a text without a chat template has no thinking: leave it out"),
+        ),
     }
     prompt: Annotated[str, StringConstraints(min_length=1)]
 
@@ -25,7 +29,7 @@ class CompletionBody(OpenAIBody):
 def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(CompletionBody, content)
-    request = Request("text", body.prompt, [], None, None, param="prompt")
+    request = Request("text", body.prompt, [], None, None, param="prompt", form=body.form)
     return body, request, body.openai_arguments(flags)
 
 

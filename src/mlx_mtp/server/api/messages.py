@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from ..answer import Reasoning
+from ..form import form_of, form_of_choice, the_only
 from ..job import Step
 from ..request import ApiError, Request
 from ..thinking import Effort, Thinking
@@ -59,6 +60,7 @@ class Tool(Part):
 
 class ToolChoice(Part):
     type: str = "auto"
+    name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -75,7 +77,6 @@ class OutputConfig(Part):
 class MessagesBody(Body):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     REFUSED: ClassVar = {
-        "output_format": ([], "describe the format in the system prompt"),
         "mcp_servers": ([[]], "let the client call the tools"),
     }
     max_tokens: Positive | None = None
@@ -85,6 +86,7 @@ class MessagesBody(Body):
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig = OutputConfig()
+    output_format: Any = None
     stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
 
     @property
@@ -99,24 +101,23 @@ class MessagesBody(Body):
 def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(MessagesBody, content)
-    if body.output_config.format is not None:
-        raise ApiError(400, "output_config.format is not supported: describe it in the system.", param="output_config")
     system = text_of([{"text": b.text} for b in _texts(body.system)]) if body.system else ""
     messages = [{"role": "system", "content": BILLING.sub("", system).strip()}] if system else []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content")
-    request = Request("chat", "", fold_roles(messages), _tools(body) or None, None, thinking=body.thinking_wanted)
+    tools = _tools(body)
+    request = Request("chat", "", fold_roles(messages), tools or None, None, thinking=body.thinking_wanted)
     request.one_call = body.tool_choice.disable_parallel_tool_use
+    formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
+    request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools))
     return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
 
 
 def _tools(body: MessagesBody) -> list[Json]:
-    kind = body.tool_choice.type
-    if kind not in ("auto", "none"):
-        fix = "leave it out, or send only the tools that may be called"
-        raise ApiError(400, f"tool_choice: {kind[:50]!r} is not supported: {fix}.", param="tool_choice")
     ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
-    return [function_tool(t.name, t.description, t.input_schema) for t in ours] if kind == "auto" else []
+    return (
+        [function_tool(t.name, t.description, t.input_schema) for t in ours] if body.tool_choice.type != "none" else []
+    )
 
 
 def _texts(content: str | list[Block], where: str = "system") -> list[Block]:

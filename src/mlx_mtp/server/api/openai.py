@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
+from ..form import form_of, the_only
 from ..job import Step
-from ..request import ApiError
+from ..request import ApiError, Form
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words
 
@@ -28,8 +29,6 @@ class OpenAIBody(Body):
     """The fields of both."""
 
     REFUSED: ClassVar = {
-        "response_format": ([{"type": "text"}], "describe the format in the prompt"),
-        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
         "functions": ([[]], "send tools"),
         "function_call": (["auto", "none"], "send tools"),
     }
@@ -40,6 +39,21 @@ class OpenAIBody(Body):
     stop: Stop | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Ge(0), Le(11)] | None = None
+    response_format: Any = None
+    guided_json: Json | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def form(self) -> Form | None:
+        """
+        Raises:
+            ApiError: More than one is asked for, or one that does not exist.
+        """
+        guided = {"json_schema": self.guided_json, "regex": self.guided_regex, "lark": self.guided_grammar}
+        names = "guided_json", "guided_regex", "guided_grammar"
+        forms = [Form(name, {kind: g}) for name, (kind, g) in zip(names, guided.items()) if g is not None]
+        return the_only(*forms, form_of(self.response_format, "response_format"))
 
     def openai_arguments(self, flags: Any) -> Any:
         """mlx-lm's arguments."""

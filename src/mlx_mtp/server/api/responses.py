@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ..answer import Reasoning
+from ..form import form_of, form_of_choice, the_only
 from ..job import Step
 from ..request import ApiError, Request
 from ..thinking import Effort
@@ -74,7 +75,6 @@ class ResponsesBody(Body):
         "conversation": ([], "send the whole conversation as input"),
         "prompt": ([], "send instructions and input"),
         "background": ([False], "leave it out"),
-        "tool_choice": (["auto", "none"], "leave it out, or send only the tools that may be called"),
     }
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -109,9 +109,6 @@ def _full_name(space: str | None, name: str) -> str:
 def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(ResponsesBody, content)
-    form = (body.text or {}).get("format") or {"type": "text"}
-    if form != {"type": "text"}:
-        raise ApiError(400, "text.format is not supported: describe the format in the instructions.", param="text")
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for i, item in enumerate(items):
@@ -120,6 +117,8 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     messages = fold_roles(messages)
     request = Request("chat", "", messages, tools or None, None, thinking=body.thinking_wanted, param="input")
     request.one_call = not body.parallel_tool_calls
+    form = form_of((body.text or {}).get("format"), "text.format")
+    request.form = the_only(form, form_of_choice(body.tool_choice, tools))
     return body, request, body.arguments(flags, body.max_output_tokens, [])
 
 

@@ -1,0 +1,242 @@
+"""The form of answers: JSON of a schema, and calls that are required, in each API."""
+
+import json
+from types import SimpleNamespace
+
+import anthropic
+import pytest
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from openai import OpenAI
+
+import mlx_mtp
+from mlx_mtp.server import form
+from mlx_mtp.server.api import chat_completions, completions, messages, responses
+from mlx_mtp.server.request import ApiError, Form
+from tests.support.server_process import serve
+from tests.support.tool_texts import SCHEMAS, make_model, render
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PICK = {
+    "type": "object",
+    "properties": {
+        "color": {"type": "string", "enum": ["red", "green"]},
+        "n": {"type": "integer", "maximum": 9, "minimum": 0},
+    },
+    "required": ["color", "n"],
+}
+ASK = [{"role": "user", "content": "a"}]
+FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+OPENAI_TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": PICK}}]
+TOOLS = [
+    *({"name": name, "parameters": schema} for name, schema in SCHEMAS.items()),
+    {"name": "pick", "parameters": PICK},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    model = str(make_model(folder / "model"))
+    with serve(folder / "log", "--model", model, "--mtp", "--max-tokens", "80") as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    return person.keys() == {"name", "age"} and person["name"] in ("Ann", "Bob") and 0 <= person["age"] <= 99
+
+
+def is_pick(arguments: dict) -> bool:
+    return arguments.keys() == {"color", "n"} and arguments["color"] in ("red", "green") and 0 <= arguments["n"] <= 9
+
+
+# Served, by a model of random weights
+
+
+def test_chat_completions(client):
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    texts = set()
+    for options in ({}, {"num_draft_tokens": 0}, {"num_draft_tokens": 3}, {"guided_json": PERSON}):
+        asked = {} if "guided_json" in options else {"response_format": schema}
+        options["chat_template_kwargs"] = {"enable_thinking": False}
+        answer = client.chat.completions.create(model="m", messages=ASK, extra_body=options, **asked)
+        texts.add(answer.choices[0].message.content)
+        assert answer.choices[0].finish_reason == "stop"
+    assert len(texts) == 1
+    assert is_person(texts.pop())
+
+
+def test_completions(client):
+    answer = client.completions.create(model="m", prompt="a", extra_body={"guided_regex": "(ab|cd){3}"})
+    assert {answer.choices[0].text[i : i + 2] for i in (0, 2, 4)} <= {"ab", "cd"}
+    grammar = 'start: "yes" | "no"'
+    answer = client.completions.create(model="m", prompt="a", extra_body={"guided_grammar": grammar})
+    assert answer.choices[0].text in ("yes", "no")
+
+
+def test_responses_and_messages(server, client):
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+    assert is_person(client.responses.create(model="m", input="a", text=text, extra_body=thinking).output_text)
+    claude = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+    options = dict(model="m", max_tokens=80, messages=ASK)
+    config = {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}}
+    assert is_person(claude.messages.create(**options, extra_body=config | thinking).content[0].text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls(server, client, stream):
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+        body = {"messages": ASK, "tools": OPENAI_TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **thinking}
+        if stream:
+            with client.chat.completions.stream(model="m", messages=ASK, extra_body=body) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.create(model="m", messages=ASK, extra_body=body)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "pick"
+        assert is_pick(json.loads(call.function.arguments))
+        assert answer.choices[0].finish_reason == "tool_calls"
+    claude = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+    tools = [{"name": "pick", "input_schema": PICK}]
+    options = dict(model="m", max_tokens=80, messages=ASK, tools=tools, extra_body=thinking)
+    for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
+        choice["disable_parallel_tool_use"] = True
+        if stream:
+            with claude.messages.stream(**options, tool_choice=choice) as events:
+                answer = events.get_final_message()
+        else:
+            answer = claude.messages.create(**options, tool_choice=choice)
+        assert is_pick(answer.content[0].input)
+
+
+def test_reasoning_comes_first(client):
+    """Up to its budget, where the form begins."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    answer = client.chat.completions.create(
+        model="m", messages=ASK, response_format=schema, extra_body={"thinking_budget": 5, "enable_thinking": True}
+    )
+    message = answer.choices[0].message
+    assert message.reasoning
+    assert is_person(message.content)
+
+
+# Read
+
+
+def test_each_api_reads_its_own():
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON}}
+    flat = {"type": "json_schema", "name": "a", "schema": PERSON}
+    read = [
+        chat_completions.read_request({"messages": ASK, "response_format": schema}, FLAGS),
+        completions.read_request({"prompt": "a", "response_format": schema}, FLAGS),
+        responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS),
+        messages.read_request({"messages": ASK, "output_format": flat}, FLAGS),
+    ]
+    assert [request.form.grammar for _, request, _ in read] == [{"json_schema": PERSON}] * 4
+    _, request, _ = chat_completions.read_request({"messages": ASK, "response_format": {"type": "json_object"}}, FLAGS)
+    assert request.form == Form("response_format", {"json_schema": {"type": "object"}})
+    for body in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {}):
+        assert chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1].form is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"response_format": "json"}, "response_format must be text, json_object or json_schema with a schema"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "response_format does not go with guided_regex",
+        ),
+        (
+            {"tool_choice": "required", "tools": OPENAI_TOOLS, "guided_regex": "a"},
+            "tool_choice does not go with guided_regex",
+        ),
+        ({"tool_choice": "required"}, "requires a call, but the request has no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": OPENAI_TOOLS},
+            "there is no tool 'rm'",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": OPENAI_TOOLS}, "must be auto, none, required or a tool"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_refuses_by_name(body, message):
+    with pytest.raises(ApiError, match=message) as e:
+        chat_completions.read_request({"messages": ASK, **body}, FLAGS)
+    assert e.value.status == 400
+    assert e.value.param in body
+
+
+# The grammar of calls
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return mlx_mtp.load(str(mlx_mtp.DEMO))[1]
+
+
+def allows(tokenizer, parser, text: str) -> bool:
+    """Whether a text is one of the grammar of the calls, to its end."""
+    lark = form._calls(SimpleNamespace(tool_parser=parser), TOOLS)
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
+    return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        (render("add", {"a": 1, "b": 2}), True),
+        ("\n\n" + render("add", {"a": 1}), True),
+        (render("write", {"path": "/a b", "content": "x\n</tool_call>\n<parameter=content>\n\n"}), True),
+        (render("now", {}), True),
+        (render("set", {"value": None, "options": {"a": [1]}}), True),
+        (render("add", {"a": 1, "b": 2}) + "\n" + render("now", {}), True),
+        (render("pick", {"color": "red", "n": 3}), True),
+        (render("pick", {"color": "blue", "n": 3}), False),
+        (render("pick", {"color": "red"}), False),
+        (render("pick", {"color": "red", "n": 12}), False),
+        (render("add", {"a": "x", "b": 2}), False),
+        (render("remove", {}), False),
+        ("I call nothing.", False),
+        (render("now", {}) + " Done.", False),
+        ("", False),
+    ],
+    ids=lambda x: str(x)[12:50],
+)
+def test_calls_as_qwen3_5_writes_them(tokenizer, text, is_allowed):
+    assert allows(tokenizer, qwen3_coder.parse_tool_call, text) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_allowed"),
+    [
+        ("pick", {"color": "red", "n": 3}, True),
+        ("now", {}, True),
+        ("write", {"path": "a", "content": '"\n</tool_call>'}, True),
+        ("pick", {"color": "blue", "n": 3}, False),
+        ("remove", {}, False),
+    ],
+)
+def test_calls_as_qwen3_next_writes_them(tokenizer, name, arguments, is_allowed):
+    text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    assert allows(tokenizer, json_tools.parse_tool_call, text) == is_allowed
+
+
+def test_calls_of_other_models_cannot_be_required(tokenizer):
+    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS))
+    other = SimpleNamespace(tool_parser=lambda text, tools: None)
+    with pytest.raises(ApiError, match="the calls of this model cannot be required"):
+        form.make_form(other, request, False)
