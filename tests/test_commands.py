@@ -122,6 +122,13 @@ def test_a_flag_of_several_commands_means_one_thing():
         assert len(kinds) == 1, flag
 
 
+def test_a_flag_of_generate_and_chat_has_one_help():
+    ours, others = (PARSERS[f"mlx_mtp.{name}"]._option_string_actions for name in ("generate", "chat"))
+    assert {"--model", "--seed", "--mtp", "--num-draft-tokens", "--pipeline"} <= ours.keys() & others.keys()
+    for flag in ours.keys() & others.keys():
+        assert ours[flag].help == others[flag].help, flag
+
+
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark"])
 @pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], True), (["--mtp", "org/head"], "org/head")])
 def test_mtp_takes_a_head_of_its_own(name, flags, mtp, monkeypatch):

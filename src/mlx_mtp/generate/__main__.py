@@ -29,33 +29,20 @@ MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP added."""
-    parser: argparse.ArgumentParser = setup_arg_parser()
-    parser.prog = "mlx_mtp.generate"
-    parser.description = "LLM inference script, with the model's own MTP head"
-    cli.add_mtp(parser)
-    cli.add_draft_p_min(parser)
+    description = "Generate text, with drafts of the model's own MTP head."
+    parser = cli.extend(setup_arg_parser(), "mlx_mtp.generate", description)
+    cli.add_drafting(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="Verify with the very operations of plain decoding, so that near ties are decided alike, at the price of one "
-        "pass for each token.",
+        help="Verify with the operations of plain decoding, so that near ties are decided alike, at the price of one pass for "
+        "each token.",
     )
     parser.add_argument(
         "--check",
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
-    cli.add_copy_drafts(parser)
-    cli.add_arguments(parser)
-    cli.add_pipeline(parser)
-    cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
-    for action in parser._actions:
-        if action.dest == "model":
-            action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
-        if action.dest == "num_draft_tokens":
-            vars(action).update(cli.NUM_DRAFT_TOKENS)
-        if action.dest == "seed":
-            action.help = "PRNG seed. With --mtp, the text depends on the seed and the prompt alone: see --acceptance."
     return cli.finish(parser)
 
 
