@@ -201,19 +201,13 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
 def add_drafting(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``generate`` and ``chat`` share, and our help for mlx-lm's where its own does not hold."""
     add = parser.add_argument
-    add("--model", help=MODEL)
-    add("--max-kv-size", type=int, help="The most tokens of a cache that rotates; not with --mtp or --copy-drafts.")
+    add("--model", type=str, help=MODEL)
+    add("--max-kv-size", type=int, help="Set the maximum key-value cache size; not with --mtp or --copy-drafts.")
     add(
         "--seed",
         type=int,
         help="PRNG seed (default: none, so that --temp gives another text each time). With --mtp, the text depends on the "
         "prompt and the seed alone: see --acceptance.",
-    )
-    add(
-        "--xtc-threshold",
-        type=float,
-        default=0.1,
-        help="XTC leaves out all tokens of at least this probability but the least probable of them.",
     )
     add_num_draft_tokens(parser)
     add_mtp(parser)
@@ -229,7 +223,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline",
         action="store_true",
-        help="With mlx.launch, use pipelining instead of tensor parallelism.",
+        help="Use pipelining instead of tensor parallelism, with mlx.launch.",
     )
 
 

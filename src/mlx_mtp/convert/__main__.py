@@ -62,12 +62,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
     """mlx-lm's flags, whose defaults depend on the mode."""
-    parser.add_argument("--q-bits", type=int, metavar="BITS", help="Bits per weight (default: 4, and 8 for mxfp8).")
+    parser.add_argument(
+        "--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8)."
+    )
     parser.add_argument(
         "--q-group-size",
         type=int,
         metavar="N",
-        help="Weights of a group (default: 64 for affine, 16 for nvfp4, 32 for others).",
+        help="Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others).",
     )
 
 
