@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from mlx_mtp import cli
 from mlx_mtp.benchmark.row import RUNS, describe_row, markdown, read_row
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
@@ -50,8 +47,10 @@ def insert_table(page: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{before}{BEGIN}\n{markdown(rows)}\n\n{END}{after}"
 
 
-def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def draw(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Speed relative to plain mlx-lm as bars, a group for each row."""
+    from matplotlib.figure import Figure
+
     height = 0.8 / len(COLORS)
     figure = Figure(figsize=(8, 1.2 + 1.1 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -75,6 +74,8 @@ def ratios(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
+    import matplotlib as mpl
+
     parser = argparse.ArgumentParser(description="Make the table and the plot of docs/results.md.")
     parser.add_argument(
         "--docs", type=Path, default=DOCS, help="The folder of results.md and results/ (default: docs)."

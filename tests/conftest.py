@@ -32,6 +32,14 @@ def hub():
 def demo():
     """The bundled checkpoint: (model, tokenizer)."""
     import mlx_mtp
-    from mlx_mtp.checkpoint.load import DEMO
 
-    return mlx_mtp.load(str(DEMO))
+    return mlx_mtp.load(str(mlx_mtp.DEMO))
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """A trained checkpoint whose passes take a third of the demo's time: (model, tokenizer)."""
+    import mlx_mtp
+    from tests.support.models import TRAINED
+
+    return mlx_mtp.load(TRAINED)

@@ -24,6 +24,7 @@ from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.generate import GenerationResponse
 from tests.support.decoding import plain, text_of
+from tests.support.models import TRAINED
 
 TURNS = ("def read(path):", "class Reader:")
 FIGURES = r"\[20 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
@@ -34,8 +35,8 @@ def template(messages, enable_thinking, **_):
 
 
 def run(monkeypatch, capsys, *args, stdin=""):
-    """The command line in this process: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.chat", *map(str, args)])
+    """The command line in this process: (exit status, stdout, stderr). The last ``--model`` is the one that counts."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.chat", "--model", TRAINED, *map(str, args)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     try:
         main()
@@ -45,9 +46,9 @@ def run(monkeypatch, capsys, *args, stdin=""):
     return status, *capsys.readouterr()
 
 
-def started(demo, *flags, chat_template=None) -> Conversation:
-    """A conversation with the demo, which has no chat template of its own."""
-    model, tokenizer = demo
+def started(trained, *flags, chat_template=None) -> Conversation:
+    """A conversation with a model that has no chat template of its own."""
+    model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
     return Conversation(model, tokenizer, make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags]))
 
@@ -64,9 +65,9 @@ def cut_after(n: int, pieces: list[str]):
 
 
 @pytest.fixture(scope="module")
-def answers(demo):
+def answers(trained):
     """Plain mlx-lm's, over one cache."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     cache, texts = make_prompt_cache(model), []
     for turn in TURNS:
         tokens = plain(tokenizer.encode(turn + "\n"), model, max_tokens=20, prompt_cache=cache)
@@ -133,9 +134,9 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, flags, message):
 # Ctrl-C
 
 
-def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(demo):
-    model, tokenizer = demo
-    conversation, said, texts = started(demo, "--mtp"), [], []
+def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(trained):
+    model, tokenizer = trained
+    conversation, said, texts = started(trained, "--mtp"), [], []
     assert conversation.answer(TURNS[0], cut_after(7, said)).generation_tokens == 7
     conversation.answer(TURNS[1], texts.append)
     read = tokenizer.encode(TURNS[0] + "\n")
@@ -144,10 +145,10 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(demo):
     assert "".join(texts) == tokenizer.decode(want)
 
 
-def test_ctrl_c_before_the_answer_keeps_the_question(demo, monkeypatch):
-    model, tokenizer = demo
+def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
+    model, tokenizer = trained
     long = "\n".join(f"import module_{i}" for i in range(30))
-    conversation, texts = started(demo, "--mtp", "--prefill-step-size", "50"), []
+    conversation, texts = started(trained, "--mtp", "--prefill-step-size", "50"), []
     with monkeypatch.context() as m:
         calls, forward = [], type(model).__call__
 
@@ -165,8 +166,8 @@ def test_ctrl_c_before_the_answer_keeps_the_question(demo, monkeypatch):
     assert "".join(texts) == tokenizer.decode(want)
 
 
-def test_ctrl_c_on_ranks_ends_the_chat(demo):
-    conversation = started(demo, "--mtp")
+def test_ctrl_c_on_ranks_ends_the_chat(trained):
+    conversation = started(trained, "--mtp")
     conversation.ranks = object()
     with pytest.raises(KeyboardInterrupt):
         conversation.answer(TURNS[0], cut_after(1, []))
@@ -188,8 +189,8 @@ def prompts(monkeypatch):
     return given
 
 
-def test_the_system_prompt_comes_once(demo, prompts):
-    conversation = started(demo, "--system-prompt", "Be brief.", chat_template=template)
+def test_the_system_prompt_comes_once(trained, prompts):
+    conversation = started(trained, "--system-prompt", "Be brief.", chat_template=template)
     for query in ("a", "b"):
         conversation.answer(query, str)
     conversation.reset()
@@ -197,33 +198,33 @@ def test_the_system_prompt_comes_once(demo, prompts):
     assert prompts == ["<system>Be brief.\n<user>a\n", "<user>b\n", "<system>Be brief.\n<user>c\n"]
 
 
-def test_thinking_is_switched(demo, prompts, capsys):
-    conversation = started(demo, "--thinking", "on", chat_template=template)
+def test_thinking_is_switched(trained, prompts, capsys):
+    conversation = started(trained, "--thinking", "on", chat_template=template)
     for query in ("a", "t", "b", "t", "c"):
         command.obey(query, conversation)
     assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
     assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
 
 
-def test_thinking_without_a_switch_is_one_line(demo, prompts, capsys):
-    conversation = started(demo)
+def test_thinking_without_a_switch_is_one_line(trained, prompts, capsys):
+    conversation = started(trained)
     command.obey("t", conversation)
     assert (prompts, conversation.thinking) == ([], False)
     assert "has no switch for thinking" in capsys.readouterr().out
 
 
-def test_an_answer_that_was_cut_is_closed(demo):
+def test_an_answer_that_was_cut_is_closed(trained):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
-    conversation = started(demo, chat_template=template)
-    end = demo[1].eos_token_id
+    conversation = started(trained, chat_template=template)
+    end = trained[1].eos_token_id
     assert conversation._encode("import os")[0] != end
     conversation.answer("import os", cut_after(2, []))
-    assert conversation._encode("b") == [end, *demo[1].encode("<user>b\n", add_special_tokens=False)]
+    assert conversation._encode("b") == [end, *trained[1].encode("<user>b\n", add_special_tokens=False)]
 
 
-def test_turns_with_a_seed_draw_other_numbers(demo):
+def test_turns_with_a_seed_draw_other_numbers(trained):
     def say(seed):
-        conversation, texts = started(demo, "--mtp", "--temp", "1", "--seed", seed, "-m", "6"), []
+        conversation, texts = started(trained, "--mtp", "--temp", "1", "--seed", seed, "-m", "6"), []
         for _ in range(2):
             conversation.answer("x", texts.append)
             conversation.cache = mlx_mtp.make_prompt_cache(conversation.model)  # the same text before each answer
@@ -249,7 +250,7 @@ def test_lines_are_edited_and_remembered(tmp_path):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
 
     chat = subprocess.Popen(
-        [sys.executable, "-m", "mlx_mtp.chat", "-m", "2"], stdin=slave, stdout=slave, stderr=slave, env=env,
+        [sys.executable, "-m", "mlx_mtp.chat", "--model", TRAINED, "-m", "2"], stdin=slave, stdout=slave, stderr=slave, env=env,
         start_new_session=True, preexec_fn=begin,
     )  # fmt: skip
     os.close(slave)

@@ -122,6 +122,14 @@ def test_a_flag_of_several_commands_means_one_thing():
         assert len(kinds) == 1, flag
 
 
+@pytest.mark.parametrize(
+    "flag", ["--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"]
+)
+def test_a_flag_of_generate_and_chat_has_one_help(flag):
+    ours, others = (PARSERS[f"mlx_mtp.{name}"]._option_string_actions[flag] for name in ("generate", "chat"))
+    assert ours.help == others.help
+
+
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark"])
 @pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], True), (["--mtp", "org/head"], "org/head")])
 def test_mtp_takes_a_head_of_its_own(name, flags, mtp, monkeypatch):

@@ -56,8 +56,8 @@ def test_greedy_tokens_match_plain_decoding(family, prompt, depth, prefill, max_
 
 
 @pytest.mark.parametrize("depth", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4))])
-def test_the_demo_through_mlx_lms_stream_generate(demo, depth):
-    model, tokenizer = demo
+def test_text_through_mlx_lms_stream_generate(trained, depth):
+    model, tokenizer = trained
     theirs = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32))
     draft_model = model.make_draft_model()
     ours = list(

@@ -1,13 +1,15 @@
 """The notebook does what it shows."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
 def shown(notebook) -> str:
@@ -26,15 +28,16 @@ def pictures(notebook) -> list[str]:
 def test_notebook_runs_and_shows_what_is_committed():
     committed = nbformat.read(NOTEBOOK, as_version=4)
     fresh = nbformat.read(NOTEBOOK, as_version=4)
-    briefly = {"max_tokens=32": "max_tokens=6", "repeat=2": "repeat=1", "run(mtp=False), run()": ""}
-    for cell in fresh.cells:  # its figures are not looked at
-        for text, short in briefly.items():
-            cell.source = cell.source.replace(text, short)
+    briefly = {"max_tokens=128, repeat=5": "max_tokens=6, repeat=1", "run(prompt, mtp=False), run(prompt)  #": "#"}
+    for text, short in briefly.items():  # its figures are not looked at
+        (cell,) = (cell for cell in fresh.cells if text in cell.source)
+        cell.source = cell.source.replace(text, short)
     fresh.cells.insert(
         0, nbformat.v4.new_code_cell("import mlx_mtp.benchmark.parts\nmlx_mtp.benchmark.parts.N_CALLS = 1")
     )
     NotebookClient(fresh, timeout=300, kernel_name="python3").execute()  # raises where a cell does
-    assert "the same tokens: True" in shown(fresh)
+    assert shown(fresh).count("the same tokens: True") == 2
+    assert "all runs: the tokens of plain mlx-lm: True" in shown(fresh)
     # All but the measured figures is the same.
     figures = re.compile(r" *[\d.]+")
     assert figures.sub("#", shown(fresh)) == figures.sub("#", shown(committed))
@@ -47,3 +50,23 @@ def test_notebook_was_run_in_order_and_shows_no_paths():
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not re.search(r"/(root|home|Users|tmp|usr)/", NOTEBOOK.read_text())
     assert not any(o.output_type == "stream" and o.name == "stderr" for cell in code for o in cell.outputs)
+
+
+def test_notebook_names_its_extra():
+    first = nbformat.read(NOTEBOOK, as_version=4).cells[0].source
+    (extra,) = re.findall(r"pip install -e '\.\[(\w+)\]'", first)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "mlx-mtp[plot]" in extras[extra]
+
+
+def test_notebook_shows_code_that_comes_back_from_the_prompt():
+    committed = nbformat.read(NOTEBOOK, as_version=4)
+    accepted, copied = map(int, re.search(r"(\d+) of (\d+) copied drafts accepted", shown(committed)).groups())
+    assert 0.9 * copied < accepted > 100
+    assert shown(committed).count("the same tokens: True") == 2
+
+
+def test_readme_names_every_example():
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for file in (ROOT / "examples").iterdir():
+        assert file.name in readme or file.name in ("README.md", "__pycache__"), file.name

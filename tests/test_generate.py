@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from functools import cache as cached
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -21,7 +22,7 @@ from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, 
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
-from tests.support.models import DATA
+from tests.support.models import TRAINED
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 
@@ -29,7 +30,7 @@ PROMPT = "def read(path):\n    with open(path) as f:\n"
 def run(monkeypatch, capsys, *args, stdin=""):
     """The command line in this process: (exit status, stdout, stderr). The model is a smaller one than the demo."""
     if not {"--model", "--prompt-cache-file"} & set(args):
-        args = ("--model", DATA / "dense", *args)
+        args = ("--model", TRAINED, *args)
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     try:
@@ -47,16 +48,16 @@ def summary(responses):
 
 
 @pytest.fixture(scope="module")
-def plain_summary(demo):
+def plain_summary(trained):
     """What plain mlx-lm says after ``PROMPT``, by the number of tokens."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     return cached(lambda max_tokens: summary(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens)))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 20, pytest.param(40, marks=pytest.mark.slow)])
-def test_responses_are_mlx_lms(demo, plain_summary, depth, max_tokens):
-    model, tokenizer = demo
+def test_responses_are_mlx_lms(trained, plain_summary, depth, max_tokens):
+    model, tokenizer = trained
     ours = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens, num_draft_tokens=depth))
     assert summary(ours) == plain_summary(max_tokens)
     assert ours[-1].generation_tps > 0
@@ -64,14 +65,14 @@ def test_responses_are_mlx_lms(demo, plain_summary, depth, max_tokens):
 
 
 @pytest.mark.parametrize("kind", [list, mx.array])
-def test_a_prompt_may_be_tokens(demo, plain_summary, kind):
-    model, tokenizer = demo
+def test_a_prompt_may_be_tokens(trained, plain_summary, kind):
+    model, tokenizer = trained
     prompt = kind(tokenizer.encode(PROMPT))
     assert summary(mlx_mtp.stream_generate(model, tokenizer, prompt, 7)) == plain_summary(7)
 
 
-def test_drafts_are_counted_by_position(demo):
-    model, tokenizer = demo
+def test_drafts_are_counted_by_position(trained):
+    model, tokenizer = trained
     responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 30, num_draft_tokens=3))
     for r in responses:
         assert len(r.drafted) == len(r.accepted) <= 3
@@ -82,9 +83,9 @@ def test_drafts_are_counted_by_position(demo):
     assert last.tokens_per_step == 1 + sum(last.accepted) / last.drafted[0]
 
 
-def test_a_stop_token_in_the_middle_of_a_window(demo):
+def test_a_stop_token_in_the_middle_of_a_window(trained):
     """The token that stops is one that the head drafted."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     responses = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 24, num_draft_tokens=4))
     drafted = {r.token for r in responses if r.from_draft}
     assert drafted
@@ -99,8 +100,8 @@ def test_a_stop_token_in_the_middle_of_a_window(demo):
         assert cache[len(model.layers)].offset == n_tokens - 1
 
 
-def test_without_mtp_it_is_plain_mlx_lm(demo):
-    model, tokenizer = demo
+def test_without_mtp_it_is_plain_mlx_lm(trained):
+    model, tokenizer = trained
     ours = list(mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, mtp=False))
     assert summary(ours) == summary(mlx_lm.stream_generate(model, tokenizer, PROMPT, 12))
     assert {(r.from_draft, r.drafted, r.accepted) for r in ours} == {(False, (), ())}
@@ -113,8 +114,8 @@ REPEATS = "def area(width, height):\n    return width * height\n\n\n" * 3
 
 
 @pytest.mark.parametrize("options", [{"copy_drafts": 6}, {"copy_drafts": 6, "mtp": False}, {}], ids=str)
-def test_copies_are_counted(demo, options):
-    model, tokenizer = demo
+def test_copies_are_counted(trained, options):
+    model, tokenizer = trained
     *_, last = mlx_mtp.stream_generate(
         model, tokenizer, REPEATS, 60, num_draft_tokens=2 * options.get("mtp", True), **options
     )
@@ -125,8 +126,8 @@ def test_copies_are_counted(demo, options):
     assert last.tokens_per_step == 1 + (sum(last.accepted) + sum(last.copies_accepted)) / steps
 
 
-def test_refuses_arguments_that_do_not_go_together(demo):
-    model, tokenizer = demo
+def test_refuses_arguments_that_do_not_go_together(trained):
+    model, tokenizer = trained
     with pytest.raises(ValueError, match="requires mtp=False"):
         next(mlx_mtp.stream_generate(model, tokenizer, PROMPT, draft_model=model))
     with pytest.raises(ValueError, match="require mtp=True"):
@@ -255,7 +256,7 @@ def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
 
 @pytest.mark.slow
 def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
-    argv = ["mlx_lm.generate", "--model", mlx_mtp.DEMO, *SAMPLED, "--seed", 5]
+    argv = ["mlx_lm.generate", "--model", TRAINED, *SAMPLED, "--seed", 5]
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])
     mlx_lm_main()
     text, _ = capsys.readouterr()
@@ -276,16 +277,16 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
         ("", TokenMatch),
     ],
 )
-def test_sampler_of_flags(demo, flags, acceptance):
+def test_sampler_of_flags(trained, flags, acceptance):
     args = make_parser().parse_args(["--temp", "1", *flags.split()])
-    assert type(make_acceptance(cli.sampler_of(args, demo[1]))) is acceptance
+    assert type(make_acceptance(cli.sampler_of(args, trained[1]))) is acceptance
 
 
-def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
-    model, tokenizer = demo
+def test_resumes_a_prompt_cache_file(monkeypatch, capsys, trained, tmp_path):
+    model, tokenizer = trained
     cache = mlx_mtp.make_prompt_cache(model)
     list(mlx_mtp.mtp_generate_step(mx.array(tokenizer.encode(PROMPT)), model, max_tokens=0, prompt_cache=cache))
-    metadata = {"model": str(mlx_mtp.load.__globals__["DEMO"]), "tokenizer_config": "{}"}
+    metadata = {"model": TRAINED, "tokenizer_config": "{}"}
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache, metadata)
     more = "        for line in f:"
     args = ["--mtp", "-m", 15, "--verbose", "F"]
@@ -296,7 +297,7 @@ def test_resumes_a_prompt_cache_file(monkeypatch, capsys, demo, tmp_path):
     assert warm.rstrip("\n") == mlx_lm.generate(model, tokenizer, tokens, max_tokens=15).rstrip("\n")
 
     status, _, err = run(
-        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--model", DATA / "dense"
+        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--model", mlx_mtp.DEMO
     )
     assert (status, err.count("\n")) == (2, 1)
 
@@ -321,7 +322,7 @@ def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(command, "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens))
     for flags in ([], ["--num-draft-tokens", 5]):
-        run(monkeypatch, capsys, "--model", DATA / "dense", "--draft-model", DATA / "dense", *flags)
+        run(monkeypatch, capsys, "--model", TRAINED, "--draft-model", TRAINED, *flags)
     assert given == [3, 5]
 
 
@@ -368,7 +369,7 @@ def test_a_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_path
 
 
 def test_a_truncated_file_is_one_line_without_mtp(monkeypatch, capsys, tmp_path):
-    folder = shutil.copytree(DATA / "dense", tmp_path / "model")
+    folder = shutil.copytree(TRAINED, tmp_path / "model")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     status, out, err = run(monkeypatch, capsys, "--model", folder, "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1), err
@@ -446,8 +447,8 @@ def test_refuses_a_stop_token_that_is_none(monkeypatch, capsys, token):
     assert f"--extra-eos-token {token} is not a token of the model" in err
 
 
-def test_stop_tokens_are_given_by_text_or_by_id(demo):
-    tokenizer = TokenizerWrapper(demo[1]._tokenizer, eos_token_ids=[0])
+def test_stop_tokens_are_given_by_text_or_by_id(trained):
+    tokenizer = TokenizerWrapper(trained[1]._tokenizer, eos_token_ids=[0])
     def_id = tokenizer.convert_tokens_to_ids("def")
     command.add_eos_tokens(tokenizer, ["def", "4095"])
     assert tokenizer.eos_token_ids == {0, def_id, 4095}
@@ -470,8 +471,8 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
 
 def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = json.loads((DATA / "dense" / "config.json").read_text())
-    folder = shutil.copytree(DATA / "dense", tmp_path / "model")
+    config = json.loads((Path(TRAINED) / "config.json").read_text())
+    folder = shutil.copytree(TRAINED, tmp_path / "model")
     cases = [
         (["--draft-model", "x"], "cannot be combined"),
         (["--num-draft-tokens", "9"], "must be auto or from 0 to 8"),
@@ -514,6 +515,6 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
 
 def test_an_image_is_refused_by_the_model(monkeypatch, capsys, tmp_path):
     for mtp in ([], ["--mtp"]):
-        status, out, err = run(monkeypatch, capsys, *mtp, "--model", DATA / "dense", "--image", tmp_path / "a.png")
+        status, out, err = run(monkeypatch, capsys, *mtp, "--model", TRAINED, "--image", tmp_path / "a.png")
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert "has no image processor for model type qwen3_5" in err

@@ -13,10 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.utils import load_model
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.models.cache import ArraysCache
 from tests.support.decoding import plain
-from tests.support.models import tiny_model
+from tests.support.models import DATA, tiny_model
 
 PROMPTS = (
     "class File(unittest.TestCase):\n    def setUp(self):\n",
@@ -26,17 +25,17 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def prompts(demo):
-    return [demo[1].encode(p) for p in PROMPTS]
+def prompts(trained):
+    return [trained[1].encode(p) for p in PROMPTS]
 
 
-def batch(demo, prompts, **kwargs):
-    return batch_generate(*demo, prompts, return_token_ids=True, return_prompt_caches=True, **kwargs)
+def batch(trained, prompts, **kwargs):
+    return batch_generate(*trained, prompts, return_token_ids=True, return_prompt_caches=True, **kwargs)
 
 
-def test_logits_match_mlx_lms_class(demo, prompts):
-    model, _ = demo
-    stock, _ = load_model(DEMO)
+def test_logits_match_mlx_lms_class(trained, prompts):
+    model, _ = trained
+    stock, _ = load_model(DATA / "dense")
     for prompt in prompts:
         ours, theirs = stock_make_prompt_cache(model), stock_make_prompt_cache(stock)
         for chunk in (prompt[:2], prompt[2:], [7]):
@@ -46,19 +45,19 @@ def test_logits_match_mlx_lms_class(demo, prompts):
     assert [c.is_trimmable() for c in ours] == [c.is_trimmable() for c in theirs]
 
 
-def test_batch_matches_its_prompts_one_by_one(demo, prompts):
-    model, _ = demo
+def test_batch_matches_its_prompts_one_by_one(trained, prompts):
+    model, _ = trained
     want = [plain(p, model, max_tokens=n) for p, n in zip(prompts, (12, 5, 9))]
-    response = batch(demo, prompts, max_tokens=[12, 5, 9])
+    response = batch(trained, prompts, max_tokens=[12, 5, 9])
     assert response.token_ids == want
-    assert response.texts == [demo[1].decode(tokens) for tokens in want]
+    assert response.texts == [trained[1].decode(tokens) for tokens in want]
 
 
-def test_batch_and_mtp_resume_each_others_caches(demo, prompts):
-    model, _ = demo
-    first = batch(demo, prompts, max_tokens=6)
+def test_batch_and_mtp_resume_each_others_caches(trained, prompts):
+    model, _ = trained
+    first = batch(trained, prompts, max_tokens=6)
     more = [[5, 9], [7], [3, 2, 8]]
-    second = batch(demo, more, prompt_caches=first.caches, max_tokens=6)
+    second = batch(trained, more, prompt_caches=first.caches, max_tokens=6)
     for i, prompt in enumerate(prompts):
         # The last token of a batch is not in its caches.
         history = prompt + first.token_ids[i]
@@ -84,8 +83,8 @@ def test_rejects_a_recorded_window_in_a_batch():
     assert all(mx.array_equal(a, b) for a, b in zip(merged.cache, caches[1][0].cache))
 
 
-def test_on_another_thread(demo, prompts):
-    model, tokenizer = demo
+def test_on_another_thread(trained, prompts):
+    model, tokenizer = trained
 
     def run(**kwargs):
         return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompts[0], 8, **kwargs)]
@@ -94,8 +93,8 @@ def test_on_another_thread(demo, prompts):
         assert pool.submit(run).result() == run() == run(mtp=False)
 
 
-def test_input_embeddings(demo, prompts):
-    model, tokenizer = demo
+def test_input_embeddings(trained, prompts):
+    model, tokenizer = trained
     embeddings = model.model.embed_tokens(mx.array(prompts[1]))
     calls = []
     responses = mlx_lm.stream_generate(

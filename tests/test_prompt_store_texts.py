@@ -13,7 +13,7 @@ from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
-from tests.support.models import arrays_equal
+from tests.support.models import TRAINED, arrays_equal
 from tests.support.prompt_store import TEXT, model_of
 
 CUTS = (5, 11)
@@ -71,7 +71,7 @@ def test_logits_after_a_restored_prefix(family, dtype, options):
 
 
 @pytest.mark.parametrize(("family", "dtype", "options"), KINDS[:4], ids=IDS[:4])
-def test_a_batch_of_restored_prefixes(family, dtype, options, demo):
+def test_a_batch_of_restored_prefixes(family, dtype, options, trained):
     model = model_of(family, dtype=dtype)
     store, ends = filled(model, options), (7, 16)
     asked = [store.fetch(TEXT[:end]) for end in ends]
@@ -79,7 +79,7 @@ def test_a_batch_of_restored_prefixes(family, dtype, options, demo):
     outs = [
         batch_generate(
             model,
-            demo[1],
+            trained[1],
             [TEXT[n:] for _, n in asked],
             caches,
             8,
@@ -97,9 +97,9 @@ def answer(model, tokenizer, prompt, store, **options):
     return [r.token for r in stream_generate(model, tokenizer, prompt, prompt_store=store, **options)]
 
 
-def test_a_session_is_that_of_mlx_lm(demo):
+def test_a_session_is_that_of_mlx_lm(trained):
     """Turns that go on, one that is edited, and the first one again."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     store, text = PromptStore(model, 1 << 30), "def read_lines(path):\n"
     prompts = []
     for turn in ("def write_lines(path):\n", "import os\n"):
@@ -121,9 +121,9 @@ def _note(calls, *progress):
     calls.append(progress)
 
 
-def test_prompts_are_cut_where_messages_end(demo):
-    model, tokenizer = demo
-    tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))[1]
+def test_prompts_are_cut_where_messages_end(trained):
+    model, tokenizer = trained
+    tokenizer = mlx_mtp.load(TRAINED)[1]
     tokenizer.chat_template = "x"
     tokenizer.has_chat_template = True
     messages = [f"{OPENING}user\nimport {name}\n" for name in ("os", "sys", "re")]
@@ -138,8 +138,8 @@ def test_prompts_are_cut_where_messages_end(demo):
     assert store.n_checkpoints == len(ends) + 1
 
 
-def test_an_answer_that_is_stopped_is_kept(demo):
-    model, tokenizer = demo
+def test_an_answer_that_is_stopped_is_kept(trained):
+    model, tokenizer = trained
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n")
     with closing(stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40)) as responses:
         tokens = [next(responses).token for _ in range(5)]
@@ -161,8 +161,8 @@ class Counting:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_processors_see_the_whole_prompt(sampled, demo):
-    model, tokenizer = demo
+def test_processors_see_the_whole_prompt(sampled, trained):
+    model, tokenizer = trained
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("import os\nimport sys\nimport os\n")
     options = lambda: dict(  # noqa: E731
         max_tokens=5,
@@ -188,12 +188,12 @@ def test_processors_see_the_whole_prompt(sampled, demo):
         (dict(mtp=False), "requires mtp=True or copy_drafts"),
     ],
 )
-def test_what_does_not_go_with_a_store(options, message, demo):
-    model, tokenizer = demo
+def test_what_does_not_go_with_a_store(options, message, trained):
+    model, tokenizer = trained
     with pytest.raises(ValueError, match=message):
         answer(model, tokenizer, [1, 2, 3], PromptStore(model, 0), **options)
 
 
-def test_a_store_of_another_model(demo):
+def test_a_store_of_another_model(trained):
     with pytest.raises(ValueError, match="that of another model"):
-        answer(*demo, [1, 2, 3], PromptStore(model_of("qwen3_5"), 0))
+        answer(*trained, [1, 2, 3], PromptStore(model_of("qwen3_5"), 0))

@@ -10,7 +10,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from pathlib import Path
 
 import mlx.core as mx
 import openai
@@ -27,6 +26,7 @@ from mlx_mtp.server import __main__ as command
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support import decoding
 from tests.support.decoding import plain
+from tests.support.models import DATA, TRAINED
 from tests.support.server_process import ROOT, Server, serve
 
 # A text that goes on.
@@ -34,20 +34,21 @@ PROMPT = (
     "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_"
 )
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(4)]
-OTHER = Path(__file__).parent / "data" / "dense"
+OTHER = str(DEMO)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # At a fixed depth: whether auto drafts in so short a text depends on the machine's load.
-    with serve(tmp_path_factory.mktemp("server") / "log", "--mtp", "--num-draft-tokens", "3") as s:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(log, "--model", TRAINED, "--mtp", "--num-draft-tokens", "3") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def without_mtp(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log") as s:
+    with serve(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED) as s:
         yield s
 
 
@@ -57,23 +58,20 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def text_of(demo):
+def text_of(trained):
     """Tokens -> text, up to the end of text."""
-    return partial(decoding.text_of, demo[1])
+    return partial(decoding.text_of, trained[1])
 
 
 @pytest.fixture(scope="module")
-def alone(demo, text_of):
+def alone(trained, text_of):
     """The text of mlx-lm's own single run."""
-    model, tokenizer = demo
+    model, tokenizer = trained
 
     @cache
-    def tokens(prompt: str) -> list[int]:
-        return plain(tokenizer.encode(prompt), model, max_tokens=60)
-
     def text(prompt: str, max_tokens: int, chat: bool = False) -> str:
-        prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # the demo has no template
-        return text_of(tokens(prompt)[:max_tokens])
+        prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # it has no template
+        return text_of(plain(tokenizer.encode(prompt), model, max_tokens=max_tokens))
 
     return text
 
@@ -123,7 +121,7 @@ def test_stream_equals_mlx_lm(client, alone):
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == alone(PROMPTS[0], 24, chat=True)
 
 
-@pytest.mark.parametrize("word", ["run", "    def r", "elf.path", "t_test = te", ":", "no such word"])
+@pytest.mark.parametrize("word", ["Return", '    """R', "lename of", "object, or a f", ":", "no such word"])
 def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
     text, _, rest = alone(PROMPT, 32).partition(word)
     chunks = list(complete(client, max_tokens=32, stop=[word], stream=True))
@@ -143,8 +141,8 @@ def test_logprobs_belong_to_the_tokens(client):
         assert token["logprob"] == max(other["logprob"] for other in token["top_logprobs"]) <= 0
 
 
-def test_penalties_equal_mlx_lm(client, demo, text_of):
-    model, tokenizer = demo
+def test_penalties_equal_mlx_lm(client, trained, text_of):
+    model, tokenizer = trained
     processors = make_logits_processors({5: 2.0}, 1.3, 20)
     want = plain(tokenizer.encode(PROMPT), model, max_tokens=24, logits_processors=processors)
     body = {"logit_bias": {"5": 2.0}, "extra_body": {"repetition_penalty": 1.3}}
@@ -174,8 +172,8 @@ def test_concurrent_requests_equal_single_ones(server, alone):
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
 
 
-def test_seed_gives_one_text(server, without_mtp, demo, text_of):
-    model, tokenizer = demo
+def test_seed_gives_one_text(server, without_mtp, trained, text_of):
+    model, tokenizer = trained
     want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=make_sampler(1.0, seed=7)))
     seeded = {"temperature": 1.0, "seed": 7}
     assert text_from(server, **seeded) == text_from(without_mtp, **seeded) == want
@@ -191,18 +189,21 @@ def test_seed_gives_one_text(server, without_mtp, demo, text_of):
 
 
 @pytest.mark.slow
-def test_match_draws_the_tokens_of_mlx_lm(tmp_path, demo, text_of):
-    model, tokenizer = demo
+def test_match_draws_the_tokens_of_mlx_lm(tmp_path, trained, text_of):
+    model, tokenizer = trained
     mx.random.seed(7)
     want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=sample_utils.make_sampler(1.0)))
-    with serve(tmp_path / "log", "--mtp", "--acceptance", "match") as s, ThreadPoolExecutor(3) as pool:
+    with (
+        serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--acceptance", "match") as s,
+        ThreadPoolExecutor(3) as pool,
+    ):
         seeded = [pool.submit(text_from, s, temperature=1.0, seed=7) for _ in range(2)]
         pool.submit(text_from, s, prompt=PROMPTS[0], temperature=1.0).result()
         assert [answer.result() for answer in seeded] == [want, want]
 
 
-def test_chat_turns_reuse_the_cache(client, demo, text_of):
-    model, tokenizer = demo
+def test_chat_turns_reuse_the_cache(client, trained, text_of):
+    model, tokenizer = trained
     messages, cached = [{"role": "system", "content": "You write Python."}], []
     for turn in ("Read a file.", "Now a list.", "And a dictionary."):
         messages.append({"role": "user", "content": turn})
@@ -228,9 +229,9 @@ def begin(server: Server, **body) -> socket.socket:
 REPEATS = (PROMPT + "read(self):\n        self.assertEqual(1, 1)\n\n\n") * 3
 
 
-def test_copies_equal_mlx_lm(server, demo, text_of):
+def test_copies_equal_mlx_lm(server, trained, text_of):
     """Also in the next turn, whose prompt is in the cache."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     before, prompt = server.metrics(), REPEATS
     for _ in range(2):
         body = {"prompt": prompt, "max_tokens": 24, "copy_drafts": 6}
@@ -249,10 +250,10 @@ def test_copies_equal_mlx_lm(server, demo, text_of):
     assert answer["usage"]["completion_tokens_details"]["copied_tokens"] == 0  # --num-draft-tokens 3 means just these
 
 
-def test_copies_without_a_head(tmp_path, demo, text_of):
-    model, tokenizer = demo
+def test_copies_without_a_head(tmp_path, trained, text_of):
+    model, tokenizer = trained
     want = text_of(plain(tokenizer.encode(REPEATS), model, max_tokens=24))
-    with serve(tmp_path / "log", "--copy-drafts", "6") as s:
+    with serve(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
         for copies in ({}, {"copy_drafts": "off"}):
             status, answer = s.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24, **copies})
             assert (status, answer["choices"][0]["text"]) == (200, want)
@@ -273,7 +274,7 @@ def test_hang_up_stops_generation(server):
     ("how", "streams"), [pytest.param(signal.SIGINT, [True], marks=pytest.mark.slow), (signal.SIGTERM, [False, True])]
 )
 def test_interrupt_completes_open_answers(tmp_path, how, streams):
-    with serve(tmp_path / "log", "--mtp") as s:
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp") as s:
         with ThreadPoolExecutor(2) as pool:
             bodies = [{"prompt": PROMPT, "max_tokens": 8000, "stream": stream} for stream in streams]
             answers = [pool.submit(s.request, "/v1/completions", body) for body in bodies]
@@ -332,21 +333,22 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
 
 
 def test_lists_models(server, client):
-    assert [m.id for m in client.models.list()] == [str(DEMO)]
-    for name in (str(DEMO), "default_model"):
+    assert [m.id for m in client.models.list()] == [TRAINED]
+    for name in (TRAINED, "default_model"):
         assert client.models.retrieve(name).id == name
         assert client.models.retrieve(name).max_model_len == 32768
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+    assert make_parser().parse_args([]).model == str(DEMO)
     assert server.request("/health") == (200, {"status": "ok"})
 
 
 def test_requires_the_key_and_serves_another_model(tmp_path):
     file = tmp_path / "key"
     file.write_text("sesame\n")
-    with serve(tmp_path / "log", "--mtp", "--api-key-file", str(file), "--serve-model", str(OTHER)) as s:
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--api-key-file", str(file), "--serve-model", OTHER) as s:
         client = OpenAI(base_url=s.url, api_key="sesame")
-        assert [m.id for m in client.models.list()] == [str(DEMO), str(OTHER)]
+        assert [m.id for m in client.models.list()] == [TRAINED, OTHER]
         for key in ("", "sesam", "sesame2", "sésame"):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
@@ -354,29 +356,29 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
         assert s.request("/health")[0] == s.request("/v1/models", headers={"x-api-key": "sesame"})[0] == 200
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter
-        for name in (str(OTHER), "default_model", str(OTHER)):
+        for name in (OTHER, "default_model", OTHER):
             body = {"model": name, "prompt": PROMPT, "max_tokens": 5}
             assert s.request("/v1/completions", body, headers)[0] == 200
-        body["model"] = str(OTHER.parent / "moe36")  # it exists, but is not served
+        body["model"] = str(DATA / "moe36")  # it exists, but is not served
         assert s.request("/v1/completions", body, headers)[0] == 404
 
 
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
-    with serve(tmp_path / "log", "--mtp", "--allow-any-model") as s:
-        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [str(DEMO)]
-        text_from(s, model=str(OTHER), max_tokens=5)
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
+        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [TRAINED]
+        text_from(s, model=OTHER, max_tokens=5)
         status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})
         assert (status, content["error"]["code"]) == (404, "model_not_found")
         assert text_from(s) == alone(PROMPT, 24)
 
 
 @pytest.mark.slow
-def test_quantized_caches_are_served_one_at_a_time(tmp_path, demo, text_of):
-    model, tokenizer = demo
+def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of):
+    model, tokenizer = trained
     options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with serve(tmp_path / "log", "--mtp", *flags) as s, ThreadPoolExecutor(2) as pool:
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", *flags) as s, ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(lambda prompt: text_from(s, prompt=prompt), PROMPTS[:2]))
         assert not any("mode_switches_total{" in name for name in s.metrics())
     for prompt, text in zip(PROMPTS, texts):

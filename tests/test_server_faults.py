@@ -15,6 +15,7 @@ from mlx_mtp.server.api.body import parse_json
 from mlx_mtp.server.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from scripts.attack.server import attack
+from tests.support.models import TRAINED
 from tests.support.server_process import serve
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -24,7 +25,7 @@ ASK = {"messages": [{"role": "user", "content": "import os\n"}], "max_tokens": 2
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--mtp", "--max-tokens", "16") as s:
+    with serve(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp", "--max-tokens", "16") as s:
         s.good = s.request(TEXT, GOOD)[1]["choices"][0]["text"]
         yield s
         status, content = s.request(TEXT, GOOD)
@@ -244,7 +245,10 @@ TEMPLATE = (
 
 
 def test_slow_template_delays_neither_requests_nor_the_end(tmp_path):
-    with serve(tmp_path / "log", "--mtp", "--chat-template", TEMPLATE) as s, ThreadPoolExecutor(1) as pool:
+    with (
+        serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--chat-template", TEMPLATE) as s,
+        ThreadPoolExecutor(1) as pool,
+    ):
         slow = pool.submit(s.request, CHAT, {"messages": [{"role": "user", "content": "slow"}]})
         text = s.request(TEXT, GOOD)[1]["choices"][0]["text"]
         messages = [{"role": "user", "content": "import"}]
@@ -256,7 +260,15 @@ def test_slow_template_delays_neither_requests_nor_the_end(tmp_path):
 
 
 def test_failed_generation_affects_no_other(tmp_path):
-    with serve(tmp_path / "log", "--mtp", "--max-tokens", str(10**6), module="tests.support.scripted_server") as s:
+    with serve(
+        tmp_path / "log",
+        "--model",
+        TRAINED,
+        "--mtp",
+        "--max-tokens",
+        str(10**6),
+        module="tests.support.scripted_server",
+    ) as s:
         assert_error(*s.request(TEXT, {**GOOD, "temperature": 1.25}), 500)
         for temperature in (1, 0):
             assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == 200

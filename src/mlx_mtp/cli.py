@@ -51,6 +51,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "draft_p_min": (0, 1),
 }
+MODEL = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The groups of --help and their flags, in this order.
 GROUPS: dict[str, Sequence[str]] = {
     "model": (
@@ -67,7 +68,7 @@ GROUPS: dict[str, Sequence[str]] = {
         "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
-        "max_tokens", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed",
+        "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed",
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
@@ -191,12 +192,38 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
+def extend(parser: argparse.ArgumentParser, program: str, description: str) -> argparse.ArgumentParser:
+    """mlx-lm's parser under another name; a flag that is added to it replaces mlx-lm's of that name."""
+    options: dict[str, Any] = {"conflict_handler": "resolve", "add_help": False}  # it has -h
+    return argparse.ArgumentParser(prog=program, description=description, parents=[parser], **options)
+
+
+def add_drafting(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``generate`` and ``chat`` share, and our help for mlx-lm's where its own does not hold."""
+    add = parser.add_argument
+    add("--model", type=str, help=MODEL)
+    add("--max-kv-size", type=int, help="Set the maximum key-value cache size; not with --mtp or --copy-drafts.")
+    add(
+        "--seed",
+        type=int,
+        help="PRNG seed (default: none, so that --temp gives another text each time). With --mtp, the text depends on the "
+        "prompt and the seed alone: see --acceptance.",
+    )
+    add_num_draft_tokens(parser)
+    add_mtp(parser)
+    add_draft_p_min(parser)
+    add_copy_drafts(parser)
+    add_arguments(parser)
+    add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
+    add_pipeline(parser)
+
+
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """Add mlx-lm's flag of several machines."""
     parser.add_argument(
         "--pipeline",
         action="store_true",
-        help="With mlx.launch, use pipelining instead of tensor parallelism.",
+        help="Use pipelining instead of tensor parallelism, with mlx.launch.",
     )
 
 
@@ -219,13 +246,13 @@ def check_alone(args: argparse.Namespace, *flags: str) -> None:
                 raise ValueError(f"{_flag(name)} runs in one process, not in {n}: leave it out.")
 
 
-def add_mtp(parser: argparse.ArgumentParser, default: bool = False) -> None:
+def add_mtp(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the head."""
     parser.add_argument(
         "--mtp",
         nargs="?",
         const=True,
-        default=default,
+        default=False,
         metavar="HEAD",
         help="Draft with the model's own multi-token-prediction head or, where it has none, with HEAD: a folder or Hugging "
         "Face repo that holds a head alone (model type qwen3_5_mtp).",
@@ -251,10 +278,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} beside the checkpoint where there is one.",
     )
     parser.add_argument(
-        "--mtp-bits", type=int, help="Quantize the head's decoder layer on loading. Defaults to no quantization."
+        "--mtp-bits",
+        type=int,
+        metavar="BITS",
+        help="Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
     )
     parser.add_argument(
-        "--draft-head-bits", type=int, help="Quantize a copy of lm_head for the drafts alone. Defaults to no copy."
+        "--draft-head-bits",
+        type=int,
+        metavar="BITS",
+        help="Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
     )
     parser.add_argument(
         "--settings",
@@ -262,7 +295,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|off",
         type=lambda x: False if x == "off" else x,
         help="Settings that `mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
-        "user's cache folder, if there is one. Ignored when one of the three flags above is given.",
+        "user's cache folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
     )
 
 
@@ -275,6 +308,17 @@ def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> No
         "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
         "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without."
         + without_mtp,
+    )
+
+
+def add_num_draft_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the number of drafts."""
+    parser.add_argument(
+        "--num-draft-tokens",
+        metavar="auto|N",
+        type=number_or("auto"),
+        help=f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS}, or auto: chosen at every step for speed "
+        "(default: that of the settings, or auto; 3 for a draft model).",
     )
 
 
@@ -310,15 +354,6 @@ def number_or(*words: str) -> Callable[[str], str | int]:
             raise argparse.ArgumentTypeError(f"must be {', '.join(words)} or a number, not {text!r}") from e
 
     return convert
-
-
-# The flag --num-draft-tokens; mlx-lm's parsers may have it already.
-NUM_DRAFT_TOKENS: dict[str, Any] = {
-    "type": number_or("auto"),
-    "default": None,
-    "help": f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS} (default: that of the settings, or auto: chosen at "
-    "every step for speed; 3 for a draft model).",
-}
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

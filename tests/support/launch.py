@@ -4,8 +4,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -43,12 +47,39 @@ def run(n: int, *program: str, timeout: float = 120, stdin: str = "") -> subproc
 def launch(n: int, module: str, *args: str, timeout: float = 120) -> list[dict]:
     """Run a module of ``tests/support/ranks`` in ``n`` processes -> what each has reported, by rank.
 
-    A module reports by ``report(name, value)``.
+    A module reports by ``report(name, value)``. ``mlx.launch`` itself would take a quarter of a core.
     """
-    done = run(n, sys.executable, "-m", f"tests.support.ranks.{module}", *args, timeout=timeout)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert "exited with code" not in done.stderr, done.stdout + done.stderr
+    command = [sys.executable, "-m", f"tests.support.ranks.{module}", *args]
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/out", "a+") as out, ExitStack() as stack:
+        processes = []
+        for env in connected(n, Path(folder) / "hosts"):
+            options = {"cwd": ROOT, "env": os.environ | env, "stdout": out, "stderr": out}
+            processes.append(stack.enter_context(subprocess.Popen(command, **options)))
+            stack.callback(processes[-1].kill)
+        statuses = [process.wait(deadline - time.monotonic()) for process in processes]
+        out.seek(0)
+        text = out.read()
+    assert statuses == [0] * n, text
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [{line["name"]: line["value"] for line in lines if line["rank"] == r} for r in range(n)]
+
+
+def connected(n: int, hosts: Path) -> list[dict[str, str]]:
+    """What ``n`` processes need in their environments so that MLX's ring connects them, as ``mlx.launch`` does.
+
+    Args:
+        n (int): The number of processes.
+        hosts (Path): The file to write for them.
+    """
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
+    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(n)]
+
+
+def free_ports(n: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [s.getsockname()[1] for s in servers]
 
 
 def report(name: str, value) -> None:

@@ -11,6 +11,7 @@ from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
 DATA = Path(__file__).parents[1] / "data"
+TRAINED = str(DATA / "dense")
 
 DENSE = {
     "model_type": "qwen3_5_text",

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from .launch import connected, free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,13 +95,11 @@ def serve(
         src (Path, optional): The source of another version to run.
     """
     # mlx-lm's server logs the port that it was given.
-    port = _free_ports(1)[0] if module == "mlx_lm.server" else 0
+    port = free_ports(1)[0] if module == "mlx_lm.server" else 0
     command = [sys.executable, "-m", module, "--port", str(port), *flags]
     envs: list[dict[str, str]] = [{} if src is None else {"PYTHONPATH": str(src)}]
     if ranks > 1:
-        hosts = log.with_name("hosts")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{p}"] for p in _free_ports(ranks)]))
-        envs = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(ranks)]
+        envs = connected(ranks, log.with_name("hosts"))
     with open(log, "w") as file:
         processes = [_start(command, file, env) for env in envs]
     try:
@@ -126,9 +126,3 @@ def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.
         # A script starts its background jobs with SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-def _free_ports(n: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
-        return [s.getsockname()[1] for s in servers]

@@ -36,42 +36,33 @@ GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "jso
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mlx_mtp.benchmark", description="MTP against mlx-lm's plain generation.")
-    parser.add_argument("--model", help="Local directory or Hugging Face repo (default: the bundled demo).")
-    parser.add_argument("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
-    parser.add_argument(
-        "--assume-acceptance",
-        type=float,
-        metavar="RATE",
-        help="With --synthetic: the acceptance rate of a draft whose predecessors were accepted "
-        f"(default: {ACCEPTANCE}).",
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp.benchmark",
+        description="Measure MTP beside plain mlx-lm: both take turns on the same prompts.",
+        conflict_handler="resolve",  # a flag that is added replaces one of that name
     )
-    parser.add_argument(
+    _add_measurement(parser)
+    _add_outputs(parser)
+    _add_prompts(parser)
+    cli.add_arguments(parser)
+    _add_model(parser)
+    cli.add_pipeline(parser)
+    return cli.finish(parser, GROUPS)
+
+
+def _add_measurement(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
+    add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
+    add(
         "--compare-depths",
         nargs="?",
         type=int,
         const=4,
         metavar="K",
-        help="Beside auto, with copies and without, measure the head at each fixed depth from 1 to K (default: 4).",
+        help="Beside auto, with copies and without, measure the head at each fixed depth from 1 to K, or to 4 without K.",
     )
-    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
-    parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for four whose "
-        "answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="Lengthen each prompt to about N tokens (default: as it is). With several lengths, measure each and print how "
-        "times grow.",
-    )
-    parser.add_argument(
+    add(
         "--tune",
         nargs="?",
         const=True,
@@ -80,27 +71,70 @@ def make_parser() -> argparse.ArgumentParser:
         help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to FILE "
         "(default: one in the user's cache folder, where --mtp finds it).",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image.")
-    parser.add_argument(
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw speed by depth into this image; requires --compare-depths or --report.",
+    )
+    add(
         "--report",
         type=Path,
         metavar="FILE",
         help="Measure the head at depths 1 to 4, copies, and both, and write your machine's row of docs/results.md to this "
         "JSON file.",
     )
-    cli.add_mtp(parser, default=True)
-    cli.add_arguments(parser)
-    cli.add_pipeline(parser)
-    for action in parser._actions:
-        if action.dest == "settings":
-            action.default, action.metavar = None, "FILE"
-            action.help = "Measure with the tuned settings in this file (default: none, so that auto is auto)."
-        if action.dest == "mtp":
-            action.help = (
-                "Measure the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own)."
-            )
-    return cli.finish(parser, GROUPS)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--prompts",
+        metavar="FILE|KIND",
+        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for four whose "
+        "answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
+    )
+    add(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="Lengthen each prompt to about N tokens (default: as it is). With several lengths, measure each and print how "
+        "times grow.",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """The model and its head, which is always measured, without tuned settings unless they are asked for."""
+    add = parser.add_argument
+    add("--model", help=cli.MODEL)
+    add("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
+    add(
+        "--assume-acceptance",
+        type=float,
+        metavar="RATE",
+        help="With --synthetic: the acceptance rate of a draft whose predecessors were accepted "
+        f"(default: {ACCEPTANCE}).",
+    )
+    add(
+        "--mtp",
+        nargs="?",
+        const=True,
+        default=True,
+        metavar="HEAD",
+        help="Measure the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own).",
+    )
+    add(
+        "--settings",
+        metavar="FILE",
+        help="Measure with the tuned settings in this file (default: none, so that auto is auto).",
+    )
 
 
 def main() -> None:

@@ -24,10 +24,10 @@ Ctrl-C ends an answer."""
 
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP and of thinking added."""
-    parser: argparse.ArgumentParser = setup_arg_parser()
-    parser.prog = "mlx_mtp.chat"
-    parser.description = "Chat with an LLM, with the model's own MTP head"
-    parser.set_defaults(model=str(DEMO), seed=None, min_tokens_to_keep=1)
+    description = "Chat with a model, with drafts of its own MTP head."
+    parser = cli.extend(setup_arg_parser(), "mlx_mtp.chat", description)
+    cli.add_drafting(parser)
+    parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
     parser.add_argument("--top-k", type=int, default=0, help="Sampling top-k")
     parser.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
     parser.add_argument(
@@ -35,17 +35,6 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("on", "off"),
         help="Let the model think before it answers (default: on where the model can).",
     )
-    parser.add_argument("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
-    cli.add_mtp(parser)
-    cli.add_draft_p_min(parser)
-    cli.add_copy_drafts(parser)
-    cli.add_arguments(parser)
-    cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
-    for action in parser._actions:
-        if action.dest == "model":
-            action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
-        if action.dest == "seed":
-            action.help = "PRNG seed (default: none, another text in each chat). See --acceptance."
     return cli.finish(parser)
 
 

@@ -22,9 +22,9 @@ GROUPS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Add the flags of the head to mlx-lm's."""
-    parser: argparse.ArgumentParser = configure_parser()
-    parser.prog = "mlx_mtp.convert"
-    parser.description = "Convert Hugging Face model to MLX format, with its MTP head"
+    description = "Convert a Hugging Face model to MLX format, with its MTP head."
+    parser = cli.extend(configure_parser(), "mlx_mtp.convert", description)
+    _add_quantization(parser)
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", help="A recipe by name, or a TOML file with these flags; flags given here win."
     )
@@ -32,7 +32,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
     parser.add_argument(
-        "--mtp-bits", type=int, help="Quantize the head's decoder layer to this many bits, and print what that costs."
+        "--mtp-bits",
+        type=int,
+        metavar="BITS",
+        help="Quantize the head's decoder layer to this many bits, and print what that costs. Defaults to no quantization.",
     )
     parser.add_argument(
         "--mtp-group-size",
@@ -55,6 +58,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
     )
     return cli.finish(parser, GROUPS)
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    """mlx-lm's flags, whose defaults depend on the mode."""
+    parser.add_argument(
+        "--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8)."
+    )
+    parser.add_argument(
+        "--q-group-size",
+        type=int,
+        metavar="N",
+        help="Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others).",
+    )
 
 
 def main() -> None:

@@ -28,9 +28,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--corpus",
         nargs="+",
         metavar="FILE",
-        help="Text like that which the model will write, or mlx_lm.lora's .jsonl.",
+        help="Text like that which the model will write, or mlx_lm.lora's .jsonl (default: its answers to prompts).",
     )
-    add("--prompts", metavar="FILE", help="Prompts, separated by lines of three dashes, which the model answers first.")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="Prompts for these answers, separated by lines of three dashes (default: nine kinds of request).",
+    )
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
     add("--drafts", type=int, default=4, help="Number of drafts to train at each position.")
     add("--lora-rank", type=int, metavar="R", help="Write an adapter of this rank in place of a model.")
@@ -43,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=256, help="Tokens of an answer, and of a text that is measured.")
     add("--temp", type=float, default=0.7, help="Sampling temperature of the answers.")
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
-    add("--cache-gb", type=float, default=8.0, help="The most that may be recorded on disk.")
+    add("--cache-gb", type=float, default=8.0, metavar="GB", help="The most GB that may be recorded on disk.")
     add("--seed", type=int, default=0, help="The PRNG seed")
     return cli.finish(parser, GROUPS)
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
 from ..checkpoint.load import DEMO, load
+from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
@@ -29,33 +31,21 @@ MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP added."""
-    parser: argparse.ArgumentParser = setup_arg_parser()
-    parser.prog = "mlx_mtp.generate"
-    parser.description = "LLM inference script, with the model's own MTP head"
-    cli.add_mtp(parser)
-    cli.add_draft_p_min(parser)
+    description = "Generate text, with drafts of the model's own MTP head."
+    parser = cli.extend(setup_arg_parser(), "mlx_mtp.generate", description)
+    cli.add_drafting(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="Verify with the very operations of plain decoding, so that near ties are decided alike, at the price of one "
-        "pass for each token.",
+        help="Verify with the operations of plain decoding, so that near ties are decided alike, at the price of one pass for "
+        "each token.",
     )
     parser.add_argument(
         "--check",
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
-    cli.add_copy_drafts(parser)
-    cli.add_arguments(parser)
-    cli.add_pipeline(parser)
-    cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
-    for action in parser._actions:
-        if action.dest == "model":
-            action.help = "The path to the local model directory or Hugging Face repo (default: the bundled demo)."
-        if action.dest == "num_draft_tokens":
-            vars(action).update(cli.NUM_DRAFT_TOKENS)
-        if action.dest == "seed":
-            action.help = "PRNG seed. With --mtp, the text depends on the seed and the prompt alone: see --acceptance."
+    parser.add_argument("--json-schema", metavar="FILE", help="The text is JSON of the schema in this file.")
     return cli.finish(parser)
 
 
@@ -84,6 +74,7 @@ def run(args: argparse.Namespace) -> None:
         model,
         tokenizer,
         prompt,
+        logits_processors=make_processors(args.json_schema, tokenizer, prompt),
         verbose=args.verbose,
         mtp=bool(args.mtp),
         sampler=cli.sampler_of(args, tokenizer),
@@ -105,7 +96,11 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     template_options(args)
+    if args.json_schema is not None and not Path(args.json_schema).is_file():
+        raise FileNotFoundError(f"--json-schema: there is no file {args.json_schema}.")
     if args.check:
+        if args.json_schema is not None:
+            raise ValueError("--check compares free text and cannot be combined with --json-schema.")
         if args.temp > 0:
             raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
         if args.settings is not True:
@@ -163,6 +158,24 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
                 f"--extra-eos-token {token} is not a token of the model: give one of its vocabulary, or its id."
             )
         tokenizer.add_eos_token(token)
+
+
+def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int]) -> list[Grammar]:
+    """The logits processor of ``--json-schema``, which begins behind the reasoning.
+
+    Raises:
+        ValueError: The file holds no JSON schema.
+    """
+    if schema is None:
+        return []
+    text = Path(schema).read_text()
+    after = ""
+    if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+        after = tokenizer.think_end
+    try:
+        return [make_grammar(tokenizer, json_schema=text, after=after)]
+    except ValueError as e:
+        raise ValueError(f"--json-schema {schema}: {e}") from e
 
 
 def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:

@@ -10,7 +10,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
 from .. import cli
-from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE
+from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..checkpoint.load import DEMO
 from .api.body import RESERVED
 from .provider import ModelProvider
@@ -18,7 +18,10 @@ from .provider import ModelProvider
 
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm makes its parser in ``main``: these are its flags, defaults and help."""
-    parser = argparse.ArgumentParser(prog="mlx_mtp.server", description="MLX Http Server, with the MTP head.")
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp.server",
+        description="Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head.",
+    )
     _add_model_flags(parser)
     _add_http_flags(parser)
     _add_generation_flags(parser)
@@ -32,15 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(DEMO),
-        help="The path to the MLX model weights, tokenizer, and config (default: the demo)",
-    )
+    add("--model", default=str(DEMO), help=cli.MODEL)
     add("--served-model-name", metavar="NAME", help="The name of --model for clients, in place of its path.")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="A model to be used for speculative decoding.")
-    add("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
+    cli.add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
     add("--use-default-chat-template", action="store_true", help="Use the default chat template")
@@ -185,10 +184,8 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
-    if not args.max_token_gap > 0:
-        raise ValueError(f"--max-token-gap must be more than 0 seconds, not {args.max_token_gap}.")
-    if not 0 <= args.min_decode_share < 1:
-        raise ValueError(f"--min-decode-share must be from 0 to below 1, not {args.min_decode_share}.")
+    check_max_token_gap(args.max_token_gap, "--max-token-gap")
+    check_min_decode_share(args.min_decode_share, "--min-decode-share")
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
