@@ -134,7 +134,7 @@ def test_a_chat_model_gets_its_template():
 def test_time_of_steps(steps):
     parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
     for k, n, copies in steps:
-        counts.add(k, n, copies)
+        counts.add(k, n, "copies" if copies else "head")
     seconds = sum(parts.verify[k] + (0 if copies else k * 0.17) for k, _, copies in steps)  # a copy takes no pass
     assert parts.seconds(len(steps), counts) == pytest.approx(seconds)
 

@@ -518,3 +518,31 @@ def test_an_image_is_refused_by_the_model(monkeypatch, capsys, tmp_path):
         status, out, err = run(monkeypatch, capsys, *mtp, "--model", TRAINED, "--image", tmp_path / "a.png")
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert "has no image processor for model type qwen3_5" in err
+
+
+@pytest.mark.parametrize("mtp", [["--mtp"], []])
+def test_json_of_a_schema_in_a_file(monkeypatch, capsys, tmp_path, mtp):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"enum": [10, 20]}}, "required": ["n"]}')
+    flags = "--json-schema", str(schema), "--verbose", "False", "-m", "50"
+    status, out, _ = run(monkeypatch, capsys, *mtp, *flags)
+    assert status == 0
+    assert json.loads(out)["n"] in (10, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("{", (), "schema.json: Expecting property name"),
+        ('{"type": "person"}', (), "schema.json: llguidance cannot read the grammar"),
+        (None, (), "there is no file"),
+        ("{}", ("--check",), "--check compares free text"),
+    ],
+)
+def test_a_bad_schema_is_one_line(monkeypatch, capsys, tmp_path, text, flags, message):
+    schema = tmp_path / "schema.json"
+    if text is not None:
+        schema.write_text(text)
+    status, out, err = run(monkeypatch, capsys, "--mtp", "--json-schema", str(schema), *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err

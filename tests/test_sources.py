@@ -63,7 +63,7 @@ def test_one_sequence_drafts_from_it(oracle_alone, number):
     options = dict(max_tokens=N, num_draft_tokens=number, copy_drafts="auto", counts=counts)
     steps = mtp_generate_step(mx.array(PROMPTS[0]), model_of("qwen3_5"), **options)
     assert [token for token, _, _ in steps] == truths[0][len(PROMPTS[0]) :][:N]
-    assert sum(made[0].proposed) == sum(counts.copied) == sum(counts.copies_accepted) > 0
+    assert sum(made[0].proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
 
 
 def test_several_sequences_draft_from_theirs(oracles):
@@ -73,4 +73,4 @@ def test_several_sequences_draft_from_theirs(oracles):
     texts = run(generator).values()
     assert [text.last.all_tokens for text in texts] == [t[: len(p) + N] for t, p in zip(truths, PROMPTS)]
     assert all(sum(oracle.proposed) > 0 for oracle in made)
-    assert all(text.last.counts.copies_accepted == text.last.counts.copied for text in texts)
+    assert all(text.last.counts.others_accepted == text.last.counts.others for text in texts)

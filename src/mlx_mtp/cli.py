@@ -68,7 +68,8 @@ GROUPS: dict[str, Sequence[str]] = {
         "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
-        "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed",
+        "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability",
+        "xtc_threshold", "seed",
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",

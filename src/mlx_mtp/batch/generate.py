@@ -139,8 +139,7 @@ def _report(verbose: bool, n_finished: int, n: int) -> None:
 
 
 def _print_stats(stats: Any, counts: list[DraftCounts]) -> None:
-    drafted = sum(sum(c.drafted) + sum(c.copied) for c in counts)
-    accepted = sum(sum(c.accepted) + sum(c.copies_accepted) for c in counts)
+    drafted, accepted = sum(c.n_drafted for c in counts), sum(c.n_accepted for c in counts)
     print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
     print(f"[batch_generate] Drafts: {drafted} tokens, {accepted} accepted")

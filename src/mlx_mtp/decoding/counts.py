@@ -13,6 +13,10 @@ class DraftCounts:
         accepted (List[int]): Those accepted.
         copied (List[int]): Drafts copied from the text.
         copies_accepted (List[int]): Those accepted.
+        forced (List[int]): Drafts that a grammar forces.
+        forced_accepted (List[int]): Those accepted.
+        others (List[int]): Drafts of sources that were added to ``decoding/sources.py``.
+        others_accepted (List[int]): Those accepted.
         depth (int): The latest step's number of drafts.
     """
 
@@ -20,12 +24,21 @@ class DraftCounts:
     accepted: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     copies_accepted: list[int] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+    forced_accepted: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    others_accepted: list[int] = field(default_factory=list)
     depth: int = 0
 
-    def add(self, n_drafted: int, n_accepted: int, copies: bool = False) -> None:
+    def add(self, n_drafted: int, n_accepted: int, source: str = "head") -> None:
         """Count a step."""
         self.depth = n_drafted
-        drafted, accepted = (self.copied, self.copies_accepted) if copies else (self.drafted, self.accepted)
+        by_source = {
+            "head": (self.drafted, self.accepted),
+            "copies": (self.copied, self.copies_accepted),
+            "grammar": (self.forced, self.forced_accepted),
+        }
+        drafted, accepted = by_source.get(source, (self.others, self.others_accepted))
         new = n_drafted - len(drafted)
         drafted += [0] * new
         accepted += [0] * new
@@ -34,7 +47,17 @@ class DraftCounts:
             accepted[i] += i < n_accepted
 
     @property
+    def n_drafted(self) -> int:
+        """Drafts of all sources."""
+        return sum(map(sum, (self.drafted, self.copied, self.forced, self.others)))
+
+    @property
+    def n_accepted(self) -> int:
+        """Accepted drafts of all sources."""
+        return sum(map(sum, (self.accepted, self.copies_accepted, self.forced_accepted, self.others_accepted)))
+
+    @property
     def tokens_per_step(self) -> float:
         """The mean number of tokens that a verify pass with drafts has yielded."""
-        n_steps = sum(self.drafted[:1]) + sum(self.copied[:1])
-        return 1 + (sum(self.accepted) + sum(self.copies_accepted)) / n_steps if n_steps > 0 else 1.0
+        n_steps = sum(sum(drafted[:1]) for drafted in (self.drafted, self.copied, self.forced, self.others))
+        return 1 + self.n_accepted / n_steps if n_steps > 0 else 1.0

@@ -163,7 +163,7 @@ class Sequence:
 
     def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
         """Take a step's tokens, now that the host knows them -> these, up to the one that ends the sequence."""
-        self.counts.add(plan.k, n_accepted, plan.is_free)
+        self.counts.add(plan.k, n_accepted, plan.source)
         taken = tokens
         for i, token in enumerate(tokens, 1):
             self.max_tokens -= 1

@@ -33,6 +33,8 @@ class GenerationResponse(StockResponse):
         accepted (Tuple[int, ...]): The number of these accepted.
         copied (Tuple[int, ...]): The number of drafts copied from the text, by position in the window.
         copies_accepted (Tuple[int, ...]): The number of these accepted.
+        forced (Tuple[int, ...]): The number of drafts that a grammar forces, by position in the window.
+        forced_accepted (Tuple[int, ...]): The number of these accepted.
         tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
     """
 
@@ -40,6 +42,8 @@ class GenerationResponse(StockResponse):
     accepted: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
     copies_accepted: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    forced_accepted: tuple[int, ...] = ()
     tokens_per_step: float = 1.0
 
 
@@ -161,6 +165,8 @@ def _stream_mtp(
             accepted=tuple(counts.accepted),
             copied=tuple(counts.copied),
             copies_accepted=tuple(counts.copies_accepted),
+            forced=tuple(counts.forced),
+            forced_accepted=tuple(counts.forced_accepted),
             tokens_per_step=counts.tokens_per_step,
         )
 
@@ -225,4 +231,6 @@ def _print_figures(response: GenerationResponse, mtp: bool, copy_drafts: CopyDra
         drafts = [f"{rates} accepted by position"] if rates else []
         if response.copied:
             drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
+        if response.forced:
+            drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")

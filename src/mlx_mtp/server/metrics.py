@@ -33,6 +33,8 @@ class Metrics:
         self.accepted_tokens = Counter("accepted_tokens", "Accepted drafts, by position.", ["position"], **common)
         self.copied_tokens = Counter("copied_tokens", "Drafts copied from the text.", **common)
         self.accepted_copied_tokens = Counter("accepted_copied_tokens", "Accepted drafts of these.", **common)
+        self.forced_tokens = Counter("forced_tokens", "Drafts that a grammar forces.", **common)
+        self.accepted_forced_tokens = Counter("accepted_forced_tokens", "Accepted drafts of these.", **common)
         self.depth = Gauge("depth", "Drafts in the latest step of so many requests at once.", ["requests"], **common)
         self.drafted_by_size = Counter(
             "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"], **common
@@ -64,6 +66,8 @@ class Metrics:
             self.accepted_tokens.labels(position).inc(accepted)
         self.copied_tokens.inc(sum(counts.copied))
         self.accepted_copied_tokens.inc(sum(counts.copies_accepted))
+        self.forced_tokens.inc(sum(counts.forced))
+        self.accepted_forced_tokens.inc(sum(counts.forced_accepted))
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         self.queue_length.set_function(length)
@@ -74,6 +78,4 @@ class Metrics:
 
 def _totals(counts: Sequence[DraftCounts]) -> tuple[int, int]:
     """(drafts, those accepted)"""
-    return sum(sum(c.drafted) + sum(c.copied) for c in counts), sum(
-        sum(c.accepted) + sum(c.copies_accepted) for c in counts
-    )
+    return sum(c.n_drafted for c in counts), sum(c.n_accepted for c in counts)

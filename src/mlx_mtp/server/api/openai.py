@@ -147,9 +147,11 @@ def _usage(usage: Usage) -> Json:
     if (counts := usage.counts) is not None:
         content["completion_tokens_details"] = {
             "accepted_prediction_tokens": usage.n_accepted,
-            "rejected_prediction_tokens": sum(counts.drafted) + sum(counts.copied) - usage.n_accepted,
+            "rejected_prediction_tokens": counts.n_drafted - usage.n_accepted,
             "copied_tokens": sum(counts.copied),
             "accepted_copied_tokens": sum(counts.copies_accepted),
+            "forced_tokens": sum(counts.forced),
+            "accepted_forced_tokens": sum(counts.forced_accepted),
         }
     return content
 
