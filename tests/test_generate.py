@@ -148,6 +148,7 @@ def test_every_flag_is_mlx_lms():
         "mtp",
         "exact",
         "check",
+        "json_schema",
         "copy_drafts",
         "draft_p_min",
         "draft_vocab",
