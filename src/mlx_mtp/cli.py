@@ -71,7 +71,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
-        "prompt_cache_size", "prompt_cache_bytes",
+        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
         "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "decode_concurrency",
@@ -288,6 +288,25 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
         f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
         "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
     )
+
+
+def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a prompt store's folder."""
+    parser.add_argument(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="Keep what was read of prompts in this folder, which other commands may share: a text that begins alike is not "
+        "read again, nor after a restart. It holds the texts themselves. Requires --mtp or --copy-drafts.",
+    )
+
+
+def check_prompt_cache_dir(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: The model does not draft.
+    """
+    if args.prompt_cache_dir is not None and not drafts(args):
+        raise ValueError("--prompt-cache-dir requires --mtp or --copy-drafts.")
 
 
 def copies(args: argparse.Namespace) -> bool:
