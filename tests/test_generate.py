@@ -468,6 +468,17 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
     assert run(monkeypatch, capsys) == (130, "", "")
 
 
+def test_a_folder_keeps_what_was_read(monkeypatch, capsys, tmp_path):
+    flags = ["--prompt", PROMPT, "--max-tokens", "8", "--verbose", "False", "--ignore-chat-template"]
+    _, want, _ = run(monkeypatch, capsys, *flags)
+    flags += ["--mtp", "--prompt-cache-dir", tmp_path]
+    found = []
+    for _ in range(2):
+        assert run(monkeypatch, capsys, *flags) == (0, want, "")
+        found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
+    assert found[0] == found[1] != {}
+
+
 def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = json.loads((DATA / "dense" / "config.json").read_text())
@@ -488,6 +499,8 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--chat-template-config", "{"], "is not JSON"),
         (["--draft-p-min", "7"], "from 0 to 1, not 7"),
         (["--settings", tmp_path], "There are no settings"),
+        (["--prompt-cache-dir", DATA / "dense" / "config.json"], "config.json"),
+        (["--prompt-cache-dir", tmp_path, "--check"], "--prompt-cache-dir and --check cannot be combined"),
     ]
     for args, message in cases:
         status, out, err = run(monkeypatch, capsys, "--mtp", *args)

@@ -146,6 +146,21 @@ def test_an_answer_that_is_stopped_is_kept(demo):
     assert store.fetch([*prompt, *tokens])[1] == len(prompt) + 5
 
 
+def test_a_prompt_that_is_stopped_is_kept(demo):
+    """As far as it is read: here up to its last cut and the chunk after it."""
+    model, tokenizer = demo
+    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
+
+    def interrupt(n_read, _):
+        if n_read == len(prompt):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=interrupt)
+    assert store.fetch(prompt[:-1])[1] == len(prompt) - 1
+    assert answer(model, tokenizer, prompt, store, max_tokens=5) == answer(model, tokenizer, prompt, None, max_tokens=5)
+
+
 class Counting:
     """A processor that keeps state, and has seen each token once, in order."""
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
 from .models.cache_checks import BITS, GROUP_SIZES
+from .prompt_store import PromptStore
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 BROKEN_PIPE = 141  # of one that SIGPIPE has ended
@@ -300,13 +301,23 @@ def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_prompt_cache_dir(args: argparse.Namespace) -> None:
+def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     """
     Raises:
-        ValueError: The model does not draft.
+        ValueError: ``--prompt-cache-dir`` is given, and the model does not draft, or so is one of these flags.
     """
-    if args.prompt_cache_dir is not None and not drafts(args):
+    if args.prompt_cache_dir is None:
+        return
+    if not drafts(args):
         raise ValueError("--prompt-cache-dir requires --mtp or --copy-drafts.")
+    for name in flags:
+        if getattr(args, name):
+            raise ValueError(f"--prompt-cache-dir and {_flag(name)} cannot be combined.")
+
+
+def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
+    """The prompt store that the flags ask for, if any."""
+    return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
 
 
 def copies(args: argparse.Namespace) -> bool:

@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
     cli.add_mtp(parser)
     cli.add_draft_p_min(parser)
+    cli.add_prompt_cache_dir(parser)
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
@@ -57,7 +58,8 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Load the model, and answer until the user ends the chat."""
     cli.check_generation_flags(args)
-    cli.check_alone(args, "adapter_path")
+    cli.check_prompt_cache_dir(args)
+    cli.check_alone(args, "adapter_path", "prompt_cache_dir")
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
@@ -73,11 +75,12 @@ def run(args: argparse.Namespace) -> None:
     cli.report_settings(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    conversation = Conversation(model, tokenizer, args)
-    print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
-    with history(history_file()) if sys.stdin.isatty() else nullcontext():
-        while (query := ask(conversation)) != "q":
-            obey(query, conversation)
+    with cli.open_prompt_store(args, model) as store:
+        conversation = Conversation(model, tokenizer, args, store)
+        print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
+        with history(history_file()) if sys.stdin.isatty() else nullcontext():
+            while (query := ask(conversation)) != "q":
+                obey(query, conversation)
 
 
 def ask(conversation: Conversation) -> str:

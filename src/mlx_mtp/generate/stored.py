@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.processors import keeps_state
+from ..models.prompt_cache import PromptCache
 from ..prompt_store import PromptStore
 from ..prompt_store.arrays import KVOptions
 from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
@@ -32,7 +33,7 @@ def stored_steps(
         ValueError: The options do not go with a store, or it is another model's.
     """
     for name in ("prompt_cache", "input_embeddings"):
-        if options.get(name) is not None:
+        if options.pop(name, None) is not None:
             raise ValueError(f"prompt_store and {name} cannot be combined.")
     if store.model is not model:
         raise ValueError("The prompt store is that of another model: make one with PromptStore(model).")
@@ -51,7 +52,8 @@ def stored_steps(
                 tokens.append(step[0])
                 yield step
     finally:
-        store.insert(tokens, cache, kv)
+        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
+        store.insert(tokens[:n_read], cache, kv)
 
 
 def _read(
