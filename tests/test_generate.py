@@ -155,6 +155,7 @@ def test_every_flag_is_mlx_lms():
         "settings",
         "acceptance",
         "pipeline",  # as in mlx-lm's chat
+        "prompt_cache_dir",
         "version",
     }
     assert theirs.keys() <= ours.keys()
