@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_mtp
+from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
@@ -46,11 +47,12 @@ def run(monkeypatch, capsys, *args, stdin=""):
     return status, *capsys.readouterr()
 
 
-def started(trained, *flags, chat_template=None) -> Conversation:
+def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     """A conversation with a model that has no chat template of its own."""
     model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
-    return Conversation(model, tokenizer, make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags]))
+    args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags])
+    return Conversation(model, tokenizer, args, store)
 
 
 def cut_after(n: int, pieces: list[str]):
@@ -86,8 +88,12 @@ def test_every_flag_is_mlx_lms():
     assert ours["seed"].default is None, "with a seed, sampled drafts are coupled"
 
 
-@pytest.mark.parametrize("flags", [(), ("--mtp", "--num-draft-tokens", "3")], ids=str)
-def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, flags):
+STORED = ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir")
+
+
+@pytest.mark.parametrize("flags", [(), STORED[:-1], STORED], ids=str)
+def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, flags, tmp_path):
+    flags = [*flags, tmp_path / "store"] if flags == STORED else flags
     stdin = "\n".join([*TURNS, "", "r", TURNS[1], "h", "q", "not reached"])
     status, out, err = run(monkeypatch, capsys, *flags, "-m", 20, stdin=stdin)
     assert (status, err) == (0, "")
@@ -101,6 +107,20 @@ def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, fla
     assert all(re.fullmatch(drafts, match[2]) for match in found if match)
     assert out.count("'h' to display") == 2
     assert "not reached" not in out
+
+
+def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
+    """Also one that Ctrl-C has ended."""
+    for n_before in (0, 1):
+        with PromptStore(demo[0], folder=tmp_path) as store:
+            conversation, pieces = started(demo, "--mtp", store=store), []
+            for turn in TURNS:
+                conversation.answer(turn, cut_after(7, pieces))
+                pieces.clear()
+            tokens = [*demo[1].encode(TURNS[0] + "\n")]
+            assert conversation.text[: len(tokens)] == tokens
+            assert store.fetch([*conversation.text, 1])[1] == len(conversation.text)
+            assert (store.disk.bytes_read > 0) == bool(n_before)
 
 
 def test_the_end_of_the_input_ends_the_chat(monkeypatch, capsys):
@@ -123,6 +143,7 @@ def test_copies_have_figures_of_their_own(monkeypatch, capsys):
         ("--mtp --max-kv-size 9", "--mtp cannot be combined with --max-kv-size"),
         ("--draft-p-min 0.5", "--draft-p-min requires --mtp"),
         ("--thinking on", "has no switch for thinking"),
+        ("--prompt-cache-dir /tmp", "--prompt-cache-dir requires --mtp"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, flags, message):

@@ -22,7 +22,7 @@ from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, 
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
-from tests.support.models import TRAINED
+from tests.support.models import DATA, TRAINED
 
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 
@@ -157,6 +157,7 @@ def test_every_flag_is_mlx_lms():
         "settings",
         "acceptance",
         "pipeline",  # as in mlx-lm's chat
+        "prompt_cache_dir",
         "version",
     }
     assert theirs.keys() <= ours.keys()
@@ -470,6 +471,17 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
     assert run(monkeypatch, capsys) == (130, "", "")
 
 
+def test_a_folder_keeps_what_was_read(monkeypatch, capsys, tmp_path):
+    flags = ["--prompt", PROMPT, "--max-tokens", "8", "--verbose", "False", "--ignore-chat-template"]
+    _, want, _ = run(monkeypatch, capsys, *flags)
+    flags += ["--mtp", "--prompt-cache-dir", tmp_path]
+    found = []
+    for _ in range(2):
+        assert run(monkeypatch, capsys, *flags) == (0, want, "")
+        found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
+    assert found[0] == found[1] != {}
+
+
 def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = json.loads((Path(TRAINED) / "config.json").read_text())
@@ -490,6 +502,8 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--chat-template-config", "{"], "is not JSON"),
         (["--draft-p-min", "7"], "from 0 to 1, not 7"),
         (["--settings", tmp_path], "There are no settings"),
+        (["--prompt-cache-dir", DATA / "dense" / "config.json"], "config.json"),
+        (["--prompt-cache-dir", tmp_path, "--check"], "--prompt-cache-dir and --check cannot be combined"),
     ]
     for args, message in cases:
         status, out, err = run(monkeypatch, capsys, "--mtp", *args)

@@ -190,6 +190,16 @@ def test_a_full_disk_is_one_line(tmp_path, caplog):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_disk_that_is_full_at_the_start_leaves_the_index_alone(tmp_path):
+    fill(tmp_path)
+    index = (tmp_path / "index.sqlite").read_bytes()
+    with full_disk(len(index) // 2), pytest.raises(OSError, match="cannot be used"):
+        stored(tmp_path)
+    assert (tmp_path / "index.sqlite").read_bytes() == index
+    with stored(tmp_path) as store:
+        assert store.fetch(TEXT)[1] == len(TEXT)
+
+
 def test_too_large_for_the_folder(tmp_path, caplog):
     with stored(tmp_path, max_disk_bytes=10_000) as store:
         read(store.model, TEXT, CUTS, store)

@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import mlx_mtp
 from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
 from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.generate import stored
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
@@ -144,6 +145,22 @@ def test_an_answer_that_is_stopped_is_kept(trained):
     with closing(stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40)) as responses:
         tokens = [next(responses).token for _ in range(5)]
     assert store.fetch([*prompt, *tokens])[1] == len(prompt) + 5
+
+
+def test_a_prompt_that_is_stopped_is_kept(demo, monkeypatch):
+    """As far as it is read: up to a cut and the chunk after it."""
+    model, tokenizer = demo
+    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
+    monkeypatch.setattr(stored, "choose_cuts", lambda *_: [5])
+
+    def interrupt(n_read, _):
+        if n_read == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=interrupt, prefill_step_size=4)
+    assert store.fetch(prompt[:-1])[1] == 9
+    assert answer(model, tokenizer, prompt, store, max_tokens=5) == answer(model, tokenizer, prompt, None, max_tokens=5)
 
 
 class Counting:

@@ -24,6 +24,7 @@ from mlx_mtp.server import memory as memory_of
 from mlx_mtp.server.__main__ import make_generator
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.caches import WholeCaches
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
 from mlx_mtp.server.job import Step
 from mlx_mtp.server.metrics import Metrics
@@ -69,11 +70,13 @@ def generator_of(**attributes):
 
 
 def test_bytes_of_running_requests_count():
-    g = generator_of(prompt_cache=LRUPromptCache(), scheduler=SimpleNamespace(nbytes=500), max_cache_bytes=1000)
-    g.model_provider = SimpleNamespace(model_key="model")
+    caches = WholeCaches(LRUPromptCache())
+    caches.use(("model", None, None), None, None, 1000)
+    g = generator_of(caches=caches, scheduler=SimpleNamespace(nbytes=500), max_cache_bytes=1000)
+    job = SimpleNamespace(request=SimpleNamespace(encoded=object()))
     for i in range(6):
-        g._save([i], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
-    assert (len(g.prompt_cache), g.prompt_cache.nbytes) == (5, 500)
+        g._save(job, [i], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
+    assert (len(caches.lru), caches.lru.nbytes) == (5, 500)
 
 
 def test_caches_may_take_half_of_what_models_leave(monkeypatch):

@@ -32,19 +32,9 @@ FLAGS = ["--mtp", "--prefill-step-size", "48", "--prompt-cache-bytes", "12MB"]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The first layers of the demo, in float32, in which ranks compute the numbers of one process."""
-    folder, n_layers = copytree(DEMO, tmp_path_factory.mktemp("float32") / "demo"), 4
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    text |= {"num_hidden_layers": n_layers, "layer_types": text["layer_types"][:n_layers]}
-    checkpoints.configure(folder, text_config=text)
-    layer = re.compile(r"model\.language_model\.layers\.(\d+)\.")
-
-    def change(weights):
-        for name, w in list(weights.items()):
-            weights[name] = w.astype(mx.float32)
-            if (found := layer.match(name)) and int(found[1]) >= n_layers:
-                del weights[name]
-
-    checkpoints.edit(folder, change)
+    folder = copytree(DEMO, tmp_path_factory.mktemp("float32") / "demo")
+    checkpoints.first_layers(folder, 4)
+    checkpoints.edit(folder, lambda weights: weights.update({n: w.astype(mx.float32) for n, w in weights.items()}))
     return str(folder)
 
 

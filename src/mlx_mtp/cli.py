@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
 from .models.cache_checks import BITS, GROUP_SIZES
+from .prompt_store import PromptStore
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 BROKEN_PIPE = 141  # of one that SIGPIPE has ended
@@ -73,7 +74,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
-        "prompt_cache_size", "prompt_cache_bytes",
+        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
         "host", "port", "api_key", "api_key_file", "allowed_origins", "log_level", "max_queue",
@@ -213,6 +214,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add_num_draft_tokens(parser)
     add_mtp(parser)
     add_draft_p_min(parser)
+    add_prompt_cache_dir(parser)
     add_copy_drafts(parser)
     add_arguments(parser)
     add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
@@ -333,6 +335,35 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
         f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
         "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
     )
+
+
+def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a prompt store's folder."""
+    parser.add_argument(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="Keep what was read of prompts in this folder, which other commands may share: a text that begins alike is not "
+        "read again, nor after a restart. It holds the texts themselves. Requires --mtp or --copy-drafts.",
+    )
+
+
+def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
+    """
+    Raises:
+        ValueError: ``--prompt-cache-dir`` is given, and the model does not draft, or so is one of these flags.
+    """
+    if args.prompt_cache_dir is None:
+        return
+    if not drafts(args):
+        raise ValueError("--prompt-cache-dir requires --mtp or --copy-drafts.")
+    for name in flags:
+        if getattr(args, name):
+            raise ValueError(f"--prompt-cache-dir and {_flag(name)} cannot be combined.")
+
+
+def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
+    """The prompt store that the flags ask for, if any."""
+    return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
 
 
 def copies(args: argparse.Namespace) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoints in folders, good and bad, for the tests."""
 
 import json
+import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -154,3 +155,17 @@ BAD_IDS = [
     "config not text", "no weights", "config empty", "no text config", "size not a number",
     "index cut short", "index a list", "index without weight_map", "index of no files",
 ]  # fmt: skip
+
+
+def first_layers(folder, n):
+    """Keep the first n layers of a copy of the demo: the same text model, faster."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    configure(folder, text_config=text | {"num_hidden_layers": n, "layer_types": text["layer_types"][:n]})
+    layer = re.compile(r"model\.language_model\.layers\.(\d+)\.")
+
+    def drop(weights):
+        for name in [*weights]:
+            if (found := layer.match(name)) and int(found[1]) >= n:
+                del weights[name]
+
+    edit(folder, drop)

@@ -13,6 +13,9 @@ from .checkpoints import write
 from .models import DATA, tiny_config, tiny_model
 
 TEMPLATE = (DATA / "tools.jinja").read_text()
+END = "<|im_end|>"
+THINKING = "</think>", "<think>"
+MARKS = (*THINKING, END, "<|im_start|>")
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
 SCHEMAS = {
     "write": {"properties": {"path": STRING, "content": STRING}},
@@ -34,17 +37,26 @@ def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = F
     return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
 
 
-def make_model(folder: Path) -> Path:
-    """A tiny model with the demo's tokenizer, Qwen's marks for reasoning in the vocabulary, and a template with tools."""
+def make_model(folder: Path, marks: tuple[str, ...] = THINKING) -> Path:
+    """A tiny model with the demo's tokenizer, Qwen's marks in the vocabulary, and a template with tools."""
     changes = {"vocab_size": 4096}
     write(folder, tiny_config("qwen3_5", **changes), dict(tree_flatten(tiny_model("qwen3_5", **changes).parameters())))
-    shutil.copy(DEMO / "tokenizer_config.json", folder)
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        shutil.copy(DEMO / name, folder)
+    return talk(folder, marks)
+
+
+def talk(folder: Path, marks: tuple[str, ...], template: str = TEMPLATE) -> Path:
+    """Give a copy of the demo Qwen's marks, each a token, and a chat template; ``<|im_end|>`` then ends an answer."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    for mark in ("</think>", "<think>"):
+    for mark in marks:
         token = max(vocabulary, key=vocabulary.get)
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocabulary.pop(token), "content": mark})
         merges.pop()
+    if END in marks:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": END}))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder

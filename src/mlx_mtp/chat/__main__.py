@@ -46,7 +46,8 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Load the model, and answer until the user ends the chat."""
     cli.check_generation_flags(args)
-    cli.check_alone(args, "adapter_path")
+    cli.check_prompt_cache_dir(args)
+    cli.check_alone(args, "adapter_path", "prompt_cache_dir")
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
@@ -62,11 +63,12 @@ def run(args: argparse.Namespace) -> None:
     cli.report_settings(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    conversation = Conversation(model, tokenizer, args)
-    print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
-    with history(history_file()) if sys.stdin.isatty() else nullcontext():
-        while (query := ask(conversation)) != "q":
-            obey(query, conversation)
+    with cli.open_prompt_store(args, model) as store:
+        conversation = Conversation(model, tokenizer, args, store)
+        print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
+        with history(history_file()) if sys.stdin.isatty() else nullcontext():
+            while (query := ask(conversation)) != "q":
+                obey(query, conversation)
 
 
 def ask(conversation: Conversation) -> str:

@@ -11,22 +11,26 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli
 from ..generate.stream import GenerationResponse, stream_generate
 from ..models.prompt_cache import make_prompt_cache, n_tokens
+from ..prompt_store import PromptStore
 
 
 class Conversation:
-    """One prompt cache holds all turns, so that each reads only its new tokens.
+    """One prompt cache, or a prompt store, holds all turns, so that each reads only its new tokens.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (TokenizerWrapper): Its tokenizer.
         args (argparse.Namespace): The flags of ``mlx_mtp.chat``.
+        store (PromptStore, optional): What holds the turns. Default: ``None``, a prompt cache.
 
     Raises:
         ValueError: ``--thinking`` is given, and the chat template has no such switch.
     """
 
-    def __init__(self, model: Any, tokenizer: TokenizerWrapper, args: argparse.Namespace):
-        self.model, self.tokenizer, self.args = model, tokenizer, args
+    def __init__(
+        self, model: Any, tokenizer: TokenizerWrapper, args: argparse.Namespace, store: PromptStore | None = None
+    ):
+        self.model, self.tokenizer, self.args, self.store = model, tokenizer, args, store
         self.ranks = getattr(model, "ranks", None)  # a model of plain mlx-lm has none
         self.thinking: bool = tokenizer.has_thinking
         if args.thinking is not None:
@@ -35,10 +39,14 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all turns."""
-        if cli.drafts(self.args):
+        self.cache: list[Any] | None
+        if self.store is not None:
+            self.cache = None
+        elif cli.drafts(self.args):
             self.cache = make_prompt_cache(self.model)
         else:
             self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
+        self.text: list[int] = []  # the turns before, where a store holds them
         self.turn = 0
         self.is_cut = False  # the last answer has not said that it ends
         self.unread: list[int] = []  # the rest of a question, where Ctrl-C came before the answer
@@ -61,26 +69,39 @@ class Conversation:
             Optional[GenerationResponse]: The last one, with the figures; ``None`` if Ctrl-C came before the first token.
         """
         prompt = self.unread + self._encode(query)
-        before, response = n_tokens(self.cache), None
+        before, response, said = self._n_read(), None, []
         self.unread, self.is_cut = [], True
+        text = [*self.text, *prompt]
         try:
-            with closing(stream_generate(self.model, self.tokenizer, prompt, **self._options())) as responses:
+            with closing(stream_generate(self.model, self.tokenizer, text, **self._options())) as responses:
                 for response in responses:
+                    said.append(response.token)
                     show(response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are somewhere else
             if response is None:
-                self.unread = prompt[n_tokens(self.cache) - before :]
+                self.unread = prompt[self._n_read() - before :]
+        if self.store is not None and response is not None:
+            self.text = text + said
         self.is_cut = response is None or response.finish_reason != "stop"
         self.turn += 1
         return response
+
+    def _n_read(self) -> int:
+        """The tokens in the prompt cache."""
+        return 0 if self.cache is None else n_tokens(self.cache)
 
     def _options(self) -> dict[str, Any]:
         names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
         options = {name: getattr(self.args, name) for name in names}
         sampler = cli.sampler_of(self.args, self.tokenizer, self.turn)
-        return options | {"mtp": bool(self.args.mtp), "sampler": sampler, "prompt_cache": self.cache}
+        return options | {
+            "mtp": bool(self.args.mtp),
+            "sampler": sampler,
+            "prompt_cache": self.cache,
+            "prompt_store": self.store,
+        }
 
     def _encode(self, query: str) -> list[int]:
         """The tokens that a query adds, through the chat template if there is one."""

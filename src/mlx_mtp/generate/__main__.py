@@ -24,7 +24,7 @@ from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_
 from .stream import generate
 
 # What runs in one process alone. A prompt cache file is of a whole model.
-ALONE = ("prompt_cache_file", "draft_model", "adapter_path", "image", "quantize_activations")
+ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
 SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 
@@ -70,20 +70,22 @@ def run(args: argparse.Namespace) -> None:
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
-    response = generate(
-        model,
-        tokenizer,
-        prompt,
-        logits_processors=make_processors(args.json_schema, tokenizer, prompt),
-        verbose=args.verbose,
-        mtp=bool(args.mtp),
-        sampler=cli.sampler_of(args, tokenizer),
-        max_kv_size=args.max_kv_size,
-        draft_model=load_draft_model(args, tokenizer),
-        **options,
-    )
-    if not args.verbose:
-        print(response)
+    with cli.open_prompt_store(args, model) as store:
+        response = generate(
+            model,
+            tokenizer,
+            prompt,
+            logits_processors=make_processors(args.json_schema, tokenizer, prompt),
+            verbose=args.verbose,
+            mtp=bool(args.mtp),
+            sampler=cli.sampler_of(args, tokenizer),
+            max_kv_size=args.max_kv_size,
+            draft_model=load_draft_model(args, tokenizer),
+            prompt_store=store,
+            **options,
+        )
+        if not args.verbose:
+            print(response, flush=True)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -92,6 +94,7 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_generation_flags(args)
+    cli.check_prompt_cache_dir(args, "prompt_cache_file", "image", "check")
     cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")

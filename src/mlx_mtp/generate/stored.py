@@ -12,9 +12,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.grammar import Grammar
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.processors import keeps_state
+from ..models.prompt_cache import PromptCache
 from ..prompt_store import PromptStore
 from ..prompt_store.arrays import KVOptions
-from ..prompt_store.cuts import OPENING, choose_cuts, message_ends
+from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
 
 KV_DEFAULTS = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": DEFAULT_QUANTIZED_KV_START}
 
@@ -33,7 +34,7 @@ def stored_steps(
         ValueError: The options do not go with a store, or it is another model's.
     """
     for name in ("prompt_cache", "input_embeddings"):
-        if options.get(name) is not None:
+        if options.pop(name, None) is not None:
             raise ValueError(f"prompt_store and {name} cannot be combined.")
     if store.model is not model:
         raise ValueError("The prompt store is that of another model: make one with PromptStore(model).")
@@ -41,7 +42,7 @@ def stored_steps(
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     kv = _kv_options(options)
-    cuts = choose_cuts(message_ends(tokens, _opening(tokenizer)), len(tokens), store.n_common(tokens))
+    cuts = choose_cuts(message_ends(tokens, opening_of(tokenizer)), len(tokens), store.n_common(tokens))
     cache, n = _read(store, tokens, cuts, kv, model, stream, options)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
     try:
@@ -52,7 +53,8 @@ def stored_steps(
                 tokens.append(step[0])
                 yield step
     finally:
-        store.insert(tokens, cache, kv)
+        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
+        store.insert(tokens[:n_read], cache, kv)
 
 
 def _read(
@@ -95,12 +97,6 @@ def _read(
 def _kv_options(options: dict[str, Any]) -> KVOptions | None:
     bits, size, start = (options.get(name, default) for name, default in KV_DEFAULTS.items())
     return None if bits is None else (bits, size, start)
-
-
-def _opening(tokenizer: TokenizerWrapper) -> list[int]:
-    """The tokens that open a message."""
-    tokens: list[int] = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
-    return tokens
 
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:

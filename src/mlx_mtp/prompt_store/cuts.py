@@ -1,6 +1,7 @@
 """Where the reading of a prompt is cut, so that later texts can be resumed there: where they are likely to part from it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,11 @@ LAST = 4  # messages that end in a cut, beside the first
 NEAR = 128  # tokens after another cut, where one more would save little
 EVERY = 4096  # tokens at most between two cuts, so that an edit in the middle costs no more
 OPENING = "<|im_start|>"  # of a message, in the chat templates of these models
+
+
+def opening_of(tokenizer: Any) -> list[int]:
+    """The tokens of ``OPENING``; empty without a chat template."""
+    return list(tokenizer.encode(OPENING, add_special_tokens=False)) if tokenizer.has_chat_template else []
 
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ from .arrays import Arrays
 from .files import SUFFIX
 
 LAYOUT = 1  # of the index and the files
+DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # what SQLite says of a damaged index
 BUSY = 10.0  # seconds to wait for another process that writes to the index
 OURS = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}(\.(\d+)\.tmp)?")
 TABLES = """
@@ -82,14 +83,18 @@ class Folder:
         try:
             self._open(index)
         except sqlite3.DatabaseError as e:
-            if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
-                raise OSError(f"{index} is locked by another process.") from e
+            if not _is_damage(e):  # it is locked, or the disk is full: what is there stays
+                raise OSError(f"{index} cannot be used: {e}.") from e
             logging.warning(f"{index} cannot be used ({e}): it is put aside, and the prompt cache begins anew.")
             for suffix in ("-wal", "-shm"):
                 Path(f"{index}{suffix}").unlink(missing_ok=True)
             index.replace(index.with_suffix(".damaged"))
             self._open(index)
-        self._sweep()
+        try:
+            self._sweep()
+        except sqlite3.Error as e:
+            self.close()
+            raise OSError(f"{index} cannot be used: {e}.") from e
 
     def _open(self, index: Path) -> None:
         self._db = sqlite3.connect(index, timeout=BUSY, isolation_level=None, check_same_thread=False)
@@ -248,6 +253,12 @@ class Folder:
 def _total(db: sqlite3.Connection) -> int:
     total: int = db.execute("SELECT COALESCE(SUM(nbytes), 0) FROM pieces").fetchone()[0]
     return total
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the index is no index, or another one's: all else is not its fault."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
 def _is_alive(pid: int) -> bool:

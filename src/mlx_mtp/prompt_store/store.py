@@ -20,6 +20,7 @@ from .tree import Node, Piece, Tokens
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
+Origin = weakref.ref[Node]  # where in the store a reading is
 
 
 @dataclass
@@ -72,6 +73,7 @@ class PromptStore:
         self.max_checkpoints = max_checkpoints
         self.counts = Counts()
         self._lock = threading.RLock()
+        self._key = model.fingerprint()
         self._clear()
         self.disk: Disk | None = None
         if folder is not None:
@@ -124,13 +126,20 @@ class PromptStore:
             nodes = (node for root in self._roots.values() for node in root.prefixes(text))
             return max((node.common(text) for node in nodes), default=0)
 
-    def insert(self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None) -> None:
+    def insert(
+        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, origin: Origin | None = None
+    ) -> Origin | None:
         """Keep what is new in a prompt cache, with a checkpoint at its end.
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
             kv (Tuple[int, int, int], optional): As in ``fetch``.
+            origin (Origin, optional): What this returned of the same reading before: so far, nothing is compared. Default:
+              ``None``; a cache that was fetched or inserted, and copies of it, know it.
+
+        Returns:
+            Optional[Origin]: For the next call; ``None`` for no tokens.
 
         Raises:
             ValueError: It is another model's, or not of these tokens.
@@ -142,9 +151,9 @@ class PromptStore:
             if cache.n_tokens != len(text):
                 raise ValueError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
             if len(text) == 0:
-                return
+                return None
             format = arrays.format_of(self.model, cache, kv)
-            node = self._origin(cache.entries[-1], format, text)
+            node = self._origin(origin or getattr(cache.entries[-1], "origin", None), format, text)
             while (child := self._same_child(node, text, cache, format)) is not None:
                 node = child
             if node.length < len(text):
@@ -152,10 +161,11 @@ class PromptStore:
             if not _in_memory(node):
                 node.checkpoint = self._held(arrays.states(cache, format))
                 node.used = self._now
-            cache.entries[-1].origin = weakref.ref(node)
+            cache.entries[-1].origin = origin = weakref.ref(node)
             self.trim_to(self.max_bytes, self.max_checkpoints)
         if self.disk is not None:
             self.disk.wake()
+        return origin
 
     def trim_to(self, n_bytes: int, n_checkpoints: int | None = None) -> None:
         """Give up what is worth least, until this much is left."""
@@ -174,7 +184,6 @@ class PromptStore:
             return sum(map(_in_memory, self._nodes()))
 
     def _clear(self) -> None:
-        self._key = self.model.fingerprint()
         self._roots: dict[Format, Node] = {}
         self._now = 0  # in requests
         self.nbytes = 0  # in memory
@@ -183,7 +192,8 @@ class PromptStore:
         self._last_entry: dict[Format, int] = {}  # of the index that was read
 
     def _check_model(self) -> None:
-        if self.model.fingerprint() != self._key:
+        if (key := self.model.fingerprint()) != self._key:
+            self._key = key
             self._clear()
 
     def _nodes(self) -> Iterator[Node]:
@@ -211,10 +221,10 @@ class PromptStore:
                     best = format, node
         return best
 
-    def _origin(self, last: Any, format: Format, text: Tokens) -> Node:
+    def _origin(self, origin: Origin | None, format: Format, text: Tokens) -> Node:
         """The node that a prompt cache was resumed from, or the root: above it, the cache's rows are the tree's."""
         root = self._root(format)
-        node = getattr(last, "origin", lambda: None)()
+        node = None if origin is None else origin()
         if node is None or node.length > len(text):
             return root
         path = node.path()
@@ -320,7 +330,7 @@ class PromptStore:
 
     def _on_done(self, work: Work, outcome: Outcome, name: str) -> None:
         with self._lock:
-            if work.node.parent is None:
+            if work.node.path()[0] not in self._roots.values():
                 return  # it was given up meanwhile
             if outcome in (Outcome.WRITTEN, Outcome.THERE):
                 work.piece.name = name
@@ -329,7 +339,9 @@ class PromptStore:
             elif outcome is Outcome.NO_SPACE:
                 work.piece.refused = True
             else:
-                self._not_on_disk(work.node.parent if work.is_span else work.node)
+                above = work.node.parent if work.is_span else work.node
+                assert above is not None  # no root is written
+                self._not_on_disk(above)
 
     def _not_on_disk(self, node: Node) -> None:
         """The file of a node's span was dropped: write it again, if it is in memory."""

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
 from ..distributed.ranks import Ranks
 from .app import make_app
 from .arguments import check, check_model, make_parser
+from .caches import make_caches
 from .engine import ResponseGenerator
 from .http import Server, listen
 from .metrics import Metrics
@@ -25,7 +25,6 @@ from .request import ApiError
 
 LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
 OPEN_FILES = 4096
-ANY_NUMBER = 1 << 31  # of prompt caches
 
 
 def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
@@ -49,11 +48,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
 
 def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
     metrics, provider = Metrics(), ModelProvider(args)
-    # Limited by bytes, which the generator counts.
-    prompt_cache = LRUPromptCache(ANY_NUMBER if args.prompt_cache_size is None else args.prompt_cache_size)
     if ranks is not None:
-        return RankGenerator(ranks, provider, prompt_cache, metrics)
-    return ResponseGenerator(provider, prompt_cache, metrics)
+        return RankGenerator(ranks, provider, make_caches(args, ranks.size), metrics)
+    return ResponseGenerator(provider, make_caches(args, 1), metrics)
 
 
 def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:

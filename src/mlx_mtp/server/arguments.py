@@ -12,6 +12,7 @@ from mlx_lm.utils import _parse_size
 from .. import cli
 from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..checkpoint.load import DEMO
+from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .provider import ModelProvider
 
@@ -129,13 +130,20 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of distinct KV caches to hold in the prompt cache. Defaults to any number.",
+        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of checkpoints. "
+        "Defaults to any number.",
     )
     add(
         "--prompt-cache-bytes",
         type=_size,
         help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
         "the model leaves.",
+    )
+    cli.add_prompt_cache_dir(parser)
+    add(
+        "--prompt-cache-disk-bytes",
+        type=_size,
+        help=f"Maximum size in bytes of --prompt-cache-dir (default: {MAX_DISK_BYTES / 1e9:.0f}GB).",
     )
     add(
         "--kv-bits",
@@ -193,13 +201,16 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise ValueError("--mtp HEAD is of one model: remove --serve-model and --allow-any-model.")
+    cli.check_prompt_cache_dir(args)
+    if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
+        raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     _check_processes(args)
     _read_api_key(args)
 
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model")
+    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model", "prompt_cache_dir")
     n = mx.distributed.init().size()
     if args.pipeline and n == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")

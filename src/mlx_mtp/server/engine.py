@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm import server as stock
-from mlx_lm.models.cache import LRUPromptCache
 
 from .. import cli
 from ..decoding import sampling
@@ -23,6 +22,7 @@ from ..prompt_store.memory import cache_budget, memory_left
 from .answer import make_answer
 from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
 from .budget import make_processors
+from .caches import Caches
 from .form import make_form
 from .job import Job, Outbox, Step
 from .memory import cache_bytes, check_fits
@@ -118,8 +118,8 @@ class ResponseGenerator(stock.ResponseGenerator):
     Templates are rendered and prompts tokenized in threads of their own, so that no prompt delays other requests.
     """
 
-    def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
-        self.metrics = metrics
+    def __init__(self, model_provider: ModelProvider, caches: Caches, metrics: Metrics):
+        self.caches, self.metrics = caches, metrics
         self.open: set[Mailbox] = set()  # where responses are awaited
         self.created = int(time.time())
         self.waiting: deque[Entry] = deque()
@@ -133,7 +133,8 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.error: BaseException | None = None  # what has ended the thread where several ranks run the model
         self.loaded: Future[None] = Future()  # the default model, or why it could not be loaded
         metrics.watch_queue(lambda: self.requests.qsize() + len(self.waiting))
-        super().__init__(model_provider, prompt_cache)
+        metrics.registry.register(caches)
+        super().__init__(model_provider, caches.lru)
 
     # In the event loop, which serves the clients
 
@@ -244,6 +245,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _generate(self) -> None:
         try:
             self.model_provider.load_default()
+            self._open_caches()
             self.loaded.set_result(None)
         except BaseException as e:
             self.loaded.set_exception(e)
@@ -353,7 +355,7 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _make_room(self) -> None:
         """Keep ``--prompt-cache-bytes``, those of the running requests included."""
-        self.prompt_cache.trim_to(n_bytes=self.max_cache_bytes - self.scheduler.nbytes)
+        self.caches.trim_to(self.max_cache_bytes - self.scheduler.nbytes)
 
     def _switch_to(self, model: stock.ModelDescription) -> None:
         key = self.model_provider.key_of(model)
@@ -366,9 +368,15 @@ class ResponseGenerator(stock.ResponseGenerator):
             logging.exception("A model could not be loaded.")
             raise ApiError(404, f"The model could not be loaded: {e}", param="model", code="model_not_found") from e
         self.scheduled = key
-        self.max_cache_bytes, self.memory_left = self._max_cache_bytes(), self._memory_left()
-        logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
+        self._open_caches()
         self._open_scheduler()
+
+    def _open_caches(self) -> None:
+        """Those of the model that is loaded now."""
+        provider, self.max_cache_bytes = self.model_provider, self._max_cache_bytes()
+        self.memory_left = self._memory_left()
+        logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
+        self.caches.use(provider.model_key, provider.model, provider.tokenizer, self.max_cache_bytes)
 
     def _max_cache_bytes(self) -> int:
         if self.cli_args.prompt_cache_bytes is not None:
@@ -402,6 +410,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _close_scheduler(self) -> None:
         if self.scheduled is not None:
             self.scheduler.close()
+            self.caches.release()
             del self.scheduler
             self.scheduled = None
 
@@ -410,11 +419,8 @@ class ResponseGenerator(stock.ResponseGenerator):
     ) -> tuple[Sequence, Job]:
         """What generates a request, and what answers it."""
         key, tokenizer = self.model_provider.model_key, self.model_provider.tokenizer
-        self._log_cache_stats()
-        # At least one token is not cached: generation begins with it.
-        cache, rest = self.prompt_cache.fetch_nearest_cache(key, prompt.tokens[:-1])
-        n_cached = len(prompt.tokens) - 1 - len(rest)
-        prompt.skip(n_cached)
+        self.caches.log()
+        cache, n_cached = self.caches.fetch(prompt)
         end_of_text, text_sm = self._make_state_machine(key, tokenizer, [])
         answer = make_answer(tokenizer, text_sm, prompt.initial_state, request, args.stop_words)
         ctx = stock.GenerationContext(
@@ -486,7 +492,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             n_cached = job.ctx.prompt_cache_count
             job.queue.put((event.n_tokens - n_cached, len(job.ctx.prompt) - n_cached))
             if event.prompt_cache is not None and event.key is not None and job.segment_types:
-                self._save(event.key, event.prompt_cache, job.segment_types.pop())
+                self._save(job, event.key, event.prompt_cache, job.segment_types.pop())
         elif isinstance(event, Failure):
             del self.jobs[event.sequence]
             job.queue.put(ApiError(500, f"Generation failed: {event.error}"))
@@ -507,15 +513,16 @@ class ResponseGenerator(stock.ResponseGenerator):
         """End a request whose sequence has left the scheduler, and save its cache for the next turn."""
         job = self.jobs.pop(sequence)
         job.queue.put(None)
-        self._save(sequence.tokens, sequence.prompt_cache, "assistant")
+        self._save(job, sequence.tokens, sequence.prompt_cache, "assistant")
         self.metrics.in_flight.set(len(self.jobs))
         self.metrics.add_drafts(sequence.counts)
         if (rate := job.tokens_per_second()) is not None:
             self.metrics.rate.observe(rate)
 
-    def _save(self, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
+    def _save(self, job: Job, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
         if tokens:
-            self.prompt_cache.insert_cache(self.model_provider.model_key, tokens, prompt_cache, cache_type=cache_type)
+            assert job.request.encoded is not None
+            self.caches.insert(job.request.encoded, tokens, prompt_cache, cache_type)
             self._make_room()
 
     def _end(self) -> None:
@@ -542,8 +549,9 @@ class ResponseGenerator(stock.ResponseGenerator):
             self._fail(stopping)
         # In the thread that owns the arrays' streams; the streams' threads must not outlast it.
         self._close_scheduler()
+        self.caches.close()
         self.model_provider.reset()
-        del self.prompt_cache
+        del self.prompt_cache, self.caches
         gc.collect()
         mx.clear_streams()
 

@@ -15,10 +15,10 @@ from threading import Timer
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache
 
 from ..distributed.ranks import Ranks, unlike_rank_0
 from .batch import Event, Progress, Token
+from .caches import Caches
 from .engine import News, ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
@@ -43,14 +43,14 @@ class RankGenerator(ResponseGenerator):
         ranks (Ranks): Who runs the model.
     """
 
-    def __init__(self, ranks: Ranks, provider: ModelProvider, prompt_cache: LRUPromptCache, metrics: Metrics):
+    def __init__(self, ranks: Ranks, provider: ModelProvider, caches: Caches, metrics: Metrics):
         self.ranks = ranks
         self.n_turns = 0  # since the last exchange
         self.n_idle = 0  # exchanges since there was a request
         self.sent: mx.array | None = None  # at the last exchange by each rank, [R, 4]
         self.untold = News()  # rank 0's
         self.checksum = 0  # of what was generated
-        super().__init__(provider, prompt_cache, metrics)
+        super().__init__(provider, caches, metrics)
 
     # What rank 0 tells
 

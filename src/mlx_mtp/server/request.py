@@ -9,6 +9,7 @@ from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
 from ..decoding.options import CopyDrafts
+from ..prompt_store.store import Origin
 from .thinking import Thinking
 
 
@@ -36,12 +37,19 @@ class Prompt:
         segments (List[List[int]]): The same tokens, split where the prompt cache is saved.
         segment_types (List[str]): The prompt cache's name for each segment.
         initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
+        origin (Origin, optional): Where in a prompt store it is, as far as it is read.
     """
 
     tokens: list[int]
     segments: list[list[int]]
     segment_types: list[str]
     initial_state: str
+    origin: Origin | None = None
+
+    def cut(self, cuts: list[int]) -> None:
+        """Split the tokens anew: the prompt cache is saved at these cuts, and not at the prompt's end."""
+        self.segments = [self.tokens[i:k] for i, k in zip([0, *cuts], [*cuts, len(self.tokens)])]
+        self.segment_types = ["user"] * len(cuts)
 
     def skip(self, n: int) -> None:
         """Drop the first n tokens, which are cached, from the segments."""

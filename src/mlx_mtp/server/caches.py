@@ -1,0 +1,191 @@
+"""What earlier requests have read: a prompt store where the model drafts, mlx-lm's prompt caches where it does not."""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from mlx_lm.models.cache import LRUPromptCache
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .. import cli
+from ..prompt_store import PromptStore
+from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
+from ..prompt_store.disk import FLUSH
+from ..prompt_store.store import MAX_DISK_BYTES
+from .provider import ModelKey
+from .request import Prompt
+
+ANY_NUMBER = 1 << 31  # of prompt caches
+# Metrics, and what they say.
+HELD = "mlx_mtp_prompt_cache_bytes", "Memory that the prompt cache takes."
+WRITTEN = "mlx_mtp_prompt_cache_written_bytes", "Bytes of the prompt cache written to disk."
+READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from disk."
+
+
+def make_caches(args: argparse.Namespace, n_ranks: int) -> "Caches":
+    """What serves these flags.
+
+    Args:
+        n_ranks (int): The number of processes that run the model.
+    """
+    if cli.drafts(args) and n_ranks == 1:
+        return Stores(args)
+    return WholeCaches(LRUPromptCache(ANY_NUMBER if args.prompt_cache_size is None else args.prompt_cache_size))
+
+
+class Caches(Protocol):
+    """
+    Attributes:
+        lru (LRUPromptCache, optional): For mlx-lm's own loop.
+    """
+
+    lru: LRUPromptCache | None
+
+    def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
+        """This model is loaded now, and all caches may take so many bytes."""
+
+    def release(self) -> None:
+        """No model is loaded any more."""
+
+    def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
+        """The prompt cache to go on from, if there is one, and the tokens in it; leaves the prompt's segments behind these."""
+
+    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
+        """Keep a prompt cache of a prompt, as far as it is read, and of its answer.
+
+        Args:
+            tokens (List[int]): All of the tokens in the cache.
+            kind (str): mlx-lm's name for what the text ends with.
+        """
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Drop what is worth least, until this much is left."""
+
+    def log(self) -> None: ...
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+
+    def close(self) -> None: ...
+
+
+class WholeCaches:
+    """mlx-lm's: a whole cache for each text, of any model.
+
+    Args:
+        lru (LRUPromptCache): Where they are.
+    """
+
+    def __init__(self, lru: LRUPromptCache):
+        self.lru = lru
+
+    def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
+        self.key = key
+
+    def release(self) -> None:
+        pass
+
+    def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
+        cache, rest = self.lru.fetch_nearest_cache(self.key, prompt.tokens[:-1])
+        n = len(prompt.tokens) - 1 - len(rest)
+        prompt.skip(n)
+        return cache, n
+
+    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
+        self.lru.insert_cache(self.key, tokens, prompt_cache, cache_type=kind)
+
+    def trim_to(self, n_bytes: int) -> None:
+        self.lru.trim_to(n_bytes=n_bytes)
+
+    def log(self) -> None:
+        logging.info(f"Prompt cache: {len(self.lru)} texts, {self.lru.nbytes / 1e9:.2f} GB")
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(*HELD, self.lru.nbytes)
+
+    def close(self) -> None:
+        self.lru.trim_to(n_sequences=0)
+
+
+class Stores:
+    """A prompt store for each model that was loaded: one that is loaded again finds its texts. No request fails for their sake.
+
+    Args:
+        args (argparse.Namespace): The server's flags.
+    """
+
+    lru = None  # mlx-lm's own loop serves no model that drafts
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.kv = None if args.kv_bits is None else (args.kv_bits, args.kv_group_size, args.quantized_kv_start)
+        self.stores: dict[ModelKey, PromptStore] = {}
+        self.store: PromptStore  # of the model that is loaded
+
+    def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
+        """
+        Raises:
+            OSError: ``--prompt-cache-dir`` cannot be used.
+        """
+        if key not in self.stores:
+            limit = self.args.prompt_cache_disk_bytes
+            self.stores[key] = PromptStore(
+                model,
+                max_bytes,
+                self.args.prompt_cache_size,
+                folder=self.args.prompt_cache_dir,
+                max_disk_bytes=MAX_DISK_BYTES if limit is None else limit,
+            )
+        self.store = self.stores[key]
+        self.store.model, self.store.max_bytes = model, max_bytes
+        self.opening = opening_of(tokenizer)
+
+    def release(self) -> None:
+        self.store.model = None  # its weights make space for those of the next one
+
+    def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
+        tokens = prompt.tokens
+        try:
+            cache, n = self.store.fetch(tokens[:-1], self.kv)  # generation begins with the last one
+            n_common = self.store.n_common(tokens)
+            prompt.origin = getattr(cache[-1], "origin", None)
+        except Exception:
+            logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
+            cache, n, n_common = None, 0, 0
+        prompt.cut(choose_cuts(message_ends(tokens, self.opening), len(tokens), n_common))
+        prompt.skip(n)
+        return cache, n
+
+    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
+        try:
+            prompt.origin = self.store.insert(tokens, prompt_cache, self.kv, prompt.origin)
+        except Exception:
+            logging.exception("The prompt cache has failed, and a text is not kept.")
+
+    def trim_to(self, n_bytes: int) -> None:
+        """The other models' texts go first."""
+        for store in sorted(self.stores.values(), key=lambda store: store is self.store):
+            store.trim_to(n_bytes - self.nbytes + store.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores.values())
+
+    def log(self) -> None:
+        n = sum(store.n_checkpoints for store in self.stores.values())
+        logging.info(f"Prompt cache: {n} checkpoints, {self.nbytes / 1e9:.2f} GB")
+
+    def collect(self) -> Iterator[Metric]:
+        disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]
+        yield GaugeMetricFamily(*HELD, self.nbytes)
+        yield CounterMetricFamily(*WRITTEN, sum(disk.bytes_written for disk in disks))
+        yield CounterMetricFamily(*READ, sum(disk.bytes_read for disk in disks))
+
+    def close(self) -> None:
+        """Write what is left to disk, as far as it takes no longer than ``FLUSH``."""
+        deadline = time.monotonic() + FLUSH
+        for store in self.stores.values():
+            store.close(max(deadline - time.monotonic(), 0))
+            store.model = None

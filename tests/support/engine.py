@@ -1,0 +1,97 @@
+"""The server's engine in this process, without HTTP: what a request reads, and what it is answered."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as stock
+
+from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.caches import Caches, make_caches
+from mlx_mtp.server.engine import ResponseGenerator
+from mlx_mtp.server.job import Step
+from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.provider import ModelProvider
+
+
+class Scripted(ResponseGenerator):
+    """``chat_template_kwargs: {"say": TEXT}`` makes the model say that text."""
+
+    def _make_sampler(self, args: Any) -> Any:
+        text = (args.chat_template_kwargs or {}).get("say")
+        if text is None:
+            return super()._make_sampler(args)
+        tokenizer = self.model_provider.tokenizer
+        tokens = iter(tokenizer.encode(text, add_special_tokens=False))
+        return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
+
+
+@dataclass
+class Answered:
+    prompt: list[int]
+    n_cached: int
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def n_read(self) -> int:
+        return len(self.prompt) - self.n_cached
+
+
+class Engine:
+    """
+    Args:
+        flags (str): Of ``mlx_mtp.server``.
+        caches (Caches, optional): In place of those that the flags ask for.
+    """
+
+    def __init__(self, *flags: str, caches: Caches | None = None):
+        args = make_parser().parse_args(flags)
+        check(args)
+        self.generator = Scripted(ModelProvider(args), caches or make_caches(args, 1), Metrics())
+        try:
+            self.generator.loaded.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.generator.stop_and_join()
+
+    def ask(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
+        """Answer a chat."""
+        return self.ask_all([(messages, say)], **body)[0]
+
+    def ask_all(self, chats: list[tuple[list[dict[str, Any]], str | None]], **body: Any) -> list[Answered]:
+        """Answer these at once."""
+
+        async def run() -> list[Answered]:
+            return await asyncio.gather(*(self._answer(messages, say, body) for messages, say in chats))
+
+        return asyncio.run(run())
+
+    async def _answer(self, messages: list[dict[str, Any]], say: str | None, body: dict[str, Any]) -> Answered:
+        content = {"messages": messages, "logprobs": True, **body}
+        if say is not None:
+            content["chat_template_kwargs"] = {"say": say}
+        _, request, args = chat_completions.read_request(content, self.generator.cli_args)
+        steps: list[Step] = []
+        async for item in self.generator.generate(request, args):
+            if isinstance(item, stock.GenerationContext):
+                context = item
+            elif isinstance(item, Step):
+                steps.append(item)
+        tokens, logprobs = [s.token for s in steps], [s.logprob for s in steps]
+        return Answered(context.prompt, context.prompt_cache_count, tokens, logprobs)
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.generator.metrics.text().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

@@ -1,0 +1,186 @@
+"""The prompt store of the server: what a request reads, that its answer is the same, and that none fails for it."""
+
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.models.cache import LRUPromptCache
+
+from mlx_mtp.prompt_store import PromptStore
+from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.caches import Stores, WholeCaches, make_caches
+from mlx_mtp.server.request import Prompt
+from tests.support.engine import Engine
+from tests.support.models import tiny_model
+from tests.support.prompt_store import TEXT, read
+from tests.support.tool_texts import MARKS, make_model, render
+
+KEY = ("a model", None, None)
+MESSAGES = [
+    {"role": "system", "content": "You write Python. " * 9},
+    {"role": "user", "content": "Add the numbers in the file. " * 3},
+]
+CALL = render("add", {"a": 1, "b": 2})
+RESULT = {"role": "tool", "content": "3 is the sum of the numbers. " * 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model"), MARKS))
+
+
+def called(reasoning):
+    return {"role": "assistant", "content": "", "reasoning_content": reasoning, "tool_calls": [CALLED]}
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def test_a_tool_loop_reads_only_what_is_new(model):
+    """Whatever role the last message has, and whether the template renders the answer as it was generated or not."""
+    with Engine("--mtp", "--num-draft-tokens", "0", "--model", model) as engine:
+        messages, before = [*MESSAGES], engine.ask(MESSAGES, "I add.\n</think>\n\n" + CALL, max_tokens=90)
+        for i in range(3):
+            messages += [called("I add." if i < 2 else "Other thoughts."), RESULT]
+            now = engine.ask(messages, "I add.\n</think>\n\n" + CALL, max_tokens=90)
+            spoken = [*before.prompt, *before.tokens]
+            opening = len(before.prompt) - 1 - before.prompt[::-1].index(now.prompt[0])
+            assert now.n_cached == (len(spoken) if i < 2 else opening)
+            before = now
+        edited = [*messages[:2], called("I add."), {**RESULT, "content": "4"}]
+        assert engine.ask(edited, max_tokens=1).n_read < 40
+
+
+@pytest.mark.parametrize("flags", [[], ["--kv-bits", "8", "--kv-group-size", "32"]], ids=["", "8 bits"])
+def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
+    """Bit for bit: from memory, and from disk after a restart."""
+    flags = ["--mtp", "--num-draft-tokens", "2", "--model", model, "--prompt-cache-dir", str(tmp_path), *flags]
+    messages = [*MESSAGES, called("I add."), RESULT]
+    with Engine(*flags) as engine:
+        first, again = (engine.ask(messages, max_tokens=12) for _ in range(2))
+        assert (first.n_cached, first.tokens, first.logprobs) == (0, again.tokens, again.logprobs)
+        assert 0 < again.n_read < 10
+    with Engine(*flags) as engine:
+        restarted = engine.ask(messages, max_tokens=12)
+        assert (restarted.n_cached, restarted.logprobs) == (again.n_cached, again.logprobs)
+        metrics = engine.metrics()
+        assert metrics["mlx_mtp_prompt_cache_read_bytes_total"] > 0
+        assert metrics["mlx_mtp_cached_prompt_tokens_total"] == again.n_cached
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+    with Engine(*flags) as engine:
+        engine.ask(messages, max_tokens=12)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")} == files
+
+
+def test_a_batch_goes_on_from_the_store(model):
+    with Engine("--mtp", "--num-draft-tokens", "1", "--model", model) as engine:
+        chats = [[MESSAGES[0], {"role": "user", "content": f"Add {i}. " * 9}] for i in range(3)]
+        alone = [engine.ask(chat, max_tokens=9) for chat in chats]
+        together = engine.ask_all([(chat, None) for chat in chats], max_tokens=9)
+        assert [a.tokens for a in together] == [a.tokens for a in alone]
+        assert all(a.n_read < 10 for a in together)
+        longer = [[*chat, {"role": "assistant", "content": "Done."}, MESSAGES[1]] for chat in chats]
+        for answer, before in zip(engine.ask_all([(chat, None) for chat in longer], max_tokens=9), alone):
+            assert answer.n_cached >= before.n_cached
+        assert engine.generator.caches.store.counts.hits >= 8
+
+
+def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with Engine("--mtp", "--num-draft-tokens", "0", "--model", model) as engine:
+        want = engine.ask(MESSAGES, max_tokens=5)
+        for name in ("insert", "fetch"):
+            monkeypatch.setattr(PromptStore, name, fail)
+            assert engine.ask(MESSAGES, max_tokens=5).logprobs == want.logprobs
+    for what in ("a text is not kept", "a prompt is read from its beginning"):
+        assert what in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Engine("--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path / "file"))
+
+
+def args_of(*flags):
+    return make_parser().parse_args(["--mtp", *flags])
+
+
+def prompt_of(tokens):
+    return Prompt([*tokens], [[*tokens]], ["assistant"], "normal")
+
+
+def tokenizer_of(**attributes):
+    return SimpleNamespace(has_chat_template=False, **attributes)
+
+
+def test_models_share_the_space_and_find_their_texts_again():
+    models = [tiny_model("qwen3_5", seed) for seed in (0, 1)]
+    stores, keys = Stores(args_of()), [(f"model {i}", None, None) for i in range(2)]
+    for key, model in zip(keys, models):
+        stores.use(key, model, tokenizer_of(), 1 << 30)
+        assert stores.fetch(prompt_of(TEXT))[1] == 0
+        stores.insert(prompt_of(TEXT), TEXT, read(model, TEXT), "assistant")
+        stores.release()
+    stores.use(keys[0], models[0], tokenizer_of(), 1 << 30)
+    assert stores.fetch(prompt_of([*TEXT, 7]))[1] == len(TEXT)
+    one = stores.store.nbytes
+    assert stores.nbytes == 2 * one
+    stores.trim_to(one)  # what is not loaded goes first
+    assert (stores.store.nbytes, stores.nbytes) == (one, one)
+    stores.trim_to(-1)
+    assert stores.nbytes == 0
+    stores.close()
+
+
+def test_a_prompt_is_cut_where_the_store_is_asked_to():
+    stores = Stores(args_of())
+    stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
+    prompt = prompt_of(TEXT)
+    stores.fetch(prompt)
+    assert prompt.segments == [TEXT[:-1], TEXT[-1:]]
+    assert prompt.segment_types == ["user"]  # not saved once more behind the last cut
+    stores.insert(prompt, TEXT[:8], read(stores.store.model, TEXT[:8]), "user")
+    stores.insert(prompt, TEXT[:-1], read(stores.store.model, TEXT[:-1]), "user")
+    prompt = prompt_of([*TEXT[:8], 30, 31, 30])
+    assert stores.fetch(prompt)[1] == 8
+    assert prompt.segments == [[30, 31], [30]]
+    assert prompt.segment_types == ["user"]
+
+
+def test_number_of_checkpoints():
+    stores = Stores(args_of("--prompt-cache-size", "1"))
+    stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
+    for n in (4, 8):
+        stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]), "user")
+    assert stores.store.n_checkpoints == 1
+
+
+def test_who_has_a_store():
+    assert isinstance(make_caches(args_of(), 1), Stores)
+    assert isinstance(make_caches(make_parser().parse_args(["--copy-drafts", "auto"]), 1), Stores)
+    assert isinstance(make_caches(make_parser().parse_args([]), 1), WholeCaches)
+
+
+def test_whole_caches_are_gone_when_they_are_closed():
+    caches = WholeCaches(LRUPromptCache())
+    caches.use(KEY, None, None, 0)
+    caches.insert(prompt_of([1]), [1], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
+    (held,) = caches.collect()
+    assert held.samples[0].value == 100
+    caches.close()
+    assert caches.lru.nbytes == len(caches.lru) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt-cache-dir", "x"], "--prompt-cache-dir requires --mtp or --copy-drafts"),
+        (["--mtp", "--prompt-cache-disk-bytes", "1GB"], "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
+    ],
+    ids=str,
+)
+def test_refuses_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        check(make_parser().parse_args(flags))
