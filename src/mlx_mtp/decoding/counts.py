@@ -14,6 +14,7 @@ class DraftCounts:
         copied (List[int]): Drafts copied from the text.
         copies_accepted (List[int]): Those accepted.
         depth (int): The latest step's number of drafts.
+        source (str): Where they came from: ``"head"`` or ``"copy"``.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -21,10 +22,11 @@ class DraftCounts:
     copied: list[int] = field(default_factory=list)
     copies_accepted: list[int] = field(default_factory=list)
     depth: int = 0
+    source: str = "head"
 
     def add(self, n_drafted: int, n_accepted: int, copies: bool = False) -> None:
         """Count a step."""
-        self.depth = n_drafted
+        self.depth, self.source = n_drafted, "copy" if copies else "head"
         drafted, accepted = (self.copied, self.copies_accepted) if copies else (self.drafted, self.accepted)
         new = n_drafted - len(drafted)
         drafted += [0] * new
