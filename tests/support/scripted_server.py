@@ -22,9 +22,19 @@ def fail(logprobs):
     raise ValueError("This sampler fails.")
 
 
+class Say:
+    """A sampler that chooses one token after the other, whatever is drafted: an object, which is called once a token."""
+
+    def __init__(self, tokens, end):
+        self.tokens, self.end = iter(tokens), end
+
+    def __call__(self, logprobs):
+        return mx.array([next(self.tokens, self.end)])
+
+
 def say(args, tokenizer):
-    tokens = iter(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False))
-    return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
+    text = args.chat_template_kwargs["say"]
+    return Say(tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
 
 
 def choose(self, args):

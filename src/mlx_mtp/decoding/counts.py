@@ -18,6 +18,7 @@ class DraftCounts:
         others (List[int]): Drafts of sources that were added to ``decoding/sources.py``.
         others_accepted (List[int]): Those accepted.
         depth (int): The latest step's number of drafts.
+        source (str): Where these came from: ``"head"``, or one of ``decoding/sources.py``.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -29,10 +30,11 @@ class DraftCounts:
     others: list[int] = field(default_factory=list)
     others_accepted: list[int] = field(default_factory=list)
     depth: int = 0
+    source: str = "head"
 
     def add(self, n_drafted: int, n_accepted: int, source: str = "head") -> None:
         """Count a step."""
-        self.depth = n_drafted
+        self.depth, self.source = n_drafted, source
         by_source = {
             "head": (self.drafted, self.accepted),
             "copies": (self.copied, self.copies_accepted),

@@ -7,12 +7,13 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import resources
 from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -33,6 +34,8 @@ from .request import ApiError, Request
 
 MAX_BODY = 16 << 20  # bytes
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
+PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 RETRY_AFTER = 2  # seconds, where too many wait
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
@@ -140,7 +143,10 @@ class Endpoints:
         return body, request, args
 
     async def root(self) -> Response:
-        return JSONResponse({"name": "mlx_mtp", "version": __version__})
+        """The page to chat, or where there is none, what this is."""
+        if self.generator.cli_args.no_ui:
+            return JSONResponse({"name": "mlx_mtp", "version": __version__})
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self) -> Response:
         is_healthy = self.generator.is_healthy

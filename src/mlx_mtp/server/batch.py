@@ -73,7 +73,11 @@ class Token:
     token: int
     logprobs: mx.array  # [V]
     finish_reason: str | None
-    from_draft: bool = False
+    source: str = "model"  # or where it was drafted: "head", "copies", "grammar"
+
+    @property
+    def from_draft(self) -> bool:
+        return self.source != "model"
 
 
 @dataclass
@@ -201,7 +205,8 @@ class Scheduler:
             if isinstance(r, Response) and r.error is not None:
                 events.append(Failure(s, r.error))
             else:
-                events.append(Token(s, r.token, r.logprobs, r.finish_reason, getattr(r, "from_draft", False)))
+                drafted = isinstance(r, Response) and r.from_draft
+                events.append(Token(s, r.token, r.logprobs, r.finish_reason, s.counts.source if drafted else "model"))
         self._count_switches()
         return events
 

@@ -22,6 +22,7 @@ class Step:
         top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
         stop_word (str, optional): The one of the request's that has ended the text.
+        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar". ``None`` where it is not known.
     """
 
     events: list[Event]
@@ -30,6 +31,7 @@ class Step:
     top_tokens: tuple[dict[str, Any], ...]
     finish_reason: str | None
     stop_word: str | None = None
+    source: str | None = None
 
 
 class Outbox(Protocol):
@@ -71,7 +73,7 @@ class Job:
         events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
         logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
         top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(Step(events, event.token, logprob, top, finish_reason, self.answer.stop.found))
+        self.queue.put(Step(events, event.token, logprob, top, finish_reason, self.answer.stop.found, event.source))
         return finish_reason is not None
 
     def _text_of(self, token: int, finish_reason: str | None) -> str:

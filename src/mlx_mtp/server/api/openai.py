@@ -23,6 +23,7 @@ fingerprint = cache(get_system_fingerprint)
 
 class StreamOptions(Part):
     include_usage: bool = False
+    include_sources: bool = False
 
 
 class OpenAIBody(Body):
@@ -75,6 +76,7 @@ class OpenAIWriter:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
         self.finish_reason: str | None = None
         self.steps: list[Step] = []
+        self.sources: list[str] = []  # of the tokens that no chunk has told of
 
     def begin(self, usage: Usage) -> bytes:
         return b""
@@ -85,7 +87,8 @@ class OpenAIWriter:
     def add(self, step: Step) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
         if self.body.stream:
-            return b"".join(event(self._response(self.chunk_kind, choice, None)) for choice in self.choices(step))
+            self.sources += [step.source] if step.source is not None else []
+            return b"".join(self._chunk(choice, None) for choice in self.choices(step))
         self.steps.append(step)
         self.collect(step)
         return b""
@@ -107,10 +110,16 @@ class OpenAIWriter:
         raise NotImplementedError
 
     def end(self, usage: Usage) -> bytes:
-        last = event(self._response(self.chunk_kind, self.last_choice(), self.finish_reason or "stop"))
+        last = self._chunk(self.last_choice(), self.finish_reason or "stop")
         if self.body.stream_options.include_usage:
             last += event({**self._head(self.kind), "choices": [], "usage": _usage(usage)})
         return last + DONE
+
+    def _chunk(self, choice: Json, finish_reason: str | None) -> bytes:
+        """A piece of a stream; the first after a token tells where it came from, if the client asks for that."""
+        if self.body.stream_options.include_sources:
+            choice, self.sources = {**choice, "sources": self.sources}, []
+        return event(self._response(self.chunk_kind, choice, finish_reason))
 
     def whole(self, usage: Usage) -> Json:
         response = self._response(self.kind, self.choice(), self.finish_reason or "stop")

@@ -1,0 +1,162 @@
+"""Try the real coding agents: each reads a file, edits it, runs a command and ends, by a scripted model.
+
+    npm install --prefix /tmp/agents @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0 opencode-ai@1.18.33
+    python -m scripts.try_agents /tmp/agents
+
+npm must be allowed to run the install script of opencode (``npm install --allow-scripts``, or ``node postinstall.mjs`` in its
+folder). Each client runs in a network namespace that has nothing but the loopback device (``unshare -n``, as root), with an
+empty environment and a HOME of its own, against ``mlx_mtp.server`` with a tiny model: nothing leaves the machine. What it left
+on disk must be right, it must say the model's last words, and the server's log may have no traceback. Takes a minute or two for
+each client.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.server_process import Server, serve
+from tests.support.tool_texts import make_model
+
+ROOT = Path(__file__).parents[1]
+ASK = "Make three of two in notes.txt, then count its lines."
+LIMIT = 240  # seconds for a client
+
+
+@dataclass(frozen=True)
+class Client:
+    """A coding agent.
+
+    Args:
+        package (str): npm's name.
+        version (str): The one that was tried.
+        command (List[str]): What runs it, without the question.
+        configure (Callable): Takes its HOME and the server's URL, writes its settings -> its environment.
+    """
+
+    package: str
+    version: str
+    command: list[str]
+    configure: Callable[[Path, str], dict[str, str]]
+
+
+def configure_claude(home: Path, url: str) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def configure_codex(home: Path, url: str) -> dict[str, str]:
+    provider = f'name = "mlx_mtp"\nbase_url = "{url}"\nwire_api = "responses"\n'
+    (home / ".codex").mkdir()
+    text = f'model = "default_model"\nmodel_provider = "local"\n\n[model_providers.local]\n{provider}'
+    (home / ".codex" / "config.toml").write_text(text)
+    return {}
+
+
+def configure_opencode(home: Path, url: str) -> dict[str, str]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": url, "apiKey": "none"},
+        "models": {"default_model": {}},
+    }
+    folder = home / ".config" / "opencode"
+    folder.mkdir(parents=True)
+    (folder / "opencode.json").write_text(json.dumps({"provider": {"local": provider}, "permission": "allow"}))
+    return {}
+
+
+CLIENTS = {
+    "claude": Client(
+        "@anthropic-ai/claude-code", "2.1.197", ["claude", "--allowedTools", "Read,Edit,Bash", "-p"], configure_claude
+    ),
+    "codex": Client(
+        "@openai/codex",
+        "0.169.0",
+        ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"],
+        configure_codex,
+    ),
+    "opencode": Client("opencode-ai", "1.18.33", ["opencode", "run", "-m", "local/default_model"], configure_opencode),
+}
+
+
+def try_client(client: Client, agents: Path, folder: Path) -> list[str]:
+    """Run a client in an empty folder -> what is wrong with what it did."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "notes.txt").write_text("one\ntwo\n")
+    model = str(make_model(folder / "model"))
+    os.environ["AGENT_FOLDER"] = str(work)  # for the script
+    with serve(folder / "server.log", "--mtp", "--model", model, module="tests.support.scripted_agent") as server:
+        done = _run(client, agents, home, work, server)
+    (folder / "client.log").write_text(done.stdout)
+    wrong = [] if done.returncode == 0 else [f"it ends with status {done.returncode}"]
+    for name, want in (("notes.txt", "one\nthree\n"), ("count.txt", "2 notes.txt\n")):
+        got = (work / name).read_text() if (work / name).exists() else None
+        wrong += [f"{name} is {got!r}"] * (got != want)
+    wrong += ["it does not say the last words"] * ("It is done." not in done.stdout)
+    wrong += ["a traceback of the server"] * ("Traceback" in (folder / "server.log").read_text())
+    return wrong
+
+
+def _run(client: Client, agents: Path, home: Path, work: Path, server: Server) -> subprocess.CompletedProcess[str]:
+    path = f"{agents / 'node_modules' / '.bin'}:/usr/local/bin:/usr/bin:/bin"
+    env = {"HOME": str(home), "PATH": path, **client.configure(home, server.url)}
+    out = subprocess.STDOUT
+    return subprocess.run(
+        ["timeout", str(LIMIT), *client.command, ASK],
+        cwd=work,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=out,
+        text=True,
+    )
+
+
+def check_version(client: Client, agents: Path) -> None:
+    """
+    Raises:
+        SystemExit: The client is not installed, or another version of it.
+    """
+    file = agents / "node_modules" / client.package / "package.json"
+    found = json.loads(file.read_text())["version"] if file.exists() else "none"
+    if found != client.version:
+        sys.exit(f"{client.package} must be {client.version}, not {found}: see the docstring of scripts/try_agents.py.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Try the real coding agents with a scripted model.")
+    parser.add_argument("agents", type=Path, help="The folder that npm has installed them in.")
+    parser.add_argument(
+        "--client", action="append", choices=CLIENTS, help="Try this one; can be repeated (default: all)."
+    )
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.client or [*CLIENTS]
+    for name in names:
+        check_version(CLIENTS[name], args.agents)
+    if not args.inside:
+        again = [sys.executable, "-m", "scripts.try_agents", *sys.argv[1:], "--inside"]
+        os.execvp("unshare", ["unshare", "-n", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *again])
+    folder = Path(tempfile.mkdtemp())
+    n_failed = 0
+    for name in names:
+        own = folder / name
+        own.mkdir()
+        wrong = try_client(CLIENTS[name], args.agents.resolve(), own)
+        n_failed += bool(wrong)
+        print(f"{name} {CLIENTS[name].version}: {'; '.join(wrong) or 'right'} ({own})", flush=True)
+    sys.exit(n_failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""``mlx_mtp.server`` with a model that does a coding agent's work by a script.
+
+It reads ``notes.txt``, makes "three" of "two" in it, runs a command and ends, with the tools that the client offers. Which step
+comes next is told by the results of tools in the conversation. Where the client offers no tools, it says a title.
+"""
+
+import os
+from typing import Any
+
+from mlx_mtp.server import __main__
+from mlx_mtp.server.engine import ResponseGenerator
+from tests.support import scripted_server  # noqa: F401  # a request then says what the model says
+from tests.support.tool_texts import rendered
+
+COMMAND = "wc -l notes.txt > count.txt"
+PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n*** End Patch\n"
+SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
+encode = ResponseGenerator._encode
+
+
+def steps(tools: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of the script, with these tools."""
+    file = os.path.join(os.environ["AGENT_FOLDER"], "notes.txt")
+    if "Edit" in tools:  # Claude Code
+        edit = {"file_path": file, "old_string": "two", "new_string": "three"}
+        return [("Read", {"file_path": file}), ("Edit", edit), ("Bash", {"command": COMMAND, "description": "Count."})]
+    if "edit" in tools:  # opencode
+        edit = {"filePath": file, "oldString": "two", "newString": "three"}
+        return [("read", {"filePath": file}), ("edit", edit), ("bash", {"command": COMMAND, "description": "Count."})]
+    patch = ("apply_patch", {"input": PATCH}) if "apply_patch" in tools else _shell(tools, SHELL_PATCH)
+    return [_shell(tools, "cat notes.txt"), patch, _shell(tools, COMMAND)]  # Codex
+
+
+def _shell(tools: dict[str, Any], command: str) -> tuple[str, dict[str, Any]]:
+    if "exec_command" in tools:
+        return "exec_command", {"cmd": command}
+    if "shell_command" in tools:
+        return "shell_command", {"command": command}
+    return "shell", {"command": ["bash", "-lc", command]}
+
+
+def next_text(messages: list[Any], tools: list[Any] | None) -> str:
+    if not tools:
+        return "A title."
+    script = steps({tool["function"]["name"]: tool["function"] for tool in tools})
+    n_done = sum(message["role"] == "tool" for message in messages)
+    said = "It is done." if n_done >= len(script) else rendered("I go on.", script[n_done : n_done + 1])
+    return f"Step {n_done}.\n</think>\n\n{said}"
+
+
+def encode_scripted(self: ResponseGenerator, tokenizer: Any, request: Any, args: Any) -> Any:
+    text = next_text(request.messages, request.tools)
+    args.chat_template_kwargs = {"say": text, "enable_thinking": bool(request.tools)}
+    return encode(self, tokenizer, request, args)
+
+
+ResponseGenerator._encode = encode_scripted
+
+if __name__ == "__main__":
+    __main__.main()
