@@ -22,7 +22,8 @@ class Step:
         top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
         stop_word (str, optional): The one of the request's that has ended the text.
-        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar". ``None`` where it is not known.
+        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar". ``None`` where it is
+          not known.
     """
 
     events: list[Event]
