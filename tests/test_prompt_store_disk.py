@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -198,6 +199,25 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_index_alone(tmp_path):
     assert (tmp_path / "index.sqlite").read_bytes() == index
     with stored(tmp_path) as store:
         assert store.fetch(TEXT)[1] == len(TEXT)
+
+
+def test_a_disk_that_others_fill(tmp_path, monkeypatch, caplog):
+    """What was used least recently makes space, and some is left free."""
+    fill(tmp_path)
+    most = size(tmp_path)
+    total = 100 * most
+    usage = lambda _: SimpleNamespace(total=total, free=6 * most - size(tmp_path))  # noqa: E731
+    monkeypatch.setattr(folder.shutil, "disk_usage", usage)
+    for first in range(3):
+        with stored(tmp_path) as store:
+            read(store.model, [first, *TEXT[1:]], CUTS, store)
+        assert 0 < size(tmp_path) <= most
+    with stored(tmp_path) as store:
+        assert store.fetch([2, *TEXT[1:]])[1] == len(TEXT)
+        monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=0))
+        read(store.model, [7, *TEXT[1:]], CUTS, store)
+    assert size(tmp_path) == 0
+    assert caplog.records == []
 
 
 def test_too_large_for_the_folder(tmp_path, caplog):

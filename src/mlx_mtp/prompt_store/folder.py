@@ -11,6 +11,7 @@ nobody's. Files are not forced to the disk: what a power failure damages has ano
 import logging
 import os
 import re
+import shutil
 import sqlite3
 import threading
 import time
@@ -26,6 +27,7 @@ from .files import SUFFIX
 
 LAYOUT = 1  # of the index and the files
 DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # what SQLite says of a damaged index
+FREE_SHARE, FREE = 0.05, 1 << 30  # of the disk, and bytes: the lesser is left free for others
 BUSY = 10.0  # seconds to wait for another process that writes to the index
 OURS = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}(\.(\d+)\.tmp)?")
 TABLES = """
@@ -107,7 +109,8 @@ class Folder:
             if (found := self._db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(found)
             self._db.executescript(TABLES)
-            self._db.execute(f"PRAGMA user_version={LAYOUT}")
+            if version == 0:
+                self._db.execute(f"PRAGMA user_version={LAYOUT}")
             self._db.execute("SELECT id, name, model, parent, tokens, nbytes, used, writer FROM pieces").fetchone()
             self._db.execute("SELECT hour, nbytes FROM written").fetchone()
         except BaseException:
@@ -216,7 +219,7 @@ class Folder:
             written = db.execute("SELECT nbytes FROM written WHERE hour = ?", (hour,)).fetchone()
             if (written[0] if written else 0) + nbytes > self.max_hourly:
                 return Outcome.LATER
-            while _total(db) + nbytes > self.max_bytes:
+            while nbytes > min(self.max_bytes - _total(db), self._room_on_disk()):
                 if not self._drop_oldest(db, parent):
                     return Outcome.NO_SPACE
             row = (name, model, parent, tokens, nbytes, time.time(), os.getpid())
@@ -230,6 +233,10 @@ class Folder:
             )
             db.execute("DELETE FROM written WHERE hour < ?", (hour,))
         return Outcome.WRITTEN
+
+    def _room_on_disk(self) -> int:
+        disk = shutil.disk_usage(self.path)
+        return disk.free - min(int(FREE_SHARE * disk.total), FREE)
 
     def _drop_oldest(self, db: sqlite3.Connection, needed: str) -> bool:
         """Drop the piece that was used least recently of those on which no other builds -> whether there was one."""
