@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-draft-tokens", **cli.NUM_DRAFT_TOKENS)
     cli.add_mtp(parser)
     cli.add_draft_p_min(parser)
+    cli.add_show_drafts(parser)
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")

@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
+    cli.add_show_drafts(parser)
     cli.add_copy_drafts(parser)
     cli.add_arguments(parser)
     cli.add_pipeline(parser)
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer,
         prompt,
         verbose=args.verbose,
+        show_drafts=args.show_drafts,
         mtp=bool(args.mtp),
         sampler=cli.sampler_of(args, tokenizer),
         max_kv_size=args.max_kv_size,

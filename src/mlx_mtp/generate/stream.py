@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..colors import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import running_alike
 from ..decoding.loop import mtp_generate_step
@@ -34,6 +35,7 @@ class GenerationResponse(StockResponse):
         copied (Tuple[int, ...]): The number of drafts copied from the text, by position in the window.
         copies_accepted (Tuple[int, ...]): The number of these accepted.
         tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
+        source (str): Where the token came from: ``"model"``, or ``"head"`` or ``"copy"`` where it was drafted.
     """
 
     drafted: tuple[int, ...] = ()
@@ -41,6 +43,7 @@ class GenerationResponse(StockResponse):
     copied: tuple[int, ...] = ()
     copies_accepted: tuple[int, ...] = ()
     tokens_per_step: float = 1.0
+    source: str = "model"
 
 
 def stream_generate(
@@ -162,6 +165,7 @@ def _stream_mtp(
             copied=tuple(counts.copied),
             copies_accepted=tuple(counts.copies_accepted),
             tokens_per_step=counts.tokens_per_step,
+            source=counts.source if from_draft else "model",
         )
 
     with wired_limit(model, [stream]):
@@ -187,6 +191,8 @@ def generate(
     tokenizer: TokenizerWrapper,
     prompt: str | list[int],
     verbose: bool = False,
+    *,
+    show_drafts: bool = False,
     **kwargs: Any,
 ) -> str:
     """
@@ -197,6 +203,7 @@ def generate(
        tokenizer (PreTrainedTokenizer): The tokenizer.
        prompt (Union[str, List[int]]): The input prompt string or integer tokens.
        verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
+       show_drafts (bool): With ``verbose``, colour each token by its source if stdout is a terminal. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
     """
     text = ""
@@ -204,7 +211,7 @@ def generate(
         print("=" * 10)
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
-            print(response.text, end="", flush=True)
+            print(paint(response.text, response.source) if show_drafts else response.text, end="", flush=True)
         text += response.text
     if verbose:
         print()
