@@ -1,10 +1,10 @@
 """Attack a server with hostile requests: every one must get an answer that blames the client, and none may change the others.
 
-    python -m scripts.attack.server --count 2000 --seed 1
+    python -m scripts.attack.server --count 2000 --seed 1 --bodies
 
-Half of the requests are valid bodies of each API with random mutations, half are bytes that resemble HTTP; with ``--bodies`` all
-are bodies. Each must get an HTTP answer below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a closed
-connection, and the error of a body must have its API's form. Valid requests in between
+Half of the requests are valid bodies of each API with random mutations, half are bytes that resemble HTTP; with ``--bodies``
+all are bodies. Each must get an HTTP answer below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a
+closed connection, and the error of a body must have its API's form. Valid requests in between
 must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
 """
 
