@@ -24,6 +24,7 @@ from mlx_mtp.generate.__main__ import main, make_parser
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
 from tests.support.models import DATA, TRAINED
 
+COPIED = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 
 
@@ -81,6 +82,50 @@ def test_drafts_are_counted_by_position(trained):
     last = responses[-1]
     assert sum(last.accepted) == sum(r.from_draft for r in responses)
     assert last.tokens_per_step == 1 + sum(last.accepted) / last.drafted[0]
+
+
+@pytest.mark.parametrize(("prompt", "copies", "source"), [(PROMPT, "off", "head"), (COPIED, 4, "copies")])
+def test_each_token_has_a_source(demo, prompt, copies, source):
+    model, tokenizer = demo
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, prompt, 40, num_draft_tokens=2, copy_drafts=copies))
+    told, last = [r.source for r in responses], responses[-1]
+    assert [name != "model" for name in told] == [r.from_draft for r in responses]
+    # A step may go on behind the last token.
+    counted = {"head": sum(last.accepted), "copies": sum(last.copies_accepted)}
+    assert all(told.count(name) <= counted[name] <= told.count(name) + 4 for name in counted)
+    assert told.count(source) > 5
+
+
+def test_a_token_has_its_source_where_a_processor_keeps_state(demo):
+    """Its drafts are handed over before they are counted."""
+
+    class Counting:
+        def __call__(self, tokens, logits):
+            return logits
+
+        def copy(self):
+            return self
+
+    model, tokenizer = demo
+    options = dict(num_draft_tokens=2, copy_drafts=4, logits_processors=[Counting()])
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, COPIED, 40, **options))
+    told, last = [r.source for r in responses], responses[-1]
+    counted = {"head": sum(last.accepted), "copies": sum(last.copies_accepted)}
+    assert all(told.count(name) <= counted[name] <= told.count(name) + 4 for name in counted)
+    assert all(counted.values())
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(("prompt", "copies", "colour"), [(PROMPT, "off", "\033[32m"), (COPIED, 4, "\033[33m")])
+def test_drafts_are_coloured_in_a_terminal(demo, monkeypatch, capsys, is_terminal, prompt, copies, colour):
+    options = {"max_tokens": 30, "num_draft_tokens": 2, "copy_drafts": copies, "verbose": True}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    text = mlx_mtp.generate(*demo, prompt, show_drafts=True, **options)
+    shown = capsys.readouterr().out
+    assert (colour in shown) == is_terminal
+    assert text in re.sub(r"\033\[\d+m", "", shown)
+    assert mlx_mtp.generate(*demo, prompt, **options) == text
+    assert "\033" not in capsys.readouterr().out
 
 
 def test_a_stop_token_in_the_middle_of_a_window(trained):
@@ -149,6 +194,7 @@ def test_every_flag_is_mlx_lms():
         "exact",
         "check",
         "json_schema",
+        "show_drafts",
         "copy_drafts",
         "draft_p_min",
         "draft_vocab",

@@ -13,7 +13,7 @@ import mlx_mtp
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 COMMANDS = {"generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
-SHARED = {"cli", "prompts"}  # by the commands
+SHARED = {"cli", "colors", "prompts"}  # by the commands
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     "distributed": set(),
@@ -23,6 +23,7 @@ ARROWS = {
     "prompt_store": {"models"},
     "batch": {"decoding", "distributed", "models"},
     "prompts": set(),
+    "colors": set(),
     "cli": {"checkpoint", "decoding", "distributed", "models"},
     **{
         command: {"batch", "decoding", "distributed", "checkpoint", "models", "prompt_store"} | SHARED

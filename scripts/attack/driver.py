@@ -3,7 +3,7 @@
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -24,11 +24,13 @@ def attack(random_case: MakeCase, run_case: Callable[..., None], count: int, see
     return n_failed
 
 
-def arguments(description: str, count: int) -> argparse.Namespace:
-    """Of the command line: ``count`` and ``seed``."""
+def arguments(description: str, count: int, flags: Sequence[str] = ()) -> argparse.Namespace:
+    """Of the command line: ``count``, ``seed``, and these flags."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
 
 

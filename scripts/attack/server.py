@@ -1,9 +1,10 @@
 """Attack a server with hostile requests: every one must get an answer that blames the client, and none may change the others.
 
-    python -m scripts.attack.server --count 2000 --seed 1
+    python -m scripts.attack.server --count 2000 --seed 1 --bodies
 
-Half of the requests are valid bodies with random mutations, half are bytes that resemble HTTP. Each must get an HTTP answer
-below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a closed connection. Valid requests in between
+Half of the requests are valid bodies of each API with random mutations, half are bytes that resemble HTTP; with ``--bodies``
+all are bodies. Each must get an HTTP answer below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a
+closed connection, and the error of a body must have its API's form. Valid requests in between
 must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
 """
 
@@ -53,14 +54,67 @@ MESSAGES = [
     {"role": "tool", "content": "1", "tool_calls": None},
     {"role": "user", "content": "Now in C."},
 ]
+THINKING = {"enable_thinking": True, "thinking_budget": 2}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "Sort.", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "system", "content": "Be short."},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "1"}], "is_error": True}
+        ],
+    },
+]
+ITEMS = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+    {"role": "user", "content": "Sort."},
+    {"type": "reasoning", "summary": [], "encrypted_content": "SG0u"},
+    {"type": "function_call", "call_id": "1", "name": "f", "namespace": "n", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "1"}]},
+    {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "+a"},
+    {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
+]
+SPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **OPTIONS}),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
     (
         "/v1/messages",
-        {"messages": MESSAGES[1:2], "system": "a", "tools": [{"name": "f", "input_schema": {}}], **OPTIONS},
+        {
+            "messages": BLOCKS,
+            "system": [{"type": "text", "text": "a"}],
+            "tools": [{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 2},
+            "output_config": {"effort": "low"},
+            "stop_sequences": ["x"],
+            **OPTIONS,
+        },
     ),
-    ("/v1/responses", {"input": MESSAGES[6:], "tools": [{"type": "function", "name": "f"}], "store": True, **OPTIONS}),
+    ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "a"}),
+    (
+        "/v1/responses",
+        {
+            "input": ITEMS,
+            "instructions": "a",
+            "tools": [{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "parallel_tool_calls": False,
+            "text": {"format": {"type": "text"}},
+            "store": True,
+            "max_output_tokens": 4,
+            **OPTIONS,
+        },
+    ),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "reasoning_effort": "low", **THINKING, **OPTIONS}),
     (CHAT, {"messages": MESSAGES[:2], "role_mapping": {"user": "U: ", "stop": "\n"}, **OPTIONS}),
 ]
 VALUES: list[Any] = [
@@ -133,7 +187,7 @@ def hostile_http(rng: random.Random) -> bytes:
 
 
 def failure(server: Server, raw: bytes, is_complete: bool) -> str | None:
-    """What is wrong with the answer to these bytes, if anything."""
+    """What is wrong with the answer to these bytes, if anything; those of a body are complete."""
     try:
         answer = server.talk(raw, is_complete)
     except TimeoutError:
@@ -143,16 +197,25 @@ def failure(server: Server, raw: bytes, is_complete: bool) -> str | None:
     match = re.match(rb"HTTP/1\.[01] ([0-9]{3}) ", answer)
     if answer and not (match and (int(match[1]) < 500 or int(match[1]) in UNSUPPORTED)):
         return f"answer {answer[:200]!r}"
-    return None
+    is_error = is_complete and match is not None and match[1].startswith(b"4")
+    return f"an error of another form: {answer[:200]!r}" if is_error and not _has_form(raw, answer) else None
 
 
-def attack(server: Server, seed: int, count: int) -> list[str]:
+def _has_form(raw: bytes, answer: bytes) -> bool:
+    """Whether the error that answers a body has the form of its API."""
+    content = json.loads(answer.partition(b"\r\n\r\n")[2])
+    is_theirs = raw.startswith(b"POST /v1/messages")
+    fields = {"type", "message"} if is_theirs else {"type", "message", "param", "code"}
+    return content["error"].keys() == fields and (not is_theirs or content["type"] == "error")
+
+
+def attack(server: Server, seed: int, count: int, bodies: bool = False) -> list[str]:
     """Send hostile requests -> what went wrong."""
     rng = random.Random(seed)
     want = server.request(TEXT, GOOD)[1]["choices"][0]["text"]
     failures = []
     for i in tqdm(range(count), desc="attack", disable=None):
-        is_json = bool(i % 2)
+        is_json = bodies or bool(i % 2)
         raw = hostile_json(rng) if is_json else hostile_http(rng)
         if (wrong := failure(server, raw, is_json)) is not None:
             failures.append(f"request {i} of seed {seed}: {wrong} to {raw[:500]!r}")
@@ -164,10 +227,10 @@ def attack(server: Server, seed: int, count: int) -> list[str]:
 
 
 def main() -> None:
-    args = arguments("Attack a server with hostile requests.", count=2000)
+    args = arguments("Attack a server with hostile requests.", count=2000, flags=("bodies",))
     log = Path(tempfile.mkdtemp()) / "server.log"
     with serve(log, "--mtp", "--max-tokens", "16") as server:
-        failures = attack(server, args.seed, args.count)
+        failures = attack(server, args.seed, args.count, args.bodies)
         server.until_idle()
         if (status := server.stop(signal.SIGTERM)) != 0:
             failures.append(f"SIGTERM ends the server with {status}")

@@ -65,8 +65,8 @@ GROUPS: dict[str, Sequence[str]] = {
         "extra_eos_token",
     ),
     "drafts": (
-        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "draft_vocab", "draft_head_bits", "mtp_bits",
-        "settings", "num_draft_tokens", "draft_model",
+        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "show_drafts", "draft_vocab", "draft_head_bits",
+        "mtp_bits", "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
         "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability",
@@ -214,6 +214,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add_num_draft_tokens(parser)
     add_mtp(parser)
     add_draft_p_min(parser)
+    add_show_drafts(parser)
     add_prompt_cache_dir(parser)
     add_copy_drafts(parser)
     add_arguments(parser)
@@ -268,6 +269,15 @@ def add_draft_p_min(parser: argparse.ArgumentParser) -> None:
         "--draft-p-min",
         type=float,
         help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
+    )
+
+
+def add_show_drafts(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of colours."""
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="Colour each token by its source, in a terminal: accepted drafts of the head green, accepted copies yellow.",
     )
 
 
@@ -447,6 +457,8 @@ def _check_drafting(args: argparse.Namespace) -> None:
         raise ValueError("--acceptance rejection requires --mtp.")
     if acceptance == "coupled" and draft_model is not None:
         raise ValueError("--acceptance coupled cannot be combined with --draft-model.")
+    if getattr(args, "show_drafts", False) and not drafts(args):
+        raise ValueError("--show-drafts requires --mtp or --copy-drafts.")
     for name in ("exact", "check", "draft_p_min"):
         if getattr(args, name, None) and not args.mtp:
             raise ValueError(f"{_flag(name)} requires --mtp.")

@@ -9,6 +9,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..colors import paint
 from ..generate.stream import GenerationResponse, stream_generate
 from ..models.prompt_cache import make_prompt_cache, n_tokens
 from ..prompt_store import PromptStore
@@ -76,7 +77,7 @@ class Conversation:
             with closing(stream_generate(self.model, self.tokenizer, text, **self._options())) as responses:
                 for response in responses:
                     said.append(response.token)
-                    show(response.text)
+                    show(paint(response.text, response.source) if self.args.show_drafts else response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are somewhere else

@@ -56,6 +56,7 @@ def choose_at_once(sequences: list[Sequence], window: Window) -> Choice:
 def choose_in_order(s: Sequence, window: Window, stream: Any) -> Generator[Token, None, Choice]:
     """Of one sequence: call each processor and the sampler once a token, and yield each accepted draft before the next."""
     k, tokens = window.plans[0].k, []  # type: tuple[int, list[mx.array]]
+    s.counts.source = window.plans[0].source  # of the drafts that are handed over before they are counted
     step = Step([s], window, window.tokens, None, {0: []}, [], [0])
     for i in range(k + 1):
         with mx.stream(stream), s.own_errors():

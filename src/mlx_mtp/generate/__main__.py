@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
             prompt,
             logits_processors=make_processors(args.json_schema, tokenizer, prompt),
             verbose=args.verbose,
+            show_drafts=args.show_drafts,
             mtp=bool(args.mtp),
             sampler=cli.sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,

@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..colors import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import running_alike
 from ..decoding.loop import mtp_generate_step
@@ -36,6 +37,7 @@ class GenerationResponse(StockResponse):
         forced (Tuple[int, ...]): The number of drafts that a grammar forces, by position in the window.
         forced_accepted (Tuple[int, ...]): The number of these accepted.
         tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
+        source (str): ``"model"``, or where the token was drafted: ``"head"``, ``"copies"`` or ``"grammar"``.
     """
 
     drafted: tuple[int, ...] = ()
@@ -45,6 +47,7 @@ class GenerationResponse(StockResponse):
     forced: tuple[int, ...] = ()
     forced_accepted: tuple[int, ...] = ()
     tokens_per_step: float = 1.0
+    source: str = "model"
 
 
 def stream_generate(
@@ -168,6 +171,7 @@ def _stream_mtp(
             forced=tuple(counts.forced),
             forced_accepted=tuple(counts.forced_accepted),
             tokens_per_step=counts.tokens_per_step,
+            source=counts.source if from_draft else "model",
         )
 
     with wired_limit(model, [stream]):
@@ -193,6 +197,8 @@ def generate(
     tokenizer: TokenizerWrapper,
     prompt: str | list[int],
     verbose: bool = False,
+    *,
+    show_drafts: bool = False,
     **kwargs: Any,
 ) -> str:
     """
@@ -203,6 +209,7 @@ def generate(
        tokenizer (PreTrainedTokenizer): The tokenizer.
        prompt (Union[str, List[int]]): The input prompt string or integer tokens.
        verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
+       show_drafts (bool): With ``verbose``, colour each token by its source if stdout is a terminal. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
     """
     text = ""
@@ -210,7 +217,7 @@ def generate(
         print("=" * 10)
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
-            print(response.text, end="", flush=True)
+            print(paint(response.text, response.source) if show_drafts else response.text, end="", flush=True)
         text += response.text
     if verbose:
         print()
