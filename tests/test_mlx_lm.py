@@ -76,7 +76,7 @@ def test_rejects_a_recorded_window_in_a_batch():
     for cache, tokens in zip(caches, ([3, 1, 4], [1, 5])):
         model(mx.array([tokens]), cache=cache)
     merged = ArraysCache.merge([c[0] for c in caches])
-    assert (merged.batch_size, merged.window, merged.draft) == (2, None, None)
+    assert (merged.batch_size, merged.window) == (2, None)
     for i, cache in enumerate(caches):
         assert all(mx.array_equal(a, b) for a, b in zip(merged.extract(i).cache, cache[0].cache))
     merged.filter([1])

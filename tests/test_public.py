@@ -24,12 +24,13 @@ ARROWS = {
     "batch": {"decoding", "distributed", "models"},
     "prompts": set(),
     "colors": set(),
-    "cli": {"checkpoint", "decoding", "distributed", "models"},
+    "cli": {"checkpoint", "decoding", "distributed", "models", "prompt_store"},
     **{
         command: {"batch", "decoding", "distributed", "checkpoint", "models", "prompt_store"} | SHARED
         for command in COMMANDS
     },
-    "chat": {"generate", "decoding", "checkpoint", "models"} | SHARED,  # an answer is generated as there
+    "chat": {"generate", "decoding", "checkpoint", "models", "prompt_store"}
+    | SHARED,  # an answer is generated as there
     "fit": {"decoding", "checkpoint", "models"} | SHARED,
 }
 

@@ -336,7 +336,7 @@ def test_lists_models(server, client):
     assert [m.id for m in client.models.list()] == [TRAINED]
     for name in (TRAINED, "default_model"):
         assert client.models.retrieve(name).id == name
-        assert client.models.retrieve(name).max_model_len == 32768
+        assert client.models.retrieve(name).max_model_len == 8192
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert make_parser().parse_args([]).model == str(DEMO)

@@ -126,6 +126,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.jobs: dict[Sequence, Job] = {}
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
+        self.caches_of: ModelKey | None = None  # the model that the prompt caches are of
         self.max_cache_bytes = 0  # of prompt caches, with that model
         self.memory_left = 0  # beside that model
         self.is_exclusive = False  # the one job must stay alone
@@ -373,8 +374,11 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _open_caches(self) -> None:
         """Those of the model that is loaded now."""
-        provider, self.max_cache_bytes = self.model_provider, self._max_cache_bytes()
-        self.memory_left = self._memory_left()
+        provider = self.model_provider
+        if self.caches_of == provider.model_key:
+            return
+        self.caches_of = provider.model_key
+        self.max_cache_bytes, self.memory_left = self._max_cache_bytes(), self._memory_left()
         logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
         self.caches.use(provider.model_key, provider.model, provider.tokenizer, self.max_cache_bytes)
 
@@ -411,6 +415,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         if self.scheduled is not None:
             self.scheduler.close()
             self.caches.release()
+            self.caches_of = None
             del self.scheduler
             self.scheduled = None
 
