@@ -2,6 +2,7 @@
 
     python -m scripts.serve_many                200 requests, then 1,000 more
     python -m scripts.serve_many --soak 0       without the 1,000
+    python -m scripts.serve_many --restarts 9   the 200 on ten servers, one after the other, with one --prompt-cache-dir
     python -m scripts.serve_many --ranks 2 --model DIR      in two processes; DIR in float32, for equal rounding
 
 Up to ``--at-once`` requests run at once, with random lengths, sampling and penalties, streamed or not; some clients hang up
@@ -38,7 +39,7 @@ MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "diff
 
 def random_request(rng: random.Random, source: dict[str, str], longest: int = 2000) -> dict:
     text = source[rng.choice(MODULES)]
-    start = rng.randrange(len(text) - 3000)
+    start = rng.randrange(len(text) - 3000) if rng.random() < 0.5 else 0  # half of them begin alike
     body = {"prompt": text[start : start + rng.randint(1, longest)], "max_tokens": rng.choice([1, 2, 5, 20, 60, 120])}
     if rng.random() < 0.4:
         body |= {"temperature": rng.choice([0.3, 0.7, 1.5]), "top_p": rng.choice([0.8, 1.0])}
@@ -81,12 +82,12 @@ def plain_text(body: dict, model, tokenizer) -> str:
 
 
 def run(
-    server: Server, bodies: list[dict], rng: random.Random, expected: dict[int, str], desc: str, at_once: int
+    server: Server, bodies: dict[int, dict], rng: random.Random, expected: dict[int, str], desc: str, at_once: int
 ) -> int:
     """The number of requests that were lost or got another text."""
-    plans = [
-        (rng.randint(1, 4000) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1]))) for _ in bodies
-    ]
+    plans = {
+        i: (rng.randint(1, 4000) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1]))) for i in bodies
+    }
     wrong = 0
 
     def one(i: int) -> None:
@@ -108,8 +109,25 @@ def run(
 
     lock = threading.Lock()
     with ThreadPoolExecutor(at_once) as pool:
-        list(tqdm(pool.map(one, range(len(bodies))), total=len(bodies), desc=desc, disable=None))
+        list(tqdm(pool.map(one, bodies), total=len(bodies), desc=desc, disable=None))
     return wrong
+
+
+def run_once(
+    log: Path, flags: list[str], bodies: dict[int, dict], rng: random.Random, expected: dict[int, str], at_once: int
+) -> int:
+    """As ``run``, on a server of its own."""
+    with serve(log, *flags) as server:
+        wrong = run(server, bodies, rng, expected, "at once", at_once)
+        server.until_idle()
+        metrics, (memory, _) = server.metrics(), resources(server)
+        n, cached = (metrics[f"mlx_mtp_{name}prompt_tokens_total"] for name in ("", "cached_"))
+        status = server.stop(signal.SIGTERM)
+        print(
+            f"{len(bodies)} requests: {cached / n:.0%} of the prompts known, {memory:.0f} MB, exit status {status}",
+            flush=True,
+        )
+        return wrong + ("Traceback" in log.read_text()) + (status != 0)
 
 
 def resources(server: Server) -> tuple[float, int]:
@@ -127,6 +145,9 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2000, help="Characters of the longest prompt (default: 2000).")
     parser.add_argument("--at-once", type=int, default=8, help="Requests at once (default: 8).")
     parser.add_argument("--ranks", type=int, default=1, help="Processes that run the model together (default: 1).")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="Of the server, on one --prompt-cache-dir (default: 0)."
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -138,9 +159,14 @@ def main() -> None:
     del model
     mx.clear_cache()
 
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    with serve(log, "--mtp", "--model", args.model, ranks=args.ranks) as server:
-        wrong = run(server, bodies, rng, expected, "at once", args.at_once)
+    folder, n = Path(tempfile.mkdtemp()), args.restarts + 1
+    log, flags = folder / "server.log", ["--mtp", "--model", args.model]
+    if args.restarts:
+        flags += ["--prompt-cache-dir", str(folder / "prompts")]
+    *before, last = [{i: bodies[i] for i in range(k, len(bodies), n)} for k in range(n)]
+    wrong = sum(run_once(log, flags, part, rng, expected, args.at_once) for part in before)
+    with serve(log, *flags, ranks=args.ranks) as server:
+        wrong += run(server, last, rng, expected, "at once", args.at_once)
         server.until_idle()
         metrics = server.metrics()
         switches = {to: metrics.get(f'mlx_mtp_mode_switches_total{{to="{to}"}}', 0) for to in ("mtp", "batch")}
@@ -165,7 +191,7 @@ def soak(server: Server, args: argparse.Namespace, rng: random.Random, source: d
     wrong, used = 0, [resources(server)]
     for part in range(10):
         bodies = [random_request(rng, source, 200) for _ in range(args.soak // 10)]
-        wrong += run(server, bodies, rng, {}, f"soak {part + 1} of 10", args.at_once)
+        wrong += run(server, dict(enumerate(bodies)), rng, {}, f"soak {part + 1} of 10", args.at_once)
         server.until_idle()
         memory, threads = resources(server)
         used.append((memory, threads))

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import LRUPromptCache
 
@@ -97,10 +98,13 @@ def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
         assert what in caplog.text
 
 
-def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path):
+def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    ended, clear = [], mx.clear_streams
+    monkeypatch.setattr(mx, "clear_streams", lambda: ended.append(clear()))
     with pytest.raises(OSError, match="file"):
         Engine("--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path / "file"))
+    assert ended  # threads of streams that were left would abort the process, with another exit status
 
 
 def args_of(*flags):

@@ -103,6 +103,7 @@ class Folder:
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA wal_autocheckpoint=64")  # pages: the log is small beside the files
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, LAYOUT):
                 raise sqlite3.DatabaseError(f"its layout is {version}, not {LAYOUT}")

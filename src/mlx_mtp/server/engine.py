@@ -250,6 +250,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             self.loaded.set_result(None)
         except BaseException as e:
             self.loaded.set_exception(e)
+            self._let_go()
             return
         while (news := self._news()) is not None:
             self.waiting += news.arrived
@@ -552,9 +553,12 @@ class ResponseGenerator(stock.ResponseGenerator):
         except Exception:
             logging.exception("Generation failed.")
             self._fail(stopping)
-        # In the thread that owns the arrays' streams; the streams' threads must not outlast it.
         self._close_scheduler()
         self.caches.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """In the thread that owns the arrays' streams; the streams' threads must not outlast it."""
         self.model_provider.reset()
         del self.prompt_cache, self.caches
         gc.collect()
