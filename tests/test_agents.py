@@ -32,12 +32,14 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def claude(server):
-    return anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def said(text: str, **kwargs) -> dict:

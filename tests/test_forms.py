@@ -49,7 +49,15 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    url = server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def is_person(text: str) -> bool:
@@ -85,18 +93,17 @@ def test_completions(client):
     assert answer.choices[0].text in ("yes", "no")
 
 
-def test_responses_and_messages(server, client):
+def test_responses_and_messages(client, claude):
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
     assert is_person(client.responses.create(model="m", input="a", text=text, extra_body=thinking).output_text)
-    claude = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
     options = dict(model="m", max_tokens=80, messages=ASK)
     config = {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}}
     assert is_person(claude.messages.create(**options, extra_body=config | thinking).content[0].text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_required_calls(server, client, stream):
+def test_required_calls(client, claude, stream):
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
         body = {"messages": ASK, "tools": OPENAI_TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **thinking}
@@ -109,7 +116,6 @@ def test_required_calls(server, client, stream):
         assert call.function.name == "pick"
         assert is_pick(json.loads(call.function.arguments))
         assert answer.choices[0].finish_reason == "tool_calls"
-    claude = anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
     tools = [{"name": "pick", "input_schema": PICK}]
     options = dict(model="m", max_tokens=80, messages=ASK, tools=tools, extra_body=thinking)
     for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):

@@ -54,7 +54,8 @@ def without_mtp(tmp_path_factory):
 
 @pytest.fixture
 def client(server):
-    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
