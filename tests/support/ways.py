@@ -36,7 +36,8 @@ def company_of(model) -> list[list[int]]:
     if id(model) not in _truths:
         names = ("sampler", "logits_processors")
         texts = [
-            c["prompt"] + plain(c["prompt"], model, max_tokens=44, **{n: c[n] for n in names if n in c})
+            c["prompt"]
+            + plain(c["prompt"], model, max_tokens=c["max_tokens"] + 20, **{n: c[n] for n in names if n in c})
             for c in COMPANY
         ]
         _truths[id(model)] = model, texts
