@@ -3,17 +3,15 @@
 import functools
 import re
 
-import mlx.core as mx
 import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sources
-from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.size_depth import BatchDepth
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import tiny_model
+from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4], [1, 5]]
 N = 24
@@ -123,17 +121,7 @@ def copying(monkeypatch):
     """Where a text can be copied from, it is known: the copies are right."""
     model = model_of("qwen3_5")
     truths = [p + plain(p, model, max_tokens=N + 20) for p in PROMPTS]
-
-    class Oracle(CopyDrafter):
-        def acceptance(self, n_unread):
-            return [0.95] * 16
-
-        def propose(self, k, n_unread):
-            truth = next(t for t in truths if t[: len(self.text)] == self.text)
-            first = len(self.text) + n_unread
-            return mx.array(truth[first : first + k], mx.uint32), [None] * k
-
-    monkeypatch.setattr(sources, "CopyDrafter", Oracle)
+    script_copies(monkeypatch, truths, lambda i: True)
     return model, [t[len(p) : len(p) + N] for p, t in zip(PROMPTS, truths)]
 
 
