@@ -153,29 +153,6 @@ def test_switches_when_a_second_arrives_and_when_one_is_left():
     assert sum(second.counts.drafted) > 0  # in the batch
 
 
-def test_a_processor_that_raises_ends_its_sequence_alone():
-    model = model_of("qwen3_5")
-    scheduler = scheduler_of(model)
-
-    def failing(tokens, logits):
-        if len(tokens) > 8:
-            raise RuntimeError("no")
-        return logits
-
-    first, second = sequence_of(scheduler, [1, 5, 2], 30), sequence_of(scheduler, [2, 5, 2], 30, processors=[failing])
-    scheduler.add(first)
-    scheduler.add(second)
-    tokens, failures = [], []
-    while len(scheduler):
-        for event in scheduler.next():
-            if isinstance(event, Failure):
-                failures.append((event.sequence, str(event.error)))
-            elif isinstance(event, Token) and event.sequence is first:
-                tokens.append(event.token)
-    assert failures == [(second, "no")]
-    assert tokens == plain([1, 5, 2], model, max_tokens=30)
-
-
 @pytest.mark.parametrize("n_tokens", [2, 14])
 def test_a_processor_that_raises_leaves_the_other_alone(n_tokens):
     """While both generate, or once the one that fails is alone: the next to come is not hurt either."""

@@ -3,17 +3,15 @@
 import functools
 import re
 
-import mlx.core as mx
 import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sources
-from mlx_mtp.decoding.copies import CopyDrafter
 from mlx_mtp.decoding.size_depth import BatchDepth
 from tests.support.batches import run
-from tests.support.decoding import plain
+from tests.support.decoding import mtp, plain
 from tests.support.models import tiny_model
+from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4], [1, 5]]
 N = 24
@@ -24,65 +22,73 @@ COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
 POSITIVE = "must be an integer of 1 or more, not"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"num_draft_tokens": n}, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, "3", "off")),
-        *(({"copy_drafts": n}, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4")),
-        *(
-            ({name: value}, f"{name} {POSITIVE} {value}.")
-            for name in ("max_tokens", "completion_batch_size", "prefill_step_size")
-            for value in (0, -1, 2.5, None)
-        ),
-    ],
-    ids=str,
-)
-def test_generator_refuses(options, message):
+OUT_OF_RANGE = [
+    *(("num_draft_tokens", n, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, 2.5, "3", "off")),
+    *(("copy_drafts", n, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4", "on")),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OUT_OF_RANGE)
+@pytest.mark.parametrize("use", [lambda model, **bad: mtp([1], model, **bad), BatchGenerator], ids=["alone", "batch"])
+def test_refuses_drafts_out_of_range(use, name, value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        BatchGenerator(model_of("qwen3_5"), **options)
+        use(model_of("qwen3_5"), **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"num_draft_tokens": [2, n]}, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, "3", "off")),
-        *(({"copy_drafts": [2, n]}, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4")),
-        *(({"max_tokens": [2, n]}, f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, -1, 2.5, None, "3")),
-        ({"num_draft_tokens": 0}, "num_draft_tokens must have an entry for each prompt: 2, not 0."),
-        ({"copy_drafts": 0}, "copy_drafts must have an entry for each prompt: 2, not 0."),
-        ({"copy_drafts": "auto"}, "copy_drafts must have an entry for each prompt: 2, not auto."),
-        ({"max_tokens": 5}, "max_tokens must have an entry for each prompt: 2, not 5."),
-        ({"samplers": [None]}, "samplers must have an entry for each prompt: 2, not 1."),
-    ],
-    ids=str,
-)
-def test_insert_refuses_all_of_a_call(options, message):
+@pytest.mark.parametrize("name", ["max_tokens", "completion_batch_size", "prefill_step_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, None])
+def test_generator_refuses_numbers_below_1(name, value):
+    with pytest.raises(ValueError, match=f"{name} {POSITIVE} {value}."):
+        BatchGenerator(model_of("qwen3_5"), **{name: value})
+
+
+def test_insert_refuses_all_of_a_call():
     """What runs goes on, and the next uids are those that would have been."""
     model = model_of("qwen3_5")
     generator = BatchGenerator(model)
     (first,) = generator.insert([[9]], max_tokens=[8])
     texts = run(generator, n_steps=2)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        generator.insert(PROMPTS, **options)
-    assert len(generator) == 1
+    for name, value, message in [
+        *((name, [2, value], message) for name, value, message in OUT_OF_RANGE),
+        *(("max_tokens", [2, n], f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, -1, 2.5, None, "3")),
+        ("num_draft_tokens", [Depth(3), None], DRAFTS),  # of one sequence
+        ("num_draft_tokens", 0, "num_draft_tokens must have an entry for each prompt: 2, not 0."),
+        ("copy_drafts", 0, "copy_drafts must have an entry for each prompt: 2, not 0."),
+        ("copy_drafts", "auto", "copy_drafts must have an entry for each prompt: 2, not auto."),
+        ("max_tokens", 5, "max_tokens must have an entry for each prompt: 2, not 5."),
+        ("samplers", [None], "samplers must have an entry for each prompt: 2, not 1."),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generator.insert(PROMPTS, **{name: value})
+        assert len(generator) == 1
     assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
     texts = run(generator, texts)
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
 
 
 def test_a_depth_of_one_sequence_is_refused():
-    depth = Depth(3)
     with pytest.raises(ValueError, match=DRAFTS):
-        BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth)
-    with pytest.raises(ValueError, match=DRAFTS):
-        BatchGenerator(model_of("qwen3_5")).insert(PROMPTS, num_draft_tokens=[depth, None])
+        BatchGenerator(model_of("qwen3_5"), num_draft_tokens=Depth(3))
 
 
-def test_batch_generate_refuses(demo):
-    _, tokenizer = demo
-    for max_tokens in (0, -1, 2.5, None):
-        with pytest.raises(ValueError, match=re.escape(f"max_tokens of prompt 0 {POSITIVE} {max_tokens}.")):
-            batch_generate(model_of("qwen3_5"), tokenizer, PROMPTS, max_tokens=max_tokens)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({"max_tokens": n}, f"max_tokens of prompt 0 {POSITIVE} {n}.") for n in (0, -1, 2.5, None)),
+        ({"prompts": [[1], []]}, "Prompt 1 is empty."),
+        ({"max_tokens": [3, 0]}, f"max_tokens of prompt 1 {POSITIVE} 0."),
+        ({"max_tokens": [3]}, "max_tokens must have an entry for each prompt: 2, not 1."),
+        ({"num_draft_tokens": 9}, f"{DRAFTS} 9."),
+        ({"prefill_step_size": 0}, f"prefill_step_size {POSITIVE} 0."),
+        ({"copy_drafts": 17}, f"{COPIES} 17."),
+        ({"prompt_caches": [None, [1]]}, "The prompt cache has 1 entries and this model's 4"),
+    ],
+    ids=str,
+)
+def test_batch_generate_refuses(demo, change, message):
+    arguments = dict(prompts=PROMPTS, max_tokens=[3, 3]) | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch_generate(model_of("qwen3_5"), demo[1], **arguments)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +121,7 @@ def copying(monkeypatch):
     """Where a text can be copied from, it is known: the copies are right."""
     model = model_of("qwen3_5")
     truths = [p + plain(p, model, max_tokens=N + 20) for p in PROMPTS]
-
-    class Oracle(CopyDrafter):
-        def acceptance(self, n_unread):
-            return [0.95] * 16
-
-        def propose(self, k, n_unread):
-            truth = next(t for t in truths if t[: len(self.text)] == self.text)
-            first = len(self.text) + n_unread
-            return mx.array(truth[first : first + k], mx.uint32), [None] * k
-
-    monkeypatch.setattr(sources, "CopyDrafter", Oracle)
+    script_copies(monkeypatch, truths, lambda i: True)
     return model, [t[len(p) : len(p) + N] for p, t in zip(PROMPTS, truths)]
 
 

@@ -17,9 +17,10 @@ from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.decoding.step_times import PLAIN, Plan
-from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
+from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import tiny_model
-from tests.support.scripted import Scripted, script_copies
+from tests.support.scripted import script_copies
+from tests.support.ways import WAYS, alone_and_beside_others, company_of, every_way, generate
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
@@ -118,50 +119,36 @@ def test_learns_how_often_copies_are_right_without_drafting():
 
 @cache
 def truth_of(family) -> list[int]:
-    return plain(PROMPT, model_of(family), max_tokens=100)
+    """With the prompt."""
+    return PROMPT.tolist() + plain(PROMPT, model_of(family), max_tokens=100)
 
 
-@settings(max_examples=7)
+@every_way
+@settings(max_examples=4)
 @given(
     family=st.sampled_from(FAMILIES),
     copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),
     right=st.lists(st.booleans(), min_size=1, max_size=7),
     n_copies=st.integers(1, MAX_COPY_TOKENS) | st.just("auto"),
-    depth=st.integers(0, 4) | st.just("auto"),
+    depth=st.integers(0, 4) | st.sampled_from([8, "auto"]),
     max_tokens=st.integers(1, 60),
 )
-def test_any_pattern_of_sources(family, copies, right, n_copies, depth, max_tokens):
-    """Copies, right or wrong, and the head's drafts, right or wrong, take turns in every way."""
+def test_any_pattern_of_sources(way, family, copies, right, n_copies, depth, max_tokens):
+    """Copies, right or wrong, and the head's drafts, right or wrong, take turns in every way; beside others differently."""
     model, truth = model_of(family), truth_of(family)
-    text = PROMPT.tolist() + truth
-    scripted = Scripted(model, text, lambda i: right[i % len(right)])
-    prompt_cache, counts = make_prompt_cache(model), DraftCounts()
-    options = dict(num_draft_tokens=depth, copy_drafts=n_copies, prompt_cache=prompt_cache, counts=counts)
+    options = dict(text=truth, right=lambda i: right[i % len(right)], num_draft_tokens=depth, copy_drafts=n_copies)
     with pytest.MonkeyPatch.context() as m:
-        script_copies(m, [text], lambda i: copies[i % len(copies)])
-        tokens = mtp(PROMPT, scripted, max_tokens=max_tokens, **options)
-    assert tokens == truth[:max_tokens]
-    assert_cache_of(model, prompt_cache, len(PROMPT) + max_tokens)
-    assert prompt_cache[-1][2].tolist() == text[: len(PROMPT) + max_tokens]
-    if None not in copies and isinstance(n_copies, int):
-        assert counts.drafted == []
-        assert (sum(counts.copied) > 0) == (max_tokens > 2)
-
-
-@settings(max_examples=7)
-@given(
-    family=st.sampled_from(FAMILIES),
-    page=st.lists(st.integers(0, 31), min_size=5, max_size=30),
-    n_copies=st.integers(1, MAX_COPY_TOKENS) | st.just("auto"),
-    depth=st.sampled_from([0, 2, 8, "auto"]),
-    prefill=st.integers(1, 50),
-)
-def test_greedy_tokens_match_mlx_lm(family, page, n_copies, depth, prefill):
-    model = model_of(family)
-    options = dict(max_tokens=40, prefill_step_size=prefill)
-    assert mtp(page * 2, model, num_draft_tokens=depth, copy_drafts=n_copies, **options) == plain(
-        page * 2, model, **options
-    )
+        script_copies(m, [truth, *company_of(model)], lambda i: copies[i % len(copies)])
+        text = generate(way, PROMPT, model, max_tokens=max_tokens, **options)
+    truth, prompt_cache, counts = truth[: len(PROMPT) + max_tokens], text.last.prompt_cache, text.last.counts
+    assert text.last.all_tokens == truth
+    assert prompt_cache[-1][2].tolist() == truth
+    assert_goes_on(model, prompt_cache, truth)
+    if isinstance(n_copies, int):
+        assert len(counts.copied) <= n_copies
+        if None not in copies and way == "alone":
+            assert counts.drafted == []
+            assert (sum(counts.copied) > 0) == (max_tokens > 2)
 
 
 @pytest.mark.parametrize("stops", STOPS)
@@ -386,15 +373,16 @@ class Grammar:
         return mx.where(mx.arange(logits.shape[-1]) == forbidden[0], -mx.inf, logits)
 
 
+@alone_and_beside_others
 @pytest.mark.parametrize("make", [Grammar, lambda: make_logits_processors(repetition_penalty=1.3)[0]])
-def test_processors(make, monkeypatch):
+def test_processors(way, make, monkeypatch):
     model = model_of("qwen3_5")
     truth = plain(REPEATS, model, max_tokens=40, logits_processors=[make()])
-    script_copies(monkeypatch, [REPEATS + truth + [0] * 20], lambda i: i % 4 != 0)
-    counts = DraftCounts()
-    options = dict(num_draft_tokens=2, copy_drafts=5, counts=counts)
-    assert mtp(REPEATS, model, max_tokens=40, logits_processors=[make()], **options) == truth
-    assert sum(counts.copies_accepted) > 10
+    script_copies(monkeypatch, [REPEATS + truth + [0] * 20, *company_of(model)], lambda i: i % 4 != 0)
+    options = dict(max_tokens=40, num_draft_tokens=2, copy_drafts=5)
+    text = generate(way, REPEATS, model, logits_processors=[make()], **options)
+    assert text.tokens == truth
+    assert sum(text.last.counts.copies_accepted) > 10
 
 
 def test_token_match_gives_mlx_lms_tokens_with_the_same_random_state():
@@ -411,16 +399,10 @@ def test_token_match_gives_mlx_lms_tokens_with_the_same_random_state():
 
 def test_a_seed_gives_one_text():
     model = model_of("qwen3_5")
+    sampler, ways = mlx_mtp.make_sampler(temp=0.7, seed=3), [(way, 2, 16) for way in WAYS]
     texts = [
-        mtp(
-            REPEATS,
-            model,
-            max_tokens=40,
-            sampler=mlx_mtp.make_sampler(temp=0.7, seed=3),
-            num_draft_tokens=k,
-            copy_drafts=n,
-        )
-        for k, n in ((0, "off"), (0, 4), (2, 16), ("auto", "auto"))
+        generate(way, REPEATS, model, max_tokens=40, sampler=sampler, num_draft_tokens=k, copy_drafts=n).tokens
+        for way, k, n in (("alone", 0, "off"), ("alone", 0, 4), *ways, ("batch of three", "auto", "auto"))
     ]
     assert all(text == texts[0] for text in texts)
 
@@ -434,9 +416,3 @@ def test_copies_are_off_where_the_number_of_drafts_is_given():
         counts = DraftCounts()
         mtp(REPEATS, model, max_tokens=20, counts=counts, **options)
         assert (sum(counts.copied) > 0) == copies
-
-
-@pytest.mark.parametrize("value", [-1, 0, 17, "on", 2.0])
-def test_rejects_other_values(value):
-    with pytest.raises(ValueError, match=f"copy_drafts must be auto, off or from 1 to 16, not {value}"):
-        mtp(PROMPT, model_of("qwen3_5"), copy_drafts=value)

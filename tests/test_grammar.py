@@ -14,6 +14,7 @@ from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
 from tests.support.models import tiny_model
+from tests.support.ways import alone_and_beside_others, every_way, generate
 
 TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
 LARKS = [
@@ -45,7 +46,8 @@ def follows(lark, tokens):
     return grammar_of(TOKENS, lark).matcher.try_consume_tokens(text) == len(text)
 
 
-@settings(max_examples=25)
+@alone_and_beside_others
+@settings(max_examples=10)
 @given(
     lark=st.sampled_from(LARKS),
     family=st.sampled_from(["qwen3_5", "qwen3_next"]),
@@ -54,16 +56,16 @@ def follows(lark, tokens):
     copies=st.sampled_from(["off", "auto", 3]),
     n=st.integers(1, 20),
 )
-def test_tokens_are_those_of_plain_decoding(lark, family, prompt, depth, copies, n):
+def test_tokens_are_those_of_plain_decoding(way, lark, family, prompt, depth, copies, n):
     model = model_of(family)
     options = dict(num_draft_tokens=depth, copy_drafts=copies)
     expected = until_end(plain(prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)]))
-    got = mtp(prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)], **options)
-    assert until_end(got) == expected
+    text = generate(way, prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)], **options)
+    assert until_end(text.tokens) == expected
     assert follows(lark, expected)
 
 
-@pytest.mark.parametrize("number", [0, 2, "auto"])
+@pytest.mark.parametrize("number", [0, 2])
 def test_several_sequences_each_follow_their_own(number):
     model, prompts = model_of("qwen3_5"), [PROMPT, [9, 2], [6, 5, 3]]
     generator = BatchGenerator(model, num_draft_tokens=number, copy_drafts="auto", max_tokens=16, stop_tokens=[[0]])
@@ -74,15 +76,13 @@ def test_several_sequences_each_follow_their_own(number):
     assert texts[3] == until_end(plain(PROMPT, model, max_tokens=16))
 
 
-def test_seeded_text_is_that_of_plain_decoding():
-    model = model_of("qwen3_5")
-    for seed in range(6):
-        sampler = make_sampler(temp=1.0, seed=seed)
-        processors = [grammar_of(TOKENS, LARKS[seed % 3])]
-        expected = until_end(plain(PROMPT, model, max_tokens=12, sampler=sampler, logits_processors=processors))
-        processors = [grammar_of(TOKENS, LARKS[seed % 3])]
-        options = dict(max_tokens=12, sampler=sampler, logits_processors=processors, num_draft_tokens=3)
-        assert until_end(mtp(PROMPT, model, **options)) == expected
+@every_way
+def test_seeded_text_is_that_of_plain_decoding(way):
+    for seed, lark in enumerate(LARKS):
+        options = dict(max_tokens=12, sampler=make_sampler(temp=1.0, seed=seed))
+        want = plain(PROMPT, model_of("qwen3_5"), logits_processors=[grammar_of(TOKENS, lark)], **options)
+        options |= dict(num_draft_tokens=3, logits_processors=[grammar_of(TOKENS, lark)])
+        assert until_end(generate(way, PROMPT, model_of("qwen3_5"), **options).tokens) == until_end(want)
 
 
 def test_what_is_forced_is_drafted(monkeypatch):

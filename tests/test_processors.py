@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_mtp import mtp_generate_step
-from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.processors import keeps_state
-from tests.support.decoding import plain
+from tests.support.batches import Fault, Faulty
+from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import DATA, load_reference, tiny_model
+from tests.support.ways import alone_and_beside_others, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
 model_of = functools.cache(tiny_model)
@@ -40,27 +41,26 @@ class RolledBack(Alternating):
         del self.calls[-n:]
 
 
-def run(processors, model=None, **options):
-    counts, model = DraftCounts(), model or model_of("qwen3_5")
-    steps = mtp_generate_step(mx.array(PROMPT), model, logits_processors=processors, counts=counts, **options)
-    return [token for token, _, _ in steps], counts
+def run(processors, way="alone", model=None, **options):
+    return generate(way, PROMPT, model or model_of("qwen3_5"), logits_processors=processors, **options)
 
 
-@settings(max_examples=20)
+@every_way
+@settings(max_examples=7)
 @given(
     kind=st.sampled_from([Alternating, Copied, RolledBack]),
     depth=st.integers(0, 6),
     max_tokens=st.integers(1, 30),
     penalty=st.sampled_from([None, 1.4]),
 )
-def test_stateful_processor_is_called_once_a_token_in_order(kind, depth, max_tokens, penalty):
+def test_stateful_processor_is_called_once_a_token_in_order(way, kind, depth, max_tokens, penalty):
     processor, stock = kind(), Alternating()
     others = make_logits_processors(repetition_penalty=penalty)
-    tokens, _ = run([processor, *others], num_draft_tokens=depth, max_tokens=max_tokens)
-    assert tokens == plain(PROMPT, model_of("qwen3_5"), logits_processors=[stock, *others], max_tokens=max_tokens)
+    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), logits_processors=[stock, *others], max_tokens=max_tokens)
+    options = dict(num_draft_tokens=depth, max_tokens=max_tokens, text=truth, right=lambda i: i % 4 > 0)
+    assert run([processor, *others], way, **options).last.all_tokens == truth
     # Plain decoding and its like are one call ahead.
-    histories = [PROMPT + tokens[:n] for n in range(max_tokens)]
-    assert processor.calls[:max_tokens] == histories
+    assert processor.calls[:max_tokens] == [truth[: len(PROMPT) + n] for n in range(max_tokens)]
     assert len(processor.calls) <= max_tokens + 1
 
 
@@ -77,7 +77,7 @@ def test_stateful_processor_with_rollback_is_asked_about_drafts():
     """A draft of the wrong parity is never accepted."""
     model = load_reference(DATA / "dense")
     accepted = [
-        sum(run([kind()], model, max_tokens=60, num_draft_tokens=2)[1].accepted)
+        sum(run([kind()], model=model, max_tokens=60, num_draft_tokens=2).last.counts.accepted)
         for kind in (Copied, RolledBack, Alternating)
     ]
     assert accepted[0] == accepted[1] > accepted[2]
@@ -86,11 +86,12 @@ def test_stateful_processor_with_rollback_is_asked_about_drafts():
 def test_drafts_pass_the_same_processors():
     """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
     bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
-    _, counts = run(bias, num_draft_tokens=1, max_tokens=100)
+    counts = run(bias, num_draft_tokens=1, max_tokens=100).last.counts
     assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
 
 
-def test_stateful_sampler_is_called_once_a_token():
+@alone_and_beside_others
+def test_stateful_sampler_is_called_once_a_token(way):
     class Cycling:
         calls = 0
 
@@ -98,9 +99,9 @@ def test_stateful_sampler_is_called_once_a_token():
             self.calls += 1
             return mx.argsort(logprobs, axis=-1)[..., -1 - self.calls % 3]
 
-    ours = Cycling()
-    steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), sampler=ours, max_tokens=25, num_draft_tokens=3)
-    assert [token for token, _, _ in steps] == plain(PROMPT, model_of("qwen3_5"), sampler=Cycling(), max_tokens=25)
+    ours, options = Cycling(), dict(max_tokens=25)
+    text = generate(way, PROMPT, model_of("qwen3_5"), sampler=ours, num_draft_tokens=3, **options)
+    assert text.tokens == plain(PROMPT, model_of("qwen3_5"), sampler=Cycling(), **options)
     assert ours.calls <= 26
 
 
@@ -115,3 +116,68 @@ def test_keeps_state():
     assert keeps_state(Alternating())
     assert keeps_state(Alternating().__call__)
     assert keeps_state(functools.partial(Alternating()))
+
+
+# Those that raise end their own text, and no other
+
+
+N = 12
+HOOKS = [
+    *(("call", has, k) for has in ((), ("copy",), ("rollback",)) for k in (0, 3)),
+    *((hook, (hook,), k) for hook in ("copy", "rollback") for k in (1, 3)),
+]
+
+
+def assert_fails_as(way, truth, k, right=lambda i: i % 3 == 0, **options):
+    """What is right up to where it fails, and its prompt cache goes on."""
+    model = model_of("qwen3_5")
+    failing = dict(fails=Fault, text=truth, right=right, num_draft_tokens=k, max_tokens=N)
+    text = generate(way, PROMPT, model, **failing, **options)
+    assert text.finish_reason == "error"
+    assert isinstance(text.last.error, Fault)
+    n_known = len(PROMPT) + len(text.tokens)
+    assert text.last.all_tokens == truth[:n_known]
+    assert_goes_on(model, text.last.prompt_cache, truth[:n_known])
+    return text
+
+
+@alone_and_beside_others
+@pytest.mark.parametrize(("hook", "has", "k"), HOOKS)
+@pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in range(8) if at != 4)])
+def test_hook_that_raises(way, hook, has, k, at):
+    processor, single = Faulty(hook, at, has), [Faulty("none", 0)]
+    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), max_tokens=N + 10, logits_processors=single)
+    assert_fails_as(way, truth, k, right=lambda i: False, logits_processors=[processor])
+    assert processor.left == [-1]  # not asked again
+
+
+@functools.cache
+def truth_of_plain():
+    return PROMPT + plain(PROMPT, model_of("qwen3_5"), max_tokens=N + 10)
+
+
+@alone_and_beside_others
+@pytest.mark.parametrize(("k", "at"), [(0, 5), (1, 2), (2, 1), (3, 9)])
+def test_function_that_raises(way, k, at):
+    def failing(tokens, logits):
+        if len(tokens) >= len(PROMPT) + at:
+            raise Fault
+        return logits
+
+    assert len(assert_fails_as(way, truth_of_plain(), k, logits_processors=[failing]).tokens) <= at
+
+
+@pytest.mark.parametrize(
+    ("way", "n_calls"), [*(("alone", n) for n in range(1, N)), *(("batch of three", n) for n in (1, 4, 9))]
+)
+def test_sampler_that_raises(way, n_calls):
+    calls = 0
+
+    def sampler(logprobs):
+        nonlocal calls
+        calls += 1
+        if calls == n_calls:
+            raise Fault
+        return mx.argmax(logprobs, axis=-1)
+
+    assert len(assert_fails_as(way, truth_of_plain(), 3, sampler=sampler).tokens) < n_calls

@@ -20,6 +20,7 @@ from mlx_mtp.server.batch import Scheduler, Sequence, Token
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
+from tests.support.ways import generate
 
 LEVEL = 1e-4  # of each chi-square test
 P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
@@ -119,15 +120,18 @@ def tokenizer(demo):
 
 
 def variants(model, sampler, n):
-    """The text with every kind of drafts, and without any."""
-    for depth in (0, 1, 4, "auto"):
-        yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=depth, sampler=sampler)
+    """The text with every kind of drafts, and without any, alone and beside others."""
+    truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=n + 10, sampler=sampler)
+    yield truth[len(PROMPT) :][:n]
+    options = dict(text=truth, right=lambda i: i % 4 > 0, max_tokens=n, sampler=sampler)
+    for way, depths in (("alone", (0, 1, 4, "auto")), ("batch of one", (2,)), ("batch of three", (0, 3, "auto"))):
+        for depth in depths:
+            yield generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens
     yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=3, sampler=sampler, draft_p_min=0.3)
     for lm_head in (DraftLMHead(model.output_layer, [*range(10)]), DraftLMHead(model.output_layer, None, 4)):
         model.drafting.lm_head = lm_head
         yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=2, sampler=sampler)
     model.drafting.lm_head = None
-    yield plain(PROMPT, model, max_tokens=n, sampler=sampler)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -254,10 +258,10 @@ def mlx_lms(model, tokenizer):
 def test_mlx_lms_functions_take_a_sampler_for_each_text(model, tokenizer):
     sampler = make_sampler(1.0, seed=5)
     want = uses(model, tokenizer)["MTP"](sampler)
-    for generate in mlx_lms(model, tokenizer):
+    for use in mlx_lms(model, tokenizer):
         with pytest.raises(ValueError, match=r"give them sampler\.at\(0\), a new one for each text"):
-            generate(sampler)
-        assert generate(sampler.at(0)) == want
+            use(sampler)
+        assert use(sampler.at(0)) == want
 
 
 def test_rows_of_mlx_lms_batch_have_each_their_own(model, tokenizer):
@@ -276,10 +280,10 @@ def test_rows_of_mlx_lms_batch_have_each_their_own(model, tokenizer):
 def test_a_sampler_of_a_text_that_has_begun_is_refused(model, tokenizer):
     at = make_sampler(1.0, seed=5).at(3)
     at(mx.zeros((1, 8)))
-    for name, generate in uses(model, tokenizer).items():
+    for name, use in uses(model, tokenizer).items():
         if not name.startswith("server"):
             with pytest.raises(ValueError, match=r"sampler\.at\(3\) is for one text, and has drawn 1 of its tokens"):
-                generate(at)
+                use(at)
 
 
 def test_positions_are_not_negative():

@@ -1,19 +1,20 @@
 """A source of drafts that someone adds: it takes its turn with the others, for one sequence and for several."""
 
 import functools
+import itertools
 
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import BatchGenerator, DraftCounts, mtp_generate_step
-from mlx_mtp.decoding import sources
-from tests.support.batches import run
+from mlx_mtp.decoding import clock, sources
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
+from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
 
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]
+PROMPT = [3, 1, 4, 1, 5]
 N = 24
 model_of = functools.cache(tiny_model)
+SOURCES = [*sources.SOURCES]
 
 
 class Oracle:
@@ -41,36 +42,33 @@ class Oracle:
 
 @pytest.fixture
 def oracles(monkeypatch):
-    made, truths = [], [p + plain(p, model_of("qwen3_5"), max_tokens=2 * N) for p in PROMPTS]
+    model = model_of("qwen3_5")
+    made, truths = [], [PROMPT + plain(PROMPT, model, max_tokens=2 * N), *company_of(model)]
 
     def make(options, text, processors):
         made.append(Oracle(text, truths))
         return made[-1]
 
-    monkeypatch.setattr(sources, "SOURCES", [*sources.SOURCES, make])
-    return made, truths
+    monkeypatch.setattr(sources, "SOURCES", [make])
+    monkeypatch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)  # a step of many drafts takes no longer
+    return made, truths[0]
 
 
-@pytest.fixture
-def oracle_alone(monkeypatch, oracles):
-    monkeypatch.setattr(sources, "SOURCES", sources.SOURCES[-1:])
-    return oracles
-
-
+@every_way
 @pytest.mark.parametrize("number", [0, "auto"])
-def test_one_sequence_drafts_from_it(oracle_alone, number):
-    (made, truths), counts = oracle_alone, DraftCounts()
-    options = dict(max_tokens=N, num_draft_tokens=number, copy_drafts="auto", counts=counts)
-    steps = mtp_generate_step(mx.array(PROMPTS[0]), model_of("qwen3_5"), **options)
-    assert [token for token, _, _ in steps] == truths[0][len(PROMPTS[0]) :][:N]
-    assert sum(made[0].proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
+def test_sequences_draft_from_it(oracles, way, number):
+    (made, truth), model = oracles, model_of("qwen3_5")
+    text = generate(way, PROMPT, model, max_tokens=N, num_draft_tokens=number, copy_drafts="auto")
+    own, counts = next(o for o in made if o.text[: len(PROMPT)] == PROMPT), text.last.counts
+    assert text.last.all_tokens == truth[: len(PROMPT) + N]
+    assert sum(own.proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
 
 
-def test_several_sequences_draft_from_theirs(oracles):
-    made, truths = oracles
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=2, copy_drafts="auto")
-    generator.insert(PROMPTS, max_tokens=[N] * 3)
-    texts = run(generator).values()
-    assert [text.last.all_tokens for text in texts] == [t[: len(p) + N] for t, p in zip(truths, PROMPTS)]
-    assert all(sum(oracle.proposed) > 0 for oracle in made)
-    assert all(text.last.counts.others_accepted == text.last.counts.others for text in texts)
+@alone_and_beside_others
+def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
+    made, truth = oracles
+    monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
+    text = generate(way, PROMPT, model_of("qwen3_5"), max_tokens=N, num_draft_tokens=2, copy_drafts="auto")
+    assert text.last.all_tokens == truth[: len(PROMPT) + N]
+    assert sum(next(o for o in made if o.text[: len(PROMPT)] == PROMPT).proposed) > 0
+    assert text.last.counts.others_accepted == text.last.counts.others

@@ -12,15 +12,19 @@ class Text:
     """What a generator has yielded of a sequence."""
 
     tokens: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)  # of each token
     finish_reason: str | None = None
     last: Response | None = None
-    n_from_draft: int = 0
+
+    @property
+    def n_from_draft(self) -> int:
+        return sum(self.from_draft)
 
     def add(self, r: Response) -> None:
         assert self.finish_reason is None
         if r.logprobs is not None:
             self.tokens.append(r.token)
-        self.n_from_draft += r.from_draft
+            self.from_draft.append(r.from_draft)
         self.finish_reason, self.last = r.finish_reason, r
 
 

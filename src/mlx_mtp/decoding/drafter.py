@@ -293,7 +293,7 @@ class _Chooser:
 
 def _choose(logits: mx.array, drafts: list[mx.array], choosers: dict[int, _Chooser]) -> mx.array:
     """Logits [B, V] after the drafts before, each [B, 1] -> the next ones, [B, 1]"""
-    if len(choosers) == len(logits) == 1:
+    if len(choosers) == len(logits) == 1 and choosers[0].sequence.finish_reason != "error":
         with choosers[0].sequence.own_errors():
             return choosers[0].choose(logits, [d[0] for d in drafts])[:, None]
     tokens = mx.argmax(logits, axis=-1, keepdims=True)

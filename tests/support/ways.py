@@ -1,0 +1,104 @@
+"""One text, generated alone, a token at a time, or in a batch, by itself or between two others."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_mtp import DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.batch.generator import BatchGenerator, Response
+
+from .batches import Faulty, Text, run
+from .decoding import assert_cache_of, plain
+from .scripted import Scripted
+
+WAYS = ["alone", "batch of one", "batch of three"]
+every_way = pytest.mark.parametrize("way", WAYS)
+alone_and_beside_others = pytest.mark.parametrize("way", ["alone", "batch of three"])
+
+# Those beside the text: one ends soon, the other has a seed, a penalty and a processor that counts as one with a state.
+COMPANY: list[dict[str, Any]] = [
+    dict(prompt=[9, 2, 6, 5], max_tokens=5, num_draft_tokens=1),
+    dict(
+        prompt=[8],
+        max_tokens=24,
+        sampler=make_sampler(1.0, seed=5),
+        logits_processors=[*make_logits_processors(repetition_penalty=1.3), Faulty("none", 0, ("rollback",))],
+    ),
+]
+_truths: dict[int, Any] = {}  # by model, which is kept so that its id is
+
+
+def company_of(model) -> list[list[int]]:
+    """Of those beside the text: what the model says, prompts included, and more than they generate."""
+    if id(model) not in _truths:
+        names = ("sampler", "logits_processors")
+        texts = [
+            c["prompt"]
+            + plain(c["prompt"], model, max_tokens=c["max_tokens"] + 20, **{n: c[n] for n in names if n in c})
+            for c in COMPANY
+        ]
+        _truths[id(model)] = model, texts
+    return _truths[id(model)][1]
+
+
+def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **options) -> Text:
+    """The text, with its prompt cache and counts in ``last``. Those beside it are asserted to be those of plain decoding.
+
+    Args:
+        way (str): One of ``WAYS``.
+        text (List[int], optional): The text, prompt included, of a head that is right where ``right(i)``, as in ``Scripted``.
+        fails (Type[Exception]): What the text may end with; it is then in ``last.error``.
+        options: Those of ``mtp_generate_step``, ``max_tokens`` among them; in a batch also ``stop_sequences``.
+    """
+    prompt = mx.array(prompt).tolist()
+    uid, others = (1, company_of(model)) if way == "batch of three" else (0, [])
+    if right is not None:
+        texts = {uid: text, **{2 * i: t for i, t in enumerate(others)}}
+        model = Scripted(model, texts, lambda u, i: right(i) if u == uid else i % 3 > 0)
+    if way == "alone":
+        return _alone(prompt, model, fails, options)
+    asked = dict(prompt=prompt, **options)
+    texts = _batch([COMPANY[0], asked, COMPANY[1]] if others else [asked], model, options)
+    for beside, truth, text in zip(COMPANY, others, (texts[0], texts[len(texts) - 1])):
+        n = len(beside["prompt"]) + beside["max_tokens"]
+        assert text.last.all_tokens == truth[:n]
+        assert_cache_of(model, text.last.prompt_cache, n)
+    error = texts[uid].last.error
+    if error is not None and not isinstance(error, fails):
+        raise error
+    return texts[uid]
+
+
+def _alone(prompt, model, fails, options) -> Text:
+    cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
+    text, counts, error = Text(finish_reason="length"), DraftCounts(), None
+    try:
+        for token, _, from_draft in mtp_generate_step(
+            mx.array(prompt), model, prompt_cache=cache, counts=counts, **options
+        ):
+            text.tokens.append(token)
+            text.from_draft.append(from_draft)
+    except fails as e:
+        text.finish_reason, error = "error", e
+    text.last = Response(0, -1, None, text.finish_reason, cache, prompt + text.tokens, False, counts, error)
+    return text
+
+
+def _batch(asked, model, options) -> dict[int, Text]:
+    own = ("num_draft_tokens", "copy_drafts", "prefill_step_size")
+    generator = BatchGenerator(model, **{name: options[name] for name in own if name in options})
+    if isinstance(model, Scripted):
+        model.decoder = generator.decoder
+    generator.insert(
+        [a["prompt"] for a in asked],
+        max_tokens=[a["max_tokens"] for a in asked],
+        caches=[a.get("prompt_cache") for a in asked],
+        samplers=[a.get("sampler") for a in asked],
+        logits_processors=[a.get("logits_processors", []) for a in asked],
+        stop_sequences=[a.get("stop_sequences") or StopSequences() for a in asked],
+        num_draft_tokens=[a.get("num_draft_tokens") for a in asked],
+    )
+    return run(generator)
