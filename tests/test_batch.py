@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from scipy.stats import chisquare
 
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.server.batch import Failure, Scheduler, Sequence, Token
+from mlx_mtp.server.batch import Failure, Generation, NewToken, Scheduler
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 
@@ -31,12 +31,12 @@ def scheduler_of(model, **kwargs) -> Scheduler:
 
 def sequence_of(
     scheduler, prompt, max_tokens=20, stop=(), processors=(), n_segments=1, depth=3, sampler=greedy_sampler
-) -> Sequence:
+) -> Generation:
     cut = len(prompt) // n_segments + 1
     segments = [prompt[i : i + cut] for i in range(0, len(prompt), cut)]
     matcher = StopSequences([list(s) for s in stop]).matcher()
     cache = scheduler.make_cache()
-    return Sequence(segments, max_tokens, sampler, list(processors), matcher, cache, [], num_draft_tokens=depth)
+    return Generation(segments, max_tokens, sampler, list(processors), matcher, cache, [], num_draft_tokens=depth)
 
 
 def run(scheduler, arrivals, removals):
@@ -55,13 +55,13 @@ def run(scheduler, arrivals, removals):
                 break
             continue
         for event in scheduler.next():
-            if isinstance(event, Token):
-                assert event.sequence not in ends
-                if event.sequence.sampler is greedy_sampler:
+            if isinstance(event, NewToken):
+                assert event.generation not in ends
+                if event.generation.sampler is greedy_sampler:
                     assert event.token == event.logprobs.argmax().item()
-                tokens[event.sequence].append(event.token)
+                tokens[event.generation].append(event.token)
                 if event.finish_reason is not None:
-                    ends[event.sequence] = event.finish_reason
+                    ends[event.generation] = event.finish_reason
             elif event.prompt_cache is not None:
                 shown.append(event)
     return tokens, ends, shown
@@ -137,7 +137,7 @@ def test_each_sequence_equals_its_single_run(family, mtp, requests, depth):
         if s.tokens:
             is_cache_of(s.prompt_cache, s.tokens, model)
     for event in shown:
-        prompt, *_ = singles[event.sequence]
+        prompt, *_ = singles[event.generation]
         assert event.key == prompt[: event.n_tokens]
         is_cache_of(event.prompt_cache, event.key, model)
 
@@ -173,8 +173,8 @@ def test_a_processor_that_raises_leaves_the_other_alone(n_tokens):
     while len(scheduler):
         for event in scheduler.next():
             if isinstance(event, Failure):
-                failures.append((event.sequence, str(event.error)))
-            elif isinstance(event, Token) and event.sequence is other:
+                failures.append((event.generation, str(event.error)))
+            elif isinstance(event, NewToken) and event.generation is other:
                 tokens.append(event.token)
     assert failures == [(failing_one, "no")]
     assert tokens == plain([2, 5], model, max_tokens=9)

@@ -16,7 +16,7 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.step_times import PLAIN, Plan
+from mlx_mtp.decoding.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies
@@ -278,7 +278,7 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
     prompt, answer = write(share, rng)
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
     noise = random.Random(seed + 1)
-    copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN
+    copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN_PLAN
     copies.prefill(prompt)
     while n < len(answer):
         rates = copies.acceptance(0)
@@ -290,7 +290,7 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
             hits = right[n : n + plan.k]
         n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
         seconds = machine.seconds(plan)
-        is_clear = before == plan == PLAIN or (before.k > 0 and plan.k > 0 and before.is_free <= plan.is_free)
+        is_clear = before == plan == PLAIN_PLAN or (before.k > 0 and plan.k > 0 and before.is_free <= plan.is_free)
         choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
         copies.read(answer[n : n + n_accepted + 1])
         total, n, before = total + seconds, n + n_accepted + 1, plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.decoding.depth import Depth, best_depth, expected_tokens
 from mlx_mtp.decoding.rates import Rates
-from mlx_mtp.decoding.step_times import PLAIN, Plan, StepTimes
+from mlx_mtp.decoding.step_times import PLAIN_PLAN, Plan, StepTimes
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, next_text, ratio
 
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
@@ -106,7 +106,7 @@ def test_known_times_hold_until_contradicted():
     assert depth.times.seconds == before  # it may have been a pause
     assert depth.next() == Plan(2)
     depth.observe(Plan(2), 2, 1.4)
-    assert PLAIN not in depth.times.seconds
+    assert PLAIN_PLAN not in depth.times.seconds
     assert [depth.next().k for _ in Depth.FIRST] == list(Depth.FIRST)
 
 
@@ -159,7 +159,7 @@ def test_steps_beside_others_tell_nothing_of_times():
         plan = depth.next()
         depth.observe(plan, plan.k, 9.0, is_alone=False)
     assert depth.times.seconds == before
-    assert depth.times.is_known(PLAIN)
+    assert depth.times.is_known(PLAIN_PLAN)
     assert depth.next() == Plan(MOST)
 
 

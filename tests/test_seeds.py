@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.decoding.noise import MAX_SEED, gumbel, uniform
 from mlx_mtp.models.draft_lm_head import DraftLMHead
-from mlx_mtp.server.batch import Scheduler, Sequence, Token
+from mlx_mtp.server.batch import Generation, NewToken, Scheduler
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
@@ -209,10 +209,10 @@ def uses(model, tokenizer):
             model, mtp=mtp, on_switch=lambda to: None, kv_options={}, stream=stream, prefill_step_size=64
         )
         stop, cache = StopSequences().matcher(), scheduler.make_cache()
-        scheduler.add(Sequence([prompt], 8, sampler, [], stop, cache, [], num_draft_tokens=2))
+        scheduler.add(Generation([prompt], 8, sampler, [], stop, cache, [], num_draft_tokens=2))
         tokens = []
         while len(scheduler):
-            tokens += [event.token for event in scheduler.next() if isinstance(event, Token)]
+            tokens += [event.token for event in scheduler.next() if isinstance(event, NewToken)]
         return tokens
 
     return {

@@ -26,7 +26,7 @@ from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.caches import WholeCaches
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
-from mlx_mtp.server.job import Step
+from mlx_mtp.server.job import Delta
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.models import tiny_model
@@ -105,7 +105,7 @@ def test_no_more_than_max_queue_wait():
         arrived.set()
         await in_thread(begin.wait)
         yield GenerationContext(False, False, None, None, "normal", [1])
-        yield Step([], 1, 0.0, (), "stop")
+        yield Delta([], 1, 0.0, (), "stop")
 
     client, body = client_of(generate, max_queue=1), {"prompt": "a"}
     with ThreadPoolExecutor(1) as pool:
@@ -184,7 +184,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
         resolve=lambda model: model, key_of=lambda _: "a key", tokenizers={"a key": "a tokenizer"}
     )
     g._encode = lambda *_: "a prompt"
-    context, step = GenerationContext(False, False, None, None, "normal", [1]), Step([], 1, 0.0, (), "stop")
+    context, step = GenerationContext(False, False, None, None, "normal", [1]), Delta([], 1, 0.0, (), "stop")
 
     async def run():
         """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""

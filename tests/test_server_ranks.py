@@ -18,7 +18,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.engine import News
+from mlx_mtp.server.engine import Changes
 from mlx_mtp.server.ranks import EVERY, NoClient, RankGenerator
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
@@ -162,7 +162,7 @@ def rank_1(monkeypatch):
     """The generation thread's state on rank 1 of 2, and what each rank's numbers at the exchanges are."""
     g = RankGenerator.__new__(RankGenerator)
     g.ranks = SimpleNamespace(rank=1, group=None, share=lambda value: ([("request", "args")], {5}))
-    g.jobs, g.waiting, g.untold, g.sent, g.n_turns, g.n_idle = {"a sequence": "a job"}, [], News(), None, 0, 0
+    g.jobs, g.waiting, g.unsent, g.sent, g.n_turns, g.n_idle = {"a sequence": "a job"}, [], Changes(), None, 0, 0
     g.checksum, g._stop, g.scheduled = 7, False, None
     g.model_provider = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_bytes=None))
     g.prompt_cache = LRUPromptCache()
@@ -181,35 +181,35 @@ def rank_1(monkeypatch):
 
 def test_one_exchange_in_four_turns(rank_1):
     for _ in range(40):
-        assert not rank_1._news()
+        assert not rank_1._changes()
     assert rank_1.n_exchanges == 10
 
 
 def test_news_are_read_one_exchange_later(rank_1):
     rank_1.numbers[0][0] = 1
-    heard = [rank_1._news() for _ in range(8)]
-    assert not any(heard[:7])
-    ((queue, *entry),) = heard[7].arrived
-    assert (entry, heard[7].gone) == (["request", "args"], {5})
+    received = [rank_1._changes() for _ in range(8)]
+    assert not any(received[:7])
+    ((queue, *entry),) = received[7].arrived
+    assert (entry, received[7].gone) == (["request", "args"], {5})
     assert isinstance(queue, NoClient)
 
 
 def test_news_are_read_at_once_behind_a_part_of_a_prompt(rank_1):
     rank_1.numbers[0][0], rank_1.n_turns = 1, EVERY
-    assert rank_1._news().gone == {5}
-    assert not rank_1._news()
+    assert rank_1._changes().gone == {5}
+    assert not rank_1._changes()
 
 
 def test_all_drop_a_cache_where_one_is_full(rank_1):
     rank_1.numbers[0][2] = 1
     for _ in range(8):
-        rank_1._news()
+        rank_1._changes()
     assert len(rank_1.prompt_cache) == 2
 
 
 def test_any_rank_stops_all(rank_1):
     rank_1.numbers[0][1] = 1
-    assert [rank_1._news() for _ in range(8)][7] is None
+    assert [rank_1._changes() for _ in range(8)][7] is None
     assert rank_1.n_exchanges == 1
 
 
@@ -217,7 +217,7 @@ def test_names_the_rank_that_differs(rank_1):
     rank_1.numbers[1][3] = 8
     with pytest.raises(RuntimeError, match="Ranks 1 have"):
         for _ in range(8):
-            rank_1._news()
+            rank_1._changes()
 
 
 @pytest.mark.parametrize(

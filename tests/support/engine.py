@@ -11,7 +11,7 @@ from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.caches import Caches, make_caches
 from mlx_mtp.server.engine import ResponseGenerator
-from mlx_mtp.server.job import Step
+from mlx_mtp.server.job import Delta
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.provider import ModelProvider
 
@@ -83,11 +83,11 @@ class Engine:
         if say is not None:
             content["chat_template_kwargs"] = {"say": say}
         _, request, args = chat_completions.read_request(content, self.generator.cli_args)
-        steps: list[Step] = []
+        steps: list[Delta] = []
         async for item in self.generator.generate(request, args):
             if isinstance(item, stock.GenerationContext):
                 context = item
-            elif isinstance(item, Step):
+            elif isinstance(item, Delta):
                 steps.append(item)
         tokens, logprobs = [s.token for s in steps], [s.logprob for s in steps]
         return Answered(context.prompt, context.prompt_cache_count, tokens, logprobs)

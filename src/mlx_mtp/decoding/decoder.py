@@ -29,7 +29,7 @@ from .drafter import HeadDrafter, NoHead
 from .exchange import Exchange
 from .read import read_chunk, read_head
 from .sequence import Sequence
-from .step_times import PLAIN, Plan
+from .step_times import PLAIN_PLAN, Plan
 from .window import NO_DRAFTS, Drafts, Step, Token, Window
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
@@ -145,7 +145,7 @@ class Decoder:
         self.sequences[0].start()
         self.head.read(self.sequences[0].tokens)
         self.decided = token[None]
-        self.drafts = Drafts(NO_DRAFTS, [], [PLAIN])
+        self.drafts = Drafts(NO_DRAFTS, [], [PLAIN_PLAN])
         self.verify(None if embeddings is None else embeddings[None])
         assert self.window is not None
         # Not the logits: a prompt alone needs none.

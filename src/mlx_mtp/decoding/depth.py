@@ -13,7 +13,7 @@ for them before it builds the verify pass usually loses more than it saves. Wher
 from collections.abc import Mapping, Sequence
 
 from .rates import Rates
-from .step_times import PLAIN, Plan, StepTimes
+from .step_times import PLAIN_PLAN, Plan, StepTimes
 
 MAX_DRAFT_TOKENS = 8
 FREE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
@@ -130,23 +130,23 @@ class Depth:
         tokens = expected_tokens(self.rates.estimate)[best]
         if (free := self._best_free(offers, tokens / seconds[best])) is not None:
             gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
-            return [free if self.only or self._is_safe(gain) else PLAIN]
+            return [free if self.only or self._is_safe(gain) else PLAIN_PLAN]
         if self.only is not None:
             return [Plan(self.only)]
         if best > 0:
             is_safe = self._is_safe(tokens / seconds[best] * plain)
-            return [Plan(best)] if is_safe else [PLAIN, *self._trial(best, seconds)]
+            return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
         if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
             return self._trial(best, seconds) or [Plan(1)]
-        return [PLAIN]
+        return [PLAIN_PLAN]
 
     def _is_safe(self, gain: float) -> bool:
         """Whether plain decoding was measured not long ago, or measured at all and is slower by ``gain``, beyond doubt.
 
         Where other generations run in between, nothing can be measured, and a plain step would not tell more.
         """
-        is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN, 0) > 1
-        return self.times.is_known(PLAIN) or is_slower or not self.is_alone
+        is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
+        return self.times.is_known(PLAIN_PLAN) or is_slower or not self.is_alone
 
     def _best_free(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
         """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""

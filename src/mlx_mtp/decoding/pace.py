@@ -11,7 +11,7 @@ from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from .exchange import Exchange, Times
 from .sequence import Sequence
 from .size_depth import BatchDepth, SizeTimes
-from .step_times import PLAIN, Plan, StepTimes
+from .step_times import PLAIN_PLAN, Plan, StepTimes
 from .window import Step
 
 
@@ -56,7 +56,7 @@ class Pace:
         if plan is None:
             plan = Plan(cast(int, s.options.num_draft_tokens))
         if plan.k > room:
-            plan = Plan(room, plan.source) if room > 0 else PLAIN
+            plan = Plan(room, plan.source) if room > 0 else PLAIN_PLAN
         self.planned = plan, depth
         return plan
 
@@ -88,7 +88,7 @@ class Pace:
         assert decoder.window is not None
         self.clock.take_turn()
         if self.planned is None:  # nobody was asked for a window of one prompt's last token
-            self.planned = PLAIN, depth_of(self.model, decoder.sequences[0])
+            self.planned = PLAIN_PLAN, depth_of(self.model, decoder.sequences[0])
         self.asked = [*self.asked[-2:], Asked(decoder.sequences, *self.planned, decoder.window.n_drafts)]
         self.planned = None
 
@@ -140,7 +140,7 @@ def _is_clear(beside: ListOf[Asked], is_plain: bool) -> bool:
     if any(a.sequences != last.sequences or a.n_drafts > a.plan.k for a in beside):
         return False
     if is_plain:  # where steps change from plain to drafting or back, more or less than this pass may be behind it
-        return all(a.plan == PLAIN for a in beside)
+        return all(a.plan == PLAIN_PLAN for a in beside)
     # Behind a step without drafts, part of the time may be that step's. And behind free drafts the head has more rows to make.
     return len(beside) == 2 and beside[0].n_drafts > 0 and beside[0].plan.is_free <= last.plan.is_free
 

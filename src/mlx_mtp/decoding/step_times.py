@@ -19,7 +19,7 @@ class Plan(NamedTuple):
         return self.source != HEAD
 
 
-PLAIN = Plan(0)
+PLAIN_PLAN = Plan(0)
 
 
 class StepTimes:
@@ -115,7 +115,7 @@ class StepTimes:
     def _shrink(self, plan: Plan, seconds: float) -> None:
         """Scales all times down when steps become far shorter than one at the same or a lower depth was."""
         # A step with free drafts may be shorter than one with fewer drafts of the head.
-        lower = [p for p in self.seconds if p.k <= plan.k and (p.is_free or p == PLAIN or not plan.is_free)]
+        lower = [p for p in self.seconds if p.k <= plan.k and (p.is_free or p == PLAIN_PLAN or not plan.is_free)]
         slowest = max((self.seconds[p] for p in lower), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
         # One alone may have begun while the host was late, unless the only one before it was the slow one.
@@ -128,7 +128,7 @@ class StepTimes:
         return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
 
     def _update(self) -> None:
-        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN or self.is_known(plan)}
+        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
         head = {plan.k: t for plan, t in known.items() if not plan.is_free}
         self.estimate = self._estimate(head, self.n)
         self._known, self._free_estimates = known, dict[str, list[float]]()  # the others once they are asked for

@@ -62,7 +62,7 @@ def watch(
         for sock in (theirs, *(sock for sock, *_ in others)):
             sock.close()  # the watcher's
         is_over = Event()
-        Thread(target=_obey, args=(ours, ranks.rank, is_over, on_loss), daemon=True).start()
+        Thread(target=_follow, args=(ours, ranks.rank, is_over, on_loss), daemon=True).start()
         last = ["bye"]
         try:
             yield
@@ -71,13 +71,13 @@ def watch(
                 last = ["failed", " ".join(f"{type(e).__name__}: {e}".split())[:LONGEST_ERROR]]
             raise
         finally:
-            with suppress(OSError):  # without its watcher the process ends: see _obey
+            with suppress(OSError):  # without its watcher the process ends: see _follow
                 ours.sendall(json.dumps(last).encode() + b"\n")
             is_over.wait()
             watcher.wait()
 
 
-def _obey(sock: socket.socket, rank: int, is_over: Event, on_loss: Sequence[Callable[[str], None]]) -> None:
+def _follow(sock: socket.socket, rank: int, is_over: Event, on_loss: Sequence[Callable[[str], None]]) -> None:
     """End the process when its watcher says so, or is lost itself."""
     try:
         with sock.makefile() as messages:

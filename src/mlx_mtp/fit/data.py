@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import answer_all
 from .recording import bytes_per_token
-from .texts import Parts, Text, read_corpus, read_prompts
+from .texts import Split, Text, read_corpus, read_prompts
 
 SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
 
@@ -38,13 +38,13 @@ class Data:
         return read_prompts(None if self.prompts is None else Path(self.prompts), tokenizer)
 
 
-def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, work: Path) -> Parts:
+def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, work: Path) -> Split:
     """Let the model answer the prompts, and leave out what is too much to record."""
     if data.corpus is None:
         how: Any = {"answers": data.answers, "max_tokens": data.max_tokens, "temp": data.temp, "seed": data.seed}
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", **how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", **how)
-        parts = Parts(train, valid, parts.test)
+        parts = Split(train, valid, parts.test)
     limit = int(data.cache_gb * 1e9 / bytes_per_token(model))
     length = data.max_seq_length
     train = within(parts.train, limit - sum(min(len(text.tokens), length) for text in parts.valid), length)
@@ -55,7 +55,7 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Parts, data: Data, w
     )
     if len(train) < len(parts.train):
         print(f"[INFO] --cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
-    return Parts(train, parts.valid, parts.test)
+    return Split(train, parts.valid, parts.test)
 
 
 def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
@@ -69,7 +69,7 @@ def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
     return chosen
 
 
-def describe(data: Data, parts: Parts, drafts: int, iters: int) -> dict[str, Any]:
+def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any]:
     """What the model card says of a fit."""
     n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
     what = "of the user's files" if data.corpus is not None else "of its own answers"

@@ -24,7 +24,7 @@ from .lora import Lora, write_adapter
 from .loss import DraftLoss
 from .measure import Comparison, compare, measure, measure_once
 from .recording import record
-from .texts import Parts, split
+from .texts import Split, split
 from .training import Schedule, make_trainable, train_head
 
 
@@ -118,7 +118,7 @@ def fit(
     return comparison
 
 
-def train_on(model: Any, parts: Parts, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
+def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
     """Record the texts and train the head of a model, which is left in its dtype; the iterations of the best head."""
     times = [time.perf_counter()]
     train, valid = (

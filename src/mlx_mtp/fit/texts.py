@@ -32,7 +32,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Split:
     """Texts to train on, to choose the best head by, and to measure it on at the end. No two share a source."""
 
     train: list[Text]
@@ -90,7 +90,7 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Text]:
     return [Text(name, tokens, len(tokens)) for name, tokens in encoded.items()]
 
 
-def split(texts: Sequence[Text], shortest: int, seed: int) -> Parts:
+def split(texts: Sequence[Text], shortest: int, seed: int) -> Split:
     """Divide texts by their source, and shuffle each part.
 
     Args:
@@ -112,7 +112,7 @@ def split(texts: Sequence[Text], shortest: int, seed: int) -> Parts:
         rng.shuffle(chosen)
         return chosen
 
-    parts = Parts(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
+    parts = Split(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
     if not parts.train or len(parts.test) < MIN_TEXTS:
         raise ValueError(
             f"There are {len(sources)} sources of text, too few to train on some and to measure on "

@@ -20,7 +20,7 @@ from ..models.single import KVOptions
 
 
 @dataclass(eq=False)
-class Sequence:
+class Generation:
     """The tokens of a request, and what generates the next ones.
 
     Args:
@@ -59,17 +59,17 @@ class Sequence:
 class Progress:
     """A part of a prompt is in the cache."""
 
-    sequence: Sequence
+    generation: Generation
     n_tokens: int
     prompt_cache: list[Any] | None  # at the end of a segment, without its last token
     key: list[int] | None  # the tokens of that cache
 
 
 @dataclass
-class Token:
-    """A generated token. After one with a finish reason the scheduler no longer uses the sequence."""
+class NewToken:
+    """A generated token. After one with a finish reason the scheduler no longer uses the generation."""
 
-    sequence: Sequence
+    generation: Generation
     token: int
     logprobs: mx.array  # [V]
     finish_reason: str | None
@@ -82,13 +82,13 @@ class Token:
 
 @dataclass
 class Failure:
-    """A sequence's sampler or logits processor raised. The scheduler no longer uses the sequence; the others go on."""
+    """A generation's sampler or logits processor raised. The scheduler no longer uses the generation; the others go on."""
 
-    sequence: Sequence
+    generation: Generation
     error: Exception
 
 
-Event = Progress | Token | Failure
+Event = Progress | NewToken | Failure
 
 
 class StockBatches(StockBatchGenerator):
@@ -123,12 +123,12 @@ class StockBatches(StockBatchGenerator):
 
 
 class Scheduler:
-    """Generates any number of sequences.
+    """Runs any number of generations.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         mtp (bool): Draft; ``False`` generates in mlx-lm's batch generator.
-        on_switch (Callable[[str], None]): Called with ``"batch"`` where a second sequence begins to generate beside one, and
+        on_switch (Callable[[str], None]): Called with ``"batch"`` where a second generation begins to generate beside one, and
           with ``"mtp"`` where one is left.
         kv_options (Dict[str, Any]): ``kv_bits`` and the like.
         kwargs: Those of ``mlx_mtp.BatchGenerator``, and mlx-lm's ``prefill_batch_size``.
@@ -152,14 +152,14 @@ class Scheduler:
             self.batch = BatchGenerator(model, stream=stream, kv=KVOptions(**kv_options), **drafts, **kwargs)
         else:
             self.batch = StockBatches(model, stream=stream, **kwargs)
-        self.sequences: dict[int, Sequence] = {}
+        self.generations: dict[int, Generation] = {}
         self.n_generating = 0
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self.generations)
 
     def make_cache(self) -> list[Any]:
-        """An empty cache for a sequence."""
+        """An empty cache for a generation."""
         caches: list[Any] = make_prompt_cache(self.model) if self.mtp else stock.make_prompt_cache(self.model)
         return caches
 
@@ -168,7 +168,7 @@ class Scheduler:
         """The size of the caches in use."""
         return int(self.batch.prompt_cache_nbytes)
 
-    def add(self, s: Sequence) -> None:
+    def add(self, s: Generation) -> None:
         drafts: dict[str, Any] = {
             "num_draft_tokens": [s.num_draft_tokens],
             "copy_drafts": [s.copy_drafts],
@@ -184,29 +184,31 @@ class Scheduler:
             stop_sequences=[s],
             **(drafts if self.mtp else {}),
         )
-        self.sequences[uid] = s
+        self.generations[uid] = s
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out at once, with its cache and tokens."""
-        for uid in [uid for uid, s in self.sequences.items() if s is sequence]:
+    def remove(self, generation: Generation) -> None:
+        """Take a generation out at once, with its cache and tokens."""
+        for uid in [uid for uid, s in self.generations.items() if s is generation]:
             caches = self.batch.remove([uid], return_prompt_caches=True)
-            sequence.prompt_cache, sequence.tokens = caches[uid]
-            del self.sequences[uid]
+            generation.prompt_cache, generation.tokens = caches[uid]
+            del self.generations[uid]
 
     def next(self) -> list[Event]:
-        """Do a step of all sequences -> what it made."""
+        """Do a step of all generations -> what it made."""
         in_prompt, generated = self.batch.next()
         events: list[Event] = [self._progress(r) for r in in_prompt]
         for r in generated:
-            s = self.sequences[r.uid]
+            s = self.generations[r.uid]
             if r.finish_reason is not None:
                 s.prompt_cache, s.tokens = r.prompt_cache, r.all_tokens
-                del self.sequences[r.uid]
+                del self.generations[r.uid]
             if isinstance(r, Response) and r.error is not None:
                 events.append(Failure(s, r.error))
             else:
                 drafted = isinstance(r, Response) and r.from_draft
-                events.append(Token(s, r.token, r.logprobs, r.finish_reason, s.counts.source if drafted else "model"))
+                events.append(
+                    NewToken(s, r.token, r.logprobs, r.finish_reason, s.counts.source if drafted else "model")
+                )
         self._count_switches()
         return events
 
@@ -222,7 +224,7 @@ class Scheduler:
         self.n_generating = n
 
     def _progress(self, response: Any) -> Progress:
-        s = self.sequences[response.uid]
+        s = self.generations[response.uid]
         done, total = response.progress
         prompt_cache = key = None
         if response.end_of_segment and not response.end_of_prompt:

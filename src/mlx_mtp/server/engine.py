@@ -20,11 +20,11 @@ from .. import cli
 from ..decoding import sampling
 from ..prompt_store.memory import cache_budget, memory_left
 from .answer import make_answer
-from .batch import Event, Failure, Progress, Scheduler, Sequence, Token
+from .batch import Event, Failure, Generation, NewToken, Progress, Scheduler
 from .budget import make_processors
 from .caches import Caches
 from .form import make_form
-from .job import Job, Outbox, Step
+from .job import Delta, Job, Outbox
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
 from .prompt import BoundedTokenizer
@@ -77,7 +77,7 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
 
 
 @dataclass
-class News:
+class Changes:
     """What clients have done. With what was generated, all that the next steps depend on.
 
     Args:
@@ -123,7 +123,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.open: set[Mailbox] = set()  # where responses are awaited
         self.created = int(time.time())
         self.waiting: deque[Entry] = deque()
-        self.jobs: dict[Sequence, Job] = {}
+        self.jobs: dict[Generation, Job] = {}
         self.scheduler: Scheduler
         self.scheduled: ModelKey | None = None  # the scheduler's model
         self.caches_of: ModelKey | None = None  # the model that the prompt caches are of
@@ -141,7 +141,7 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     async def generate(
         self, request: Request, args: stock.GenerationArguments
-    ) -> AsyncIterator[stock.GenerationContext | Waiting | Step]:
+    ) -> AsyncIterator[stock.GenerationContext | Waiting | Delta]:
         """What a request becomes: its context, its steps, and while it waits, every few seconds, how far its prompt is read.
 
         Raises:
@@ -163,7 +163,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             events, finish_reason = answer.step(response.text, response.finish_reason)
             request.n_tokens += 1
             stop_word = answer.stop.found
-            yield Step(events, response.token, response.logprob, response.top_tokens, finish_reason, stop_word)
+            yield Delta(events, response.token, response.logprob, response.top_tokens, finish_reason, stop_word)
             if finish_reason is not None:
                 return
 
@@ -252,24 +252,24 @@ class ResponseGenerator(stock.ResponseGenerator):
             self.loaded.set_exception(e)
             self._let_go()
             return
-        while (news := self._news()) is not None:
-            self.waiting += news.arrived
-            self._drop(news.gone)
+        while (changes := self._changes()) is not None:
+            self.waiting += changes.arrived
+            self._drop(changes.gone)
             while self.waiting and self._fits(self.waiting[0]):
                 self._admit(self.waiting.popleft())
             if self.jobs:
                 self._step()
         self._end()
 
-    def _news(self) -> News | None:
+    def _changes(self) -> Changes | None:
         """What clients have done since the last step; ``None`` where the server ends."""
         return None if self._stop else self._look(wait=not self.jobs)
 
-    def _look(self, wait: bool) -> News:
+    def _look(self, wait: bool) -> Changes:
         arrived = self._receive(wait)
         gone = {request.number for _, request, _ in (*self.waiting, *arrived) if request.is_gone}
         jobs = self.jobs.values()
-        return News(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone})
+        return Changes(arrived, gone | {j.request.number for j in jobs if j.ctx._should_stop or j.request.is_gone})
 
     def _receive(self, wait: bool) -> list[Entry]:
         """New requests; where there is none, ``wait`` a tenth of a second for it."""
@@ -285,9 +285,9 @@ class ResponseGenerator(stock.ResponseGenerator):
         for entry in [entry for entry in self.waiting if entry[1].number in gone]:
             self.waiting.remove(entry)
             entry[0].put(ApiError(400, "The client has hung up."))
-        for sequence in [sequence for sequence, job in self.jobs.items() if job.request.number in gone]:
-            self.scheduler.remove(sequence)
-            self._finish(sequence)
+        for generation in [generation for generation, job in self.jobs.items() if job.request.number in gone]:
+            self.scheduler.remove(generation)
+            self._finish(generation)
 
     def _is_exclusive(self, args: stock.GenerationArguments) -> bool:
         """Whether a request must be generated alone."""
@@ -329,7 +329,7 @@ class ResponseGenerator(stock.ResponseGenerator):
                 self._serve_single(single, mx.default_stream(mx.default_device()))
                 self._make_room()
                 return
-            sequence, job = self._prepare(queue, request, request.encoded, args)
+            generation, job = self._prepare(queue, request, request.encoded, args)
         except ApiError as e:
             queue.put(e)
             return
@@ -337,7 +337,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             logging.exception("A request failed before generation.")
             queue.put(ApiError(500, f"The request failed before generation: {e}"))
             return
-        self._begin(sequence, job)
+        self._begin(generation, job)
 
     def _is_single(self) -> bool:
         """Whether mlx-lm's own loop generates the request: with a draft model, or alone without MTP."""
@@ -345,14 +345,14 @@ class ResponseGenerator(stock.ResponseGenerator):
         is_batched = provider.is_batchable and (cli.drafts(self.cli_args) or not self.is_exclusive)
         return provider.draft_model is not None or not is_batched
 
-    def _begin(self, sequence: Sequence, job: Job) -> None:
+    def _begin(self, generation: Generation, job: Job) -> None:
         job.queue.put(job.ctx)
         self.metrics.prompt_tokens.inc(len(job.ctx.prompt))
         self.metrics.cached_prompt_tokens.inc(job.ctx.prompt_cache_count)
         self.metrics.cache_hits.inc(job.ctx.prompt_cache_count > 0)
-        self.jobs[sequence] = job
+        self.jobs[generation] = job
         self.metrics.in_flight.set(len(self.jobs))
-        self.scheduler.add(sequence)
+        self.scheduler.add(generation)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -422,7 +422,7 @@ class ResponseGenerator(stock.ResponseGenerator):
 
     def _prepare(
         self, queue: Outbox, request: Request, prompt: Prompt, args: stock.GenerationArguments
-    ) -> tuple[Sequence, Job]:
+    ) -> tuple[Generation, Job]:
         """What generates a request, and what answers it."""
         key, tokenizer = self.model_provider.model_key, self.model_provider.tokenizer
         self.caches.log()
@@ -438,7 +438,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             prompt=prompt.tokens,
             prompt_cache_count=n_cached,
         )
-        sequence = Sequence(
+        generation = Generation(
             prompt.segments,
             args.max_tokens,
             self._make_sampler(args),
@@ -450,7 +450,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             request.counts,
             request.copy_drafts,
         )
-        return sequence, Job(queue, request, args, ctx, answer, tokenizer, prompt.segment_types[::-1])
+        return generation, Job(queue, request, args, ctx, answer, tokenizer, prompt.segment_types[::-1])
 
     def _make_sampler(self, args: stock.GenerationArguments) -> Any:
         tokenizer, s = self.model_provider.tokenizer, args.sampling
@@ -475,7 +475,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             with self.metrics.step([s.counts for s in self.jobs]):
                 events = self.scheduler.next()
             for event in events:
-                if event.sequence in self.jobs:  # a step may go on behind a stop word
+                if event.generation in self.jobs:  # a step may go on behind a stop word
                     self._handle(event)
         except Exception as e:
             logging.exception("Generation failed.")
@@ -493,21 +493,21 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.metrics.in_flight.set(0)
 
     def _handle(self, event: Event) -> None:
-        job = self.jobs[event.sequence]
+        job = self.jobs[event.generation]
         if isinstance(event, Progress):
             n_cached = job.ctx.prompt_cache_count
             job.queue.put((event.n_tokens - n_cached, len(job.ctx.prompt) - n_cached))
             if event.prompt_cache is not None and event.key is not None and job.segment_types:
                 self._save(job, event.key, event.prompt_cache, job.segment_types.pop())
         elif isinstance(event, Failure):
-            del self.jobs[event.sequence]
+            del self.jobs[event.generation]
             job.queue.put(ApiError(500, f"Generation failed: {event.error}"))
             self.metrics.in_flight.set(len(self.jobs))
         elif self._respond(job, event, event.finish_reason):
-            self.scheduler.remove(event.sequence)
-            self._finish(event.sequence)
+            self.scheduler.remove(event.generation)
+            self._finish(event.generation)
 
-    def _respond(self, job: Job, event: Token, finish_reason: str | None) -> bool:
+    def _respond(self, job: Job, event: NewToken, finish_reason: str | None) -> bool:
         """Send a token to the client -> whether it is the last."""
         if job.first_token is None:
             job.first_token = time.perf_counter()
@@ -515,13 +515,13 @@ class ResponseGenerator(stock.ResponseGenerator):
         self.metrics.generated_tokens.inc()
         return job.respond(event, finish_reason)
 
-    def _finish(self, sequence: Sequence) -> None:
-        """End a request whose sequence has left the scheduler, and save its cache for the next turn."""
-        job = self.jobs.pop(sequence)
+    def _finish(self, generation: Generation) -> None:
+        """End a request whose generation has left the scheduler, and save its cache for the next turn."""
+        job = self.jobs.pop(generation)
         job.queue.put(None)
-        self._save(job, sequence.tokens, sequence.prompt_cache, "assistant")
+        self._save(job, generation.tokens, generation.prompt_cache, "assistant")
         self.metrics.in_flight.set(len(self.jobs))
-        self.metrics.add_drafts(sequence.counts)
+        self.metrics.add_drafts(generation.counts)
         if (rate := job.tokens_per_second()) is not None:
             self.metrics.rate.observe(rate)
 
@@ -536,20 +536,20 @@ class ResponseGenerator(stock.ResponseGenerator):
         stopping = ApiError(503, "The server is stopping.")
         for queue, *_ in (*self.waiting, *self._receive(wait=False)):
             queue.put(stopping)
-        for sequence, job in [*self.jobs.items()]:
+        for generation, job in [*self.jobs.items()]:
             if job.first_token is None:
                 job.queue.put(stopping)
-                self.scheduler.remove(sequence)
-                del self.jobs[sequence]
+                self.scheduler.remove(generation)
+                del self.jobs[generation]
         try:
             while self.jobs:
                 for event in self.scheduler.next():
                     if isinstance(event, Failure):
                         self._handle(event)
-                    elif isinstance(event, Token) and event.sequence in self.jobs:
-                        self._respond(self.jobs[event.sequence], event, event.finish_reason or "length")
-                        self.scheduler.remove(event.sequence)
-                        self._finish(event.sequence)
+                    elif isinstance(event, NewToken) and event.generation in self.jobs:
+                        self._respond(self.jobs[event.generation], event, event.finish_reason or "length")
+                        self.scheduler.remove(event.generation)
+                        self._finish(event.generation)
         except Exception:
             logging.exception("Generation failed.")
             self._fail(stopping)

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from mlx_lm import server as stock
 
 from .answer import Answer, Event
-from .batch import Token
+from .batch import NewToken
 from .request import Request
 
 
 @dataclass(frozen=True)
-class Step:
+class Delta:
     """What a token adds to an answer.
 
     Args:
@@ -67,14 +67,14 @@ class Job:
         self.detokenizer = self.tokenizer.detokenizer
         self.first_token: float | None = None  # when it came
 
-    def respond(self, event: Token, finish_reason: str | None) -> bool:
+    def respond(self, event: NewToken, finish_reason: str | None) -> bool:
         """Send a token to the client -> whether it is the last."""
         self.request.n_tokens += 1
         self.request.n_accepted += event.from_draft
         events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
         logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
         top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(Step(events, event.token, logprob, top, finish_reason, self.answer.stop.found, event.source))
+        self.queue.put(Delta(events, event.token, logprob, top, finish_reason, self.answer.stop.found, event.source))
         return finish_reason is not None
 
     def _text_of(self, token: int, finish_reason: str | None) -> str:

@@ -3,7 +3,7 @@
 What a step does depends on the requests and on what was generated before. So rank 0 tells the others which requests have come
 and which are given up, and each rank runs the whole engine on that: scheduler, prompt cache, samplers and stop words. Every few
 turns the ranks exchange some numbers. Nobody waits for them: they are queued behind the passes before them and read at the next
-exchange. Only where rank 0 has news are these sent as well.
+exchange. Only where rank 0 has changes are these sent as well.
 """
 
 import _thread
@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..distributed.ranks import Ranks, unlike_rank_0
-from .batch import Event, Progress, Token
+from .batch import Event, NewToken, Progress
 from .caches import Caches
-from .engine import News, ResponseGenerator
+from .engine import Changes, ResponseGenerator
 from .metrics import Metrics
 from .provider import ModelProvider
 from .request import ApiError
@@ -48,60 +48,60 @@ class RankGenerator(ResponseGenerator):
         self.n_turns = 0  # since the last exchange
         self.n_idle = 0  # exchanges since there was a request
         self.sent: mx.array | None = None  # at the last exchange by each rank, [R, 4]
-        self.untold = News()  # rank 0's
+        self.unsent = Changes()  # rank 0's
         self.checksum = 0  # of what was generated
         super().__init__(provider, caches, metrics)
 
     # What rank 0 tells
 
-    def _news(self) -> News | None:
+    def _changes(self) -> Changes | None:
         self.n_turns += 1
         if self.jobs and self.n_turns < EVERY:
-            return News()
+            return Changes()
         is_reading, self.n_turns = self.n_turns > EVERY, 0
         self.n_idle = 0 if self.jobs else self.n_idle + 1
         if self.ranks.rank == 0:
-            new = self._look(wait=not self.jobs and not self.untold)
-            self.untold = News(self.untold.arrived + new.arrived, new.gone)
-        news = self._hear()
-        if news is None:
+            new = self._look(wait=not self.jobs and not self.unsent)
+            self.unsent = Changes(self.unsent.arrived + new.arrived, new.gone)
+        changes = self._exchange()
+        if changes is None:
             return None
         self._tell()
         if not is_reading:
-            return news
+            return changes
         # No pass is in flight behind which the exchange would wait, and a chunk of a prompt would delay what it says.
-        more = self._hear()
-        return None if more is None else News(news.arrived + more.arrived, news.gone | more.gone)
+        more = self._exchange()
+        return None if more is None else Changes(changes.arrived + more.arrived, changes.gone | more.gone)
 
     def _tell(self) -> None:
         """Begin an exchange."""
         if self.n_idle > REST_AFTER and self.ranks.rank != 0:
             time.sleep(REST)  # before the exchange begins: MLX's ring waits in a loop that takes all of a core
-        mine = [bool(self.untold), self._stop, self._is_full(), self.checksum]
+        mine = [bool(self.unsent), self._stop, self._is_full(), self.checksum]
         self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
         mx.async_eval(self.sent)
 
-    def _hear(self) -> News | None:
+    def _exchange(self) -> Changes | None:
         """Read the last exchange."""
         if self.sent is None:
-            return News()
+            return Changes()
         sent: Any = self.sent.tolist()
         self.sent = None
-        has_news, stop, is_full, checksum = zip(*sent)
+        has_changes, stop, is_full, checksum = zip(*sent)
         if others := unlike_rank_0(checksum):
             raise RuntimeError(f"{others} have generated other tokens than rank 0.")
         if any(stop):
-            self.waiting += self.untold.arrived
+            self.waiting += self.unsent.arrived
             return None
         if any(is_full):
             self.prompt_cache.trim_to(n_sequences=len(self.prompt_cache) - 1)
-        return self._share() if has_news[0] else News()
+        return self._share() if has_changes[0] else Changes()
 
-    def _share(self) -> News:
-        """Rank 0's news, on every rank."""
-        mine, self.untold = self.untold, News()
+    def _share(self) -> Changes:
+        """Rank 0's changes, on every rank."""
+        mine, self.unsent = self.unsent, Changes()
         requests, gone = self.ranks.share(([entry[1:] for entry in mine.arrived], mine.gone))
-        return mine if self.ranks.rank == 0 else News([(NoClient(), *r) for r in requests], gone)
+        return mine if self.ranks.rank == 0 else Changes([(NoClient(), *r) for r in requests], gone)
 
     # What depends on the rank
 
@@ -139,8 +139,8 @@ class RankGenerator(ResponseGenerator):
     def _handle(self, event: Event) -> None:
         if isinstance(event, Progress):
             self.n_turns = EVERY  # reading a part of a prompt took long
-        what = event.token if isinstance(event, Token) else type(event).__name__
-        self.checksum = zlib.crc32(f"{self.jobs[event.sequence].request.number} {what} ".encode(), self.checksum)
+        what = event.token if isinstance(event, NewToken) else type(event).__name__
+        self.checksum = zlib.crc32(f"{self.jobs[event.generation].request.number} {what} ".encode(), self.checksum)
         super()._handle(event)
 
     def _close_scheduler(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...decoding.counts import DraftCounts
-from ..job import Step
+from ..job import Delta
 from ..request import ApiError
 
 Json = dict[str, Any]
@@ -39,7 +39,7 @@ class Writer(Protocol):
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         """What a stream says while the prompt is read."""
 
-    def add(self, step: Step) -> bytes:
+    def add(self, step: Delta) -> bytes:
         """What a token adds to a stream."""
 
     def end(self, usage: Usage) -> bytes:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..answer import Reasoning
 from ..form import form_of_choice, the_only
-from ..job import Step
+from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
@@ -110,7 +110,7 @@ class ChatWriter(OpenAIWriter):
         self.text = self.reasoning = ""
         self.tool_calls: list[Json] = []
 
-    def choices(self, step: Step) -> list[Json]:
+    def choices(self, step: Delta) -> list[Json]:
         found: list[Json] = []
         for e in step.events:
             if isinstance(e, Text):
@@ -126,7 +126,7 @@ class ChatWriter(OpenAIWriter):
     def last_choice(self) -> Json:
         return {"delta": {"role": "assistant"}}
 
-    def collect(self, step: Step) -> None:
+    def collect(self, step: Delta) -> None:
         for e in step.events:
             if isinstance(e, Text):
                 self.text += e.text

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import StringConstraints
 
-from ..job import Step
+from ..job import Delta
 from ..request import Request
 from ..tool_calls import Text
 from .answer import Json
@@ -38,18 +38,18 @@ class CompletionWriter(OpenAIWriter):
         super().__init__(body)
         self.text = ""
 
-    def choices(self, step: Step) -> list[Json]:
+    def choices(self, step: Delta) -> list[Json]:
         return [{"text": text}] if (text := _text(step)) else []
 
     def last_choice(self) -> Json:
         return {"text": ""}
 
-    def collect(self, step: Step) -> None:
+    def collect(self, step: Delta) -> None:
         self.text += _text(step)
 
     def choice(self) -> Json:
         return {"text": self.text}
 
 
-def _text(step: Step) -> str:
+def _text(step: Delta) -> str:
     return "".join(e.text for e in step.events if isinstance(e, Text))

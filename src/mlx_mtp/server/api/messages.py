@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from ..answer import Reasoning
 from ..form import form_of, form_of_choice, the_only
-from ..job import Step
+from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort, Thinking
 from ..tool_calls import CallArguments, CallBegins, Text
@@ -190,7 +190,7 @@ class MessagesWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return _event("ping")
 
-    def add(self, step: Step) -> bytes:
+    def add(self, step: Delta) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
         self.stop_word = step.stop_word
         return b"".join(self._add(e) for e in step.events)

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
 from ..form import form_of, the_only
-from ..job import Step
+from ..job import Delta
 from ..request import ApiError, Form
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words
@@ -75,7 +75,7 @@ class OpenAIWriter:
         self.body = body
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
         self.finish_reason: str | None = None
-        self.steps: list[Step] = []
+        self.steps: list[Delta] = []
         self.sources: list[str] = []  # of the tokens that no chunk has told of
 
     def begin(self, usage: Usage) -> bytes:
@@ -84,7 +84,7 @@ class OpenAIWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
-    def add(self, step: Step) -> bytes:
+    def add(self, step: Delta) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
         if self.body.stream:
             self.sources += [step.source] if step.source is not None else []
@@ -93,7 +93,7 @@ class OpenAIWriter:
         self.collect(step)
         return b""
 
-    def choices(self, step: Step) -> list[Json]:
+    def choices(self, step: Delta) -> list[Json]:
         """What a step adds to the answer, as the only choice of each chunk."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class OpenAIWriter:
         """The choice of the chunk with the reason why the answer ends."""
         raise NotImplementedError
 
-    def collect(self, step: Step) -> None:
+    def collect(self, step: Delta) -> None:
         """Take a step into the whole answer."""
         raise NotImplementedError
 

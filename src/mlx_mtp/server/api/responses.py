@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ..answer import Reasoning
 from ..form import form_of, form_of_choice, the_only
-from ..job import Step
+from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
@@ -193,7 +193,7 @@ class ResponsesWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
-    def add(self, step: Step) -> bytes:
+    def add(self, step: Delta) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
         self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
         return b"".join(self._add(e) for e in step.events)
