@@ -211,12 +211,15 @@ def write_page() -> str:
 def demo_rows() -> list[str]:
     """The demo's rows of the README's table, as of docs/results and of the kept outputs."""
     rows, link = [], "us: [command](docs/develop/measurements.md#{})"
-    for file in sorted((ROOT / "docs" / "results").glob("*-demo*.json")):
+    for file in sorted(
+        (ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda file: len(file.name)
+    ):  # 4 bits last
         row = read_row(file)
         *fixed, auto = (f"{row['runs'][str(run)]['ratio']:.2f}" for run in (*HEAD_DEPTHS, NO_COPIES))
         model, drafts = f"{DEMO_ROW}, {row['model']['backbone']}", "the head alone: 1 to 4 in each step; auto"
-        ratios, command = f"{' '.join(fixed)}; {auto}", link.format("the-demo-head-and-copies-apart")
-        rows.append([model, row["machine"]["chip"], drafts, ratios, command])
+        section = "the-demo-with-a-4-bit-backbone" if "4bit" in file.name else "the-demo-head-and-copies-apart"
+        ratios = f"{' '.join(fixed)}; {auto}"
+        rows.append([model, row["machine"]["chip"], drafts, ratios, link.format(section)])
     copying = KEPT / "demo-copying.txt"
     if copying.exists():
         facts, _, output = read_kept(copying)
