@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.grammar import ForcedTokens
+from mlx_mtp.decoding.grammar import ForcedTokens, _end_of
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
@@ -96,6 +96,28 @@ def test_what_is_forced_is_drafted(monkeypatch):
     assert counts.forced == counts.forced_accepted
     assert sum(counts.forced) >= 8
     assert counts.n_drafted == sum(counts.forced)
+
+
+@pytest.mark.parametrize(
+    ("part", "tokens", "end"),
+    [
+        ([], [5], 0),
+        ([7], [], None),
+        ([7], [5, 7, 7], 2),
+        ([1, 2], [2, 1, 1, 2], 4),
+        ([1, 2], [1, 2], 2),
+        ([1, 2], [2], None),
+    ],
+)
+def test_first_occurrence(part, tokens, end):
+    assert _end_of(part, tokens) == end
+
+
+def test_grammars_of_one_schema_keep_track_of_their_own_texts(demo):
+    first, second = (make_grammar(demo[1], json_schema=PERSON) for _ in range(2))
+    begin = first.forced([])
+    assert first.forced(begin) != begin
+    assert second.forced([]) == begin
 
 
 def test_begins_behind_the_tag():

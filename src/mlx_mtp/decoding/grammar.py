@@ -87,8 +87,13 @@ class Grammar:
 
 def _end_of(part: list[int], tokens: list[int]) -> int | None:
     """The position behind the first occurrence of a part, if any."""
-    n = len(part)
-    return next((i + n for i in range(len(tokens) - n + 1) if tokens[i : i + n] == part), None)
+    n, end = len(part), len(part)
+    while n > 0 and tokens[end - n : end] != part:
+        try:
+            end = tokens.index(part[-1], end) + 1  # a thought may have thousands of tokens
+        except ValueError:
+            return None
+    return end
 
 
 class ForcedTokens:
@@ -146,8 +151,6 @@ def make_grammar(
     Raises:
         ValueError: Not one of the three is given, or llguidance cannot read it.
     """
-    from llguidance import LLMatcher
-
     rules = []
     if json_schema is not None:
         rules.append(f"%json {_with_separators(json_schema)}")
@@ -160,10 +163,9 @@ def make_grammar(
         grammars.append(lark)
     if len(grammars) != 1:
         raise ValueError("Give one of json_schema, regex and lark.")
-    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), LLMatcher.grammar_from_lark(grammars[0]), log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"llguidance cannot read the grammar: {matcher.get_error().splitlines()[0]}")
-    return Grammar(matcher, tokenizer.encode(after, add_special_tokens=False) if after else ())
+    return Grammar(
+        _compile(tokenizer, grammars[0]).deep_copy(), tokenizer.encode(after, add_special_tokens=False) if after else ()
+    )
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
@@ -172,6 +174,21 @@ def _with_separators(schema: dict[str, Any] | str) -> str:
     if not isinstance(schema, dict):
         raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
     return json.dumps({**schema, "x-guidance": {**SEPARATORS, **schema.get("x-guidance", {})}})
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
+    """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request.
+
+    Raises:
+        ValueError: llguidance cannot read the grammar.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), LLMatcher.grammar_from_lark(lark), log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"llguidance cannot read the grammar: {matcher.get_error().splitlines()[0]}")
+    return matcher
 
 
 @functools.lru_cache(maxsize=4)
