@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.models.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore, disk, files, folder
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.folder import Folder, Outcome
@@ -59,6 +60,20 @@ def test_a_restart(family, dtype, kv, tmp_path):
         assert names(fetched) == names(fresh)
         assert_same_next(model, fetched, fresh, kv)
         assert store.nbytes < store.disk.bytes_read == size(tmp_path)
+
+
+def test_numbers_below_0_stand_for_what_is_no_token(tmp_path):
+    """As for the parts of an image, which a model reads otherwise: two images are two texts, and nothing of them is copied."""
+    model, images = model_of("qwen3_5"), (-5, -(2**40))
+    for image in images:
+        with stored(tmp_path) as store:
+            store.insert([*TEXT[:4], image, *TEXT[5:]], read(model, TEXT))
+    with stored(tmp_path) as store:
+        for image in images:
+            fetched, n = store.fetch([*TEXT[:4], image, *TEXT[5:], 7])
+            assert n == len(TEXT)
+            assert PromptCache(fetched, len(model.layers)).text == TEXT[5:]
+        assert store.fetch([*TEXT, 7])[1] == 0
 
 
 def test_nothing_is_written_twice(tmp_path):
@@ -376,6 +391,7 @@ def test_kill(n, tmp_path):
 
 def test_files_are_safetensors(tmp_path):
     arrays = {"a": mx.arange(6.0).reshape(1, 2, 3), "b": mx.ones((2, 1), mx.bfloat16), "c": mx.array([1], mx.uint32)}
+    arrays["d"] = mx.array([-1, 1 << 40], mx.int64)
     mx.eval(arrays)
     name, parts = files.encode(arrays, {"model": "m"})
     path = tmp_path / f"{name}.safetensors"

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from ..models.prompt_cache import PromptCache, has_head, make_prompt_cache
+from .tree import Tokens
 
 Arrays = dict[str, mx.array]
 KVOptions = tuple[int, int, int]  # kv_bits, kv_group_size, quantized_kv_start
@@ -85,8 +87,8 @@ def nbytes(arrays: Arrays) -> int:
     return sum(x.nbytes for x in arrays.values())
 
 
-def make_cache(model: Any, format: Format, tokens: Sequence[int], spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of these tokens.
+def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
+    """A prompt cache of these tokens. Those behind the last one that is none are what can be copied from.
 
     Args:
         spans (Sequence[Arrays]): The rows, from the first token to the last.
@@ -102,7 +104,8 @@ def make_cache(model: Any, format: Format, tokens: Sequence[int], spans: Sequenc
     if format.head:
         entries[cache.n_layers] = _keys("head", None, spans)
         cache.last_hidden = last["hidden"]
-    cache.record(len(tokens), tokens)
+    is_none = np.flatnonzero(tokens < 0)
+    cache.record(len(tokens), tokens[is_none[-1] + 1 if len(is_none) > 0 else 0 :].tolist())
     mx.eval([c.state for c in entries])  # another thread may use them
     return entries
 

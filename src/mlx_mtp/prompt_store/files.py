@@ -24,6 +24,7 @@ DTYPES: list[tuple[mx.Dtype, str, Any]] = [
     (mx.bfloat16, "BF16", np.uint16),
     (mx.float16, "F16", np.float16),
     (mx.uint32, "U32", np.uint32),
+    (mx.int64, "I64", np.int64),
 ]
 NAMES = {dtype: name for dtype, name, _ in DTYPES}
 BY_NAME = {name: (dtype, held_as) for dtype, name, held_as in DTYPES}

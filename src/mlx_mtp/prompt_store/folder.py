@@ -25,7 +25,7 @@ from . import files
 from .arrays import Arrays
 from .files import SUFFIX
 
-LAYOUT = 1  # of the index and the files
+LAYOUT = 2  # of the index and the files
 DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # what SQLite says of a damaged index
 FREE_SHARE, FREE = 0.05, 1 << 30  # of the disk, and bytes: the lesser is left free for others
 BUSY = 10.0  # seconds to wait for another process that writes to the index

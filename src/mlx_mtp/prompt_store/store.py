@@ -106,7 +106,7 @@ class PromptStore:
         Returns:
             Tuple[List[Any], int]: The prompt cache, which is the caller's own, and the number of tokens in it.
         """
-        text = np.asarray(tokens, np.uint32)
+        text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
             self._now += 1
@@ -120,7 +120,7 @@ class PromptStore:
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
-        text = np.asarray(tokens, np.uint32)
+        text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
             nodes = (node for root in self._roots.values() for node in root.prefixes(text))
@@ -132,7 +132,7 @@ class PromptStore:
         """Keep what is new in a prompt cache, with a checkpoint at its end.
 
         Args:
-            tokens (Sequence[int]): All of the tokens in the cache.
+            tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for what is none, as a part of an image.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
             kv (Tuple[int, int, int], optional): As in ``fetch``.
             origin (Origin, optional): What this returned of the same reading before: so far, nothing is compared. Default:
@@ -144,7 +144,7 @@ class PromptStore:
         Raises:
             ValueError: It is another model's, or not of these tokens.
         """
-        text = np.asarray(tokens, np.uint32)
+        text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
             cache = open_prompt_cache(self.model, list(prompt_cache))
@@ -203,7 +203,7 @@ class PromptStore:
 
     def _root(self, format: Format) -> Node:
         if format not in self._roots:
-            self._roots[format] = Node(np.zeros(0, np.uint32), None, Piece({}, 0))
+            self._roots[format] = Node(np.zeros(0, np.int64), None, Piece({}, 0))
         return self._roots[format]
 
     # Find
@@ -251,7 +251,7 @@ class PromptStore:
         if self.disk is not None:
             self.disk.touch([piece.name for piece in (checkpoint, *(n.span for n in path)) if piece.name is not None])
         spans = [n.span.arrays for n in path]
-        entries = arrays.make_cache(self.model, format, text[: node.length].tolist(), spans, checkpoint.arrays)
+        entries = arrays.make_cache(self.model, format, text[: node.length], spans, checkpoint.arrays)
         entries[-1].origin = weakref.ref(node)
         self.trim_to(self.max_bytes, self.max_checkpoints)  # what was read from disk is held as well
         return entries
@@ -273,7 +273,7 @@ class PromptStore:
             return
         piece = Piece(None, entry.nbytes, entry.name)
         if entry.tokens is not None:
-            self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.uint32), parent, piece)
+            self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.int64), parent, piece)
         elif parent.checkpoint is None:
             parent.checkpoint = piece
 

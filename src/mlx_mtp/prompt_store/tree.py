@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.uint32]
+Tokens = NDArray[np.int64]  # ids, and numbers below 0 for what is no token, as a part of an image
 
 
 class Piece:
