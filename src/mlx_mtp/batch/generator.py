@@ -20,13 +20,15 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
+from ..decoding.loop import check_embeddings
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
 from ..decoding.pace import Pace, size_times
 from ..decoding.read import read_chunk
 from ..decoding.sequence import Sequence
 from ..decoding.window import Step
-from ..models.prompt_cache import open_prompt_cache
+from ..models.positions import ImageSpan
+from ..models.prompt_cache import open_prompt_cache, place_images
 from ..models.single import KVOptions
 from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 
@@ -208,6 +210,8 @@ class BatchGenerator:
         num_draft_tokens: ListOf[NumDraftTokens | None] | None = None,
         copy_drafts: ListOf[CopyDrafts | None] | None = None,
         counts: list[DraftCounts] | None = None,
+        input_embeddings: ListOf[mx.array | None] | None = None,
+        images: ListOf[ListOf[ImageSpan]] | None = None,
     ) -> list[int]:
         """
         Add sequences, which begin with the next step. The options have one entry for each, as in mlx-lm.
@@ -225,6 +229,8 @@ class BatchGenerator:
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
               the generator's, or ``"off"`` where a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
+            input_embeddings (List[mx.array], optional): Of each prompt, [T, H]; ``None`` for the tokens'.
+            images (List[List[ImageSpan]], optional): The images of each text, as for ``mtp_generate_step``.
 
         Returns:
             List[int]: Their uids.
@@ -245,6 +251,8 @@ class BatchGenerator:
             "num_draft_tokens": no_entries if num_draft_tokens is None else num_draft_tokens,
             "copy_drafts": no_entries if copy_drafts is None else copy_drafts,
             "counts": counts or [DraftCounts() for _ in segments],
+            "input_embeddings": no_entries if input_embeddings is None else input_embeddings,
+            "images": [()] * n if images is None else images,
         }
         for name, values in options.items():
             is_list = isinstance(values, ListOf) and not isinstance(values, str)
@@ -273,6 +281,8 @@ class BatchGenerator:
         num_draft_tokens: NumDraftTokens | None,
         copy_drafts: CopyDrafts | None,
         counts: DraftCounts,
+        input_embeddings: mx.array | None,
+        images: ListOf[ImageSpan],
     ) -> Sequence:
         """Prompt i of a call; each argument is its entry of that of ``insert_segments``."""
         segments = [list(segment) for segment in segments if segment]
@@ -282,9 +292,16 @@ class BatchGenerator:
         options = self._resolve(num_draft_tokens, copy_drafts)
         if self.kv.kv_bits is None and any(isinstance(c, QuantizedKVCache) for c in caches or []):
             raise ValueError(f"The prompt cache of prompt {i} is quantized: generate with it alone, not in a batch.")
+        n_prompt = sum(map(len, segments))
+        if input_embeddings is not None:
+            check_embeddings(self.model, n_prompt, input_embeddings)
+        cache = open_prompt_cache(self.model, copy.deepcopy(caches))
+        place_images(self.model, cache, images, input_embeddings)
+        if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
+            raise ValueError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")
         *before, end = segments
         return Sequence(
-            cache=open_prompt_cache(self.model, copy.deepcopy(caches)),
+            cache=cache,
             options=options,
             max_tokens=max_tokens,
             sampler=samplers or self.sampler,
@@ -293,6 +310,7 @@ class BatchGenerator:
             counts=counts,
             segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
             tokens=list(all_tokens),
+            embeddings=input_embeddings,
             uid=self._uid_count + i,
         )
 
@@ -395,8 +413,11 @@ class BatchGenerator:
         """Read up to ``most`` tokens of a prompt, at most to the end of a segment."""
         segment, cache = s.segments[0], s.cache
         tokens, s.segments[0] = segment[:most], segment[most:]
-        n_cached = cache.n_tokens
-        read_chunk(self.model, cache, mx.array(tokens, mx.uint32))
+        n_cached, embeddings = cache.n_tokens, s.embeddings
+        if embeddings is not None:
+            embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
+        cache.images = s.images
+        read_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings)
         caches = cache.backbone
         maybe_quantize_kv_cache(caches, *self.kv)
         cache.backbone = caches

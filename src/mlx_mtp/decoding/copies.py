@@ -19,6 +19,7 @@ This module knows nothing of models. All of it runs on the host.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from math import prod
 
 import mlx.core as mx
@@ -52,7 +53,7 @@ class CopyDrafter:
     """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
 
     Args:
-        text (Sequence[int]): The text so far, as far back as it is known.
+        text (Sequence[int]): The text so far, as far back as it is known. Numbers below 0 are not copied.
         fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
@@ -99,25 +100,32 @@ class CopyDrafter:
             self.text.append(token)
 
     def acceptance(self, n_unread: int) -> list[float]:
-        """How likely each copied draft is accepted given that those before it are, [MAX_COPY_TOKENS]; without a match [].
+        """How likely each copied draft is accepted given that those before it are, up to [MAX_COPY_TOKENS]; without a match [].
 
         Args:
             n_unread (int): The number of decided tokens that ``read`` was not given yet. They are taken to be copies, too.
         """
         if self.at is None:
             return []
-        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n_unread + MAX_COPY_TOKENS)]
+        n = len(self._copy(self.at, n_unread + MAX_COPY_TOKENS))
+        if n <= n_unread:
+            return []
+        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n)]
         return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
 
     def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
         """k drafts [k] for the tokens after the unread ones, and their records: proposed with probability one."""
         at = self.at
         assert at is not None
-        copy = self.text[at : at + n_unread + k]
+        return mx.array(self._copy(at, n_unread + k)[n_unread:], mx.uint32), [None] * k
+
+    def _copy(self, at: int, n: int) -> list[int]:
+        """The n tokens from a position on, fewer where an image begins."""
+        copy = self.text[at : at + n]
         period = len(self.text) - at
-        while len(copy) < n_unread + k:
+        while len(copy) < n:
             copy.append(copy[-period])  # at the end of the text the copy goes on in itself
-        return mx.array(copy[n_unread:], mx.uint32), [None] * k
+        return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:
         """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""

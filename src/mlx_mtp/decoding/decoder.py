@@ -140,7 +140,8 @@ class Decoder:
         own = self.cache
         assert isinstance(own, SingleCache)
         if own.cache.last_hidden is not None:
-            read_head(self.model, own.cache, own.cache.last_hidden, token, embeddings)
+            cache = own.cache
+            read_head(self.model, cache, cache.last_hidden, token, embeddings, cache.head_positions)
             self.head.n_rows = own.cache.head.offset
         self.sequences[0].start()
         self.head.read(self.sequences[0].tokens)
@@ -351,7 +352,7 @@ class Decoder:
         else:
             if isinstance(self.cache, SingleCache):
                 self.cache = self._rows_of(self.cache.cache.backbone)
-            self.cache.join([c.backbone for c in caches], [c.n_tokens for c in caches])
+            self.cache.join([c.backbone for c in caches], [c.n_tokens for c in caches], [s.shift for s in sequences])
             self.n_tokens = [*self.n_tokens, *(c.n_tokens for c in caches)]
         tokens = mx.array([s.tokens[-1:] for s in sequences], mx.uint32)
         self.head.join(caches, tokens)
@@ -366,7 +367,7 @@ class Decoder:
 
     def _rows_of(self, caches: list[Any]) -> RowsCache:
         rows = RowsCache(self.model)
-        rows.join([caches], self.n_tokens)
+        rows.join([caches], self.n_tokens, [s.shift for s in self.sequences])
         return rows
 
     def filter(self, sequences: list[Sequence]) -> None:
@@ -387,6 +388,7 @@ class Decoder:
         if len(keep) == 1:
             (s,), entries = self.sequences, [*self.cache.extract(keep[0]), *make_head_cache(self.model)]
             s.cache = PromptCache(entries, len(self.model.layers))
+            s.cache.images = s.images
             if isinstance(self.head, HeadDrafter):
                 entries[-2] = s.cache.head = self.head.cache
                 self.head.first_row = self.n_tokens[0] - self.head.cache.offset - self.head.counts[0]
@@ -404,6 +406,7 @@ class Decoder:
         _, last = make_head_cache(self.model)
         entries = [*backbone, self.head.extract(b), last]
         cache = PromptCache(entries, len(self.model.layers))
+        cache.images = sequence.images
         cache.last_hidden = mx.contiguous(self.window.hidden[b : b + 1, :1])
         cache.record(n, sequence.text_of(n))
         mx.async_eval([c.state for c in entries])  # at once: they refer to the caches of all sequences

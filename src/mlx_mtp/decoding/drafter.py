@@ -24,6 +24,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..models.draft_lm_head import draft_logits
 from ..models.mtp import append_rows, run_head
+from ..models.positions import Positions, rope_at
 from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
 from ..models.rows import HeadRows
@@ -85,6 +86,7 @@ class HeadDrafter:
         # cut to t here: a slice is lazy, and who closes the generator in another thread could not evaluate it.
         self.pending: list[tuple[mx.array, mx.array, int]] = []
         self.counts: list[int] = []  # pending pairs of each sequence
+        self.positions: list[Positions | None] = []  # of each sequence's rows, if it has images
         # Of one sequence: the first row's position, and the rows that are done; others are of drafts, or of a pass not done.
         self.n_rows: Any = 0
         self.first_row = 0
@@ -122,7 +124,7 @@ class HeadDrafter:
         out = self._catch_up()  # [B, 1, H]
         for i in range(k):
             if i > 0:
-                out = run_head(self.model, out, drafts[-1], self.cache)
+                out = self._run(out, drafts[-1])
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
             drafts.append(_choose(logits, drafts, {b: c for b, c in choosers.items() if i < limits[b]}))
         self.cache.trim(k - 1)
@@ -157,6 +159,15 @@ class HeadDrafter:
         self.lm_head = self.model.drafting.lm_head
         self.read(tokens)
 
+    def _run(self, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """A pass of the head over hidden states [B, t, H] and tokens [B, t] -> its output for the last, [B, 1, H]"""
+        return run_head(self.model, hidden, tokens, self.cache, positions=self._own_positions)
+
+    @property
+    def _own_positions(self) -> Positions | None:
+        """Those of one sequence. ``HeadRows`` has the positions of several."""
+        return self.positions[0] if isinstance(self.cache, KVCache) else None
+
     # Pending pairs
 
     @property
@@ -172,14 +183,11 @@ class HeadDrafter:
     def _catch_up(self, most: int | None = None) -> mx.array:
         """Make rows of the first pending pairs, and forget the others -> the head's output for the last, [B, 1, H]"""
         hidden, tokens = self._joined(most)
-        catch_up = self._catch_up_ragged if self._is_ragged else self._catch_up_even
+        catch_up = self._catch_up_ragged if self._is_ragged else self._run
         out = catch_up(hidden, tokens)
         # At once: until here an interrupt leaves it to be done again.
         self.n_rows, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
         return out
-
-    def _catch_up_even(self, hidden: mx.array, tokens: mx.array) -> mx.array:
-        return run_head(self.model, hidden, tokens, self.cache)
 
     def _catch_up_ragged(self, hidden: mx.array, tokens: mx.array) -> mx.array:
         mtp, before = self.model.mtp, [max(n - 1, 0) for n in self.counts]
@@ -198,7 +206,8 @@ class HeadDrafter:
         (hidden, tokens), columns = self._joined(), [max(n - 1, 0) for n in self.counts]
         if (t := hidden.shape[1]) > 1:
             pairs = self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)[:, :-1]
-            append_rows(self.model.mtp.layers[0], pairs, self.cache)
+            with rope_at(self._own_positions):
+                append_rows(self.model.mtp.layers[0], pairs, self.cache)
             if self._is_ragged:
                 self.cache.trim_each([t - 1 - n for n in columns])
             hidden, tokens = _of_each(hidden, columns), _of_each(tokens, columns)
@@ -215,14 +224,16 @@ class HeadDrafter:
         Args:
             tokens (mx.array, optional): The next token of each, [B, 1]. ``None`` where it has its row already.
         """
+        positions = [c.head_positions for c in caches]
         if not self.counts and len(caches) == 1:
             self.cache, self.pending = caches[0].head, []
             self.n_rows, self.first_row = self.cache.offset, caches[0].first_row
         else:
             self._keep_last_pair()
             if isinstance(self.cache, KVCache):
-                self.cache = HeadRows([self.cache])
-            self.cache.join([c.head for c in caches])
+                self.cache = HeadRows([self.cache], [_shift(self.positions[0])])
+            self.cache.join([c.head for c in caches], [_shift(p) for p in positions])
+        self.positions = [*self.positions, *positions]
         if tokens is None:
             self.counts = [0]
             return
@@ -242,7 +253,7 @@ class HeadDrafter:
             self.cache.filter(keep)
         rows = mx.array(keep)
         self.pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in self.pending]
-        self.counts = [self.counts[b] for b in keep]
+        self.counts, self.positions = [self.counts[b] for b in keep], [self.positions[b] for b in keep]
         self.n_rows = self.cache.offset
 
     def extract(self, b: int) -> KVCache:
@@ -252,7 +263,7 @@ class HeadDrafter:
         cache = rows.extract(b)
         if self.pending and self.counts[b] > 0:
             hidden, tokens = self._joined()
-            run_head(self.model, hidden[b : b + 1], tokens[b : b + 1], cache)
+            run_head(self.model, hidden[b : b + 1], tokens[b : b + 1], cache, positions=self.positions[b])
         return cache
 
     def finalize(self, n: int) -> None:
@@ -302,6 +313,10 @@ def _choose(logits: mx.array, drafts: list[mx.array], choosers: dict[int, _Choos
             with chooser.sequence.own_errors():
                 tokens[b] = chooser.choose(logits[b : b + 1], [d[b] for d in drafts])
     return tokens
+
+
+def _shift(positions: Positions | None) -> int:
+    return 0 if positions is None else positions.shift
 
 
 def _of_each(x: mx.array, columns: list[int]) -> mx.array:

@@ -24,7 +24,7 @@ This module is the loop. Its moves are those of ``decoder.Decoder``. How many dr
 """
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +33,8 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..models.prompt_cache import open_prompt_cache
+from ..models.positions import ImageSpan
+from ..models.prompt_cache import open_prompt_cache, place_images
 from ..models.single import KVOptions
 from .counts import DraftCounts
 from .decoder import Decoder
@@ -63,6 +64,7 @@ def mtp_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
+    images: Iterable[ImageSpan] = (),
     counts: DraftCounts | None = None,
 ) -> Generator[Token, None, None]:
     """
@@ -104,6 +106,8 @@ def mtp_generate_step(
           and the total number of prompt tokens.
         input_embeddings (mx.array, optional): Input embeddings to use instead of or in conjunction with prompt tokens,
           [T, H]. Default: ``None``.
+        images (Iterable[ImageSpan]): Where the images of the text are, counted from the first token in the prompt cache; their
+          embeddings are among ``input_embeddings``. Those that are in the prompt cache may be left out.
         counts (DraftCounts, optional): Counts drafts as the steps go.
 
     Yields:
@@ -117,6 +121,7 @@ def mtp_generate_step(
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
     cache = open_prompt_cache(model, prompt_cache)
+    place_images(mtp_model, cache, images, input_embeddings)
     sequence = Sequence(
         cache=cache,
         options=options,
@@ -211,13 +216,21 @@ def check_arguments(
         raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
         raise ValueError("max_kv_size is not supported: the caches of this model do not rotate.")
-    if input_embeddings is None:
-        if len(prompt) == 0:
-            raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    elif not does_model_support_input_embeddings(model):
+    if input_embeddings is not None:
+        check_embeddings(model, len(prompt), input_embeddings)
+    elif len(prompt) == 0:
+        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+
+
+def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: mx.array) -> None:
+    """
+    Raises:
+        ValueError: The model does not take embeddings, or they are not those of a prompt of so many tokens.
+    """
+    if not does_model_support_input_embeddings(model):
         raise ValueError("Model does not support input embeddings.")
-    elif len(prompt) > 0 and len(prompt) != len(input_embeddings):
+    if n_prompt not in (0, len(input_embeddings)):
         raise ValueError(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
-            f"length of the prompt ({len(prompt)}), or the prompt must be empty."
+            f"length of the prompt ({n_prompt}), or the prompt must be empty."
         )

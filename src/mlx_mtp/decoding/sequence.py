@@ -9,6 +9,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
+from ..models.positions import ImageSpan, Positions
 from ..models.prompt_cache import PromptCache
 from .acceptance import TokenMatch, make_acceptance, rewind
 from .counts import DraftCounts
@@ -35,12 +36,14 @@ class Sequence:
         counts (DraftCounts): What came of its drafts.
         segments (List[List[int]]): The part of its prompt that is not read yet; the last segment is its last token.
         tokens (List[int]): The tokens that the host knows: of the prompt, as far as it is read, and generated ones.
+        embeddings (mx.array, optional): Of the part of its prompt that is not read yet, [T, H]. Default: ``None``, the tokens'.
         uid (int): Of ``BatchGenerator``.
 
     Attributes:
         end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or what its sampler or a processor has
           raised; ``None`` while it goes on.
         before (List[int]): The tokens of its prompt cache before these, as far back as they are known.
+        images (List[ImageSpan]): Of its text.
         n_decided (int): Generated tokens, which the host may not know yet.
         n_taken (int): Those that it knows.
     """
@@ -54,11 +57,13 @@ class Sequence:
     counts: DraftCounts = field(default_factory=DraftCounts)
     segments: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    embeddings: mx.array | None = None
     uid: int = 0
 
     def __post_init__(self) -> None:
         self.end: str | Exception | None = None
         self.before = [] if self.tokens else self.cache.text
+        self.images = self.cache.images
         self.first = self.cache.n_tokens - len(self.before) - len(self.tokens)  # of these in the prompt cache
         self.n_read, self.n_prompt = 0, sum(map(len, self.segments))
         self.n_decided = self.n_taken = 0
@@ -130,9 +135,15 @@ class Sequence:
 
     def start(self) -> None:
         """The prompt is read."""
-        self.sources = make_sources(self.options, [*self.before, *self.tokens], self.logits_processors)
+        text = [*self.before, *self.tokens]
+        self.sources = make_sources(self.options, without_images(text, self.first, self.images), self.logits_processors)
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
+
+    @property
+    def shift(self) -> int:
+        """What to add to the index of its next token to have its position."""
+        return Positions(tuple(self.images)).shift
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The last tokens of a prompt cache of so many, as far back as they are known."""
@@ -179,3 +190,12 @@ class Sequence:
             source.read(taken)
         self.tokens += taken
         return taken
+
+
+def without_images(text: list[int], first: int, images: list[ImageSpan]) -> list[int]:
+    """A text from its token ``first`` on, with a number below 0 for each token of an image: no two are alike."""
+    text = text[:]
+    for image in images:
+        for i in range(max(image.start, first), min(image.end, first + len(text))):
+            text[i - first] = -1 - i
+    return text

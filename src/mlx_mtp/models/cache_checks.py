@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from .fingerprint import SIZE
+from .positions import ImageSpan, check_images
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and values
@@ -108,6 +109,7 @@ def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) 
         ("tokens", (None,), (mx.uint32,)),
         ("rank", (2,), (mx.int32,)),
         ("fingerprint", (2 * SIZE,), (mx.uint8,)),
+        ("images", (None, 3), (mx.int32,)),
     ]
     for (name, shape, dtypes), x in zip(shapes, last.cache):
         if x is not None:
@@ -115,6 +117,11 @@ def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) 
     text = last.cache[2]
     if text is not None and text.size > 0 and (most := text.max().item()) >= vocab_size:
         raise misfit(i, f"has the token {most}, and the vocabulary ends at {vocab_size - 1}")
+    if last.cache[5] is not None:
+        try:
+            check_images([ImageSpan(*image) for image in last.cache[5].tolist()])
+        except ValueError as e:
+            raise misfit(i, f"has images that no text has ({e})") from e
 
 
 def check_array(i: int, name: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[mx.Dtype, ...]) -> None:

@@ -10,6 +10,8 @@ from . import cache as caches
 from .attention import Attention, rows_at_once
 from .exact import one_by_one
 from .mtp import MTPModule
+from .positions import add_mrope, rope_at
+from .prompt_cache import positions_of
 
 
 def add_head(
@@ -30,6 +32,9 @@ def add_head(
             layer.self_attn = Attention(args)
     if args.mtp_num_hidden_layers > 0:
         model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
+    attention = [layer.self_attn for layer in model.layers if not layer.is_linear]
+    for own in [*attention, *([model.mtp.layers[0].self_attn] if args.mtp_num_hidden_layers > 0 else [])]:
+        add_mrope(own, getattr(args, "rope_parameters", None))
 
 
 def forward(
@@ -50,11 +55,11 @@ def forward(
     """
     if n_confirmed > 0:
         caches.open_windows(cache, len(model.layers), n_confirmed, exact)
-    if exact:
-        logits, hidden = one_by_one(model, inputs, cache, **kwargs)
-    else:
-        with rows_at_once(attention_rows if n_confirmed > 0 else None):
+    with rows_at_once(attention_rows if n_confirmed > 0 else None), rope_at(positions_of(cache, len(model.layers))):
+        if exact:
+            logits, hidden = one_by_one(model, inputs, cache, **kwargs)
+        else:
             # The layers' caches alone: in a pipeline mlx-lm's backbone writes to the last.
             hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
-        logits = model.logits(hidden)
+            logits = model.logits(hidden)
     return (logits, hidden) if return_hidden else logits

@@ -16,6 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 
+from .positions import Positions, rope_at
+
 T = TypeVar("T")
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -80,7 +82,12 @@ def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
 
 
 def run_head(
-    model: Any, hidden: mx.array, tokens: mx.array, cache: Any, embeddings: mx.array | None = None
+    model: Any,
+    hidden: mx.array,
+    tokens: mx.array,
+    cache: Any,
+    embeddings: mx.array | None = None,
+    positions: Positions | None = None,
 ) -> mx.array:
     """One pass of a model's head, for its last position.
 
@@ -89,12 +96,14 @@ def run_head(
         tokens (mx.array): The token after each, [B, T].
         cache (KVCache): The head's keys and values; T rows are appended.
         embeddings (mx.array, optional): In place of the tokens', [B, T, H].
+        positions (Positions, optional): Of the hidden states in a text with images. Default: ``None``, they are plain.
 
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].
     """
     x = model.model.embed_tokens(tokens) if embeddings is None else embeddings
-    return model.mtp(x, hidden, cache, last_only=True)
+    with rope_at(positions):
+        return model.mtp(x, hidden, cache, last_only=True)
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

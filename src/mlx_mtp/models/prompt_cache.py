@@ -8,13 +8,14 @@ an ``ArraysCache`` with
     these tokens, which may be copied
     whose part of the model's caches this is, where several ranks run it
     the fingerprint of the model
+    where the images of the text are
 
 By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache``
 reads it.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +25,9 @@ from mlx_lm.models import cache as stock
 from .cache import ArraysCache
 from .cache_checks import check_backbone, check_keys, check_last, misfit
 from .fingerprint import SIZE
+from .positions import ImageSpan, MRoPE, Positions, check_images
 
-N_LAST = 5  # arrays of the last entry
+N_LAST = 6  # arrays of the last entry
 UNFINISHED = -1  # the number of tokens while a generation is open, or where it could not be ended
 
 
@@ -93,6 +95,7 @@ class PromptCache:
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
         """The caches hold this number of tokens, of which the last ones are known, and the head is in step with them."""
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        self.images = [image for image in self.images if image.start < n_tokens]  # read, if in part
         self._last[1] = mx.array(n_tokens)
         self._last.generation = None
 
@@ -119,9 +122,35 @@ class PromptCache:
         self._last[4] = mx.array([*fingerprint], mx.uint8)
 
     @property
+    def images(self) -> list[ImageSpan]:
+        """Where the images of the text are: those in the caches, and while a prompt is read those that follow."""
+        return _images_of(self._last)
+
+    @images.setter
+    def images(self, images: Sequence[ImageSpan]) -> None:
+        self._last[5] = mx.array(images, mx.int32) if images else None  # [n, 3]
+
+    @property
     def first_row(self) -> int:
         """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
+
+    @property
+    def head_positions(self) -> Positions | None:
+        """Those of the head's rows, each at its hidden state's; ``None`` where these are plain."""
+        return Positions(tuple(self.images), self.first_row) if self.images else None
+
+
+def _images_of(last: Any) -> list[ImageSpan]:
+    return [] if last[5] is None else [ImageSpan(*image) for image in last[5].tolist()]
+
+
+def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
+    """Those of the text in a model's caches; ``None`` where they are plain, as without images."""
+    last = entries[-1] if entries is not None and len(entries) == n_layers + 2 else None
+    if not isinstance(last, stock.ArraysCache) or len(last.cache) < N_LAST or last[5] is None:
+        return None
+    return Positions(tuple(_images_of(last)))
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -181,6 +210,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     cache = PromptCache(entries, n_layers)
     if cache.n_recorded > cache.n_tokens:
         raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
+    images = [image for image in cache.images if image.start < cache.n_tokens]
     if cache.n_recorded < cache.n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
@@ -188,8 +218,36 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     else:
         _check_head(model, cache)
     cache = PromptCache(entries, n_layers)
-    cache.fingerprint = model.fingerprint()
+    cache.fingerprint, cache.images = model.fingerprint(), images
     return cache
+
+
+def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], embeddings: mx.array | None) -> None:
+    """Say where the images of a text are, before a prompt is read into its cache.
+
+    Args:
+        images (Iterable[ImageSpan]): Those of the prompt; those of the cache may be among them.
+        embeddings (mx.array, optional): The prompt's, [T, H].
+
+    Raises:
+        ValueError: They overlap, are not among the embeddings, or the model takes none.
+    """
+    both = sorted({*cache.images, *images})
+    if not both:
+        return
+    check_images(both)
+    if not takes_images(model):
+        raise ValueError("This model takes no images: its positions have one axis.")
+    if model.ranks is not None:
+        raise ValueError("Images are read in one process: omit them on several machines.")
+    if both[-1].end > cache.n_tokens and embeddings is None:
+        raise ValueError(f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own.")
+    cache.images = both
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model's positions have three axes."""
+    return all(isinstance(layer.self_attn.rope, MRoPE) for layer in model.layers if not layer.is_linear)
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:

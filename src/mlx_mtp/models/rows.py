@@ -30,15 +30,23 @@ class Rows:
     Attributes:
         lengths (list[int]): [B]
         offset (mx.array): The same on the device, [B].
+        shifts (list[int]): What to add to have the position of each row's next token: not 0 in texts with images, [B].
+        positions (mx.array): These, [B].
     """
 
     def __init__(self) -> None:
-        self.set([])
+        self.set([], [])
 
-    def set(self, lengths: Sequence[int]) -> None:
+    def set(self, lengths: Sequence[int], shifts: Sequence[int] | None = None) -> None:
+        """``shifts`` stay as they are by default."""
         self.lengths = list(lengths)
         self.offset = mx.array(self.lengths, mx.int32)
+        self.shifts = self.shifts if shifts is None else list(shifts)
+        self.positions = self.offset + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.offset
         self._columns: dict[int, mx.array] = {}
+
+    def filter(self, keep: Sequence[int]) -> None:
+        self.set([self.lengths[b] for b in keep], [self.shifts[b] for b in keep])
 
     def add(self, counts: Sequence[int]) -> None:
         self.set([n + count for n, count in zip(self.lengths, counts)])
@@ -77,7 +85,7 @@ class RowsKVCache:
     @property
     def offset(self) -> mx.array:
         """The position of each row's next token, [B]: rope takes an array."""
-        return self.rows.offset
+        return self.rows.positions
 
     @property
     def nbytes(self) -> int:
@@ -161,12 +169,13 @@ class HeadRows(RowsKVCache):
 
     Args:
         caches (Sequence[KVCache]): One for each row.
+        shifts (Sequence[int]): As in ``Rows``.
     """
 
-    def __init__(self, caches: Sequence[stock.KVCache] = ()):
+    def __init__(self, caches: Sequence[stock.KVCache] = (), shifts: Sequence[int] = ()):
         super().__init__(Rows())
         if caches:
-            self.join([*caches])
+            self.join([*caches], shifts)
 
     @property
     def state(self) -> list[mx.array | None]:
@@ -186,12 +195,12 @@ class HeadRows(RowsKVCache):
         if any(counts):
             self.rows.add([-n for n in counts])
 
-    def join(self, caches: list[Any]) -> None:
+    def join(self, caches: list[Any], shifts: Sequence[int] = ()) -> None:
         super().join(caches)
-        self.rows.set([*self.rows.lengths, *(c.offset for c in caches)])
+        self.rows.set([*self.rows.lengths, *(c.offset for c in caches)], [*self.rows.shifts, *shifts])
 
     def filter(self, keep: list[int]) -> None:
-        self.rows.set([self.rows.lengths[b] for b in keep])
+        self.rows.filter(keep)
         super().filter(keep)
 
     def extract(self, b: int, n: int | None = None) -> stock.KVCache:
@@ -282,18 +291,18 @@ class RowsCache:
         """The arrays of the recurrent layers."""
         return [c.cache for c in self.entries if isinstance(c, RowsArraysCache)]
 
-    def join(self, caches: list[list[Any]], lengths: list[int]) -> None:
-        """Add a row for each sequence: its caches, one for each layer, and the number of its tokens."""
+    def join(self, caches: list[list[Any]], lengths: list[int], shifts: list[int]) -> None:
+        """Add a row for each sequence: its caches, one for each layer, the number of its tokens, and as in ``Rows``."""
         for entry, *new in zip(self.entries, *caches):
             if isinstance(entry, RowsArraysCache):
                 entry.join(new, len(self.rows.lengths))
             else:
                 entry.join(new)
-        self.rows.set([*self.rows.lengths, *lengths])
+        self.rows.set([*self.rows.lengths, *lengths], [*self.rows.shifts, *shifts])
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
-        self.rows.set([self.rows.lengths[b] for b in keep])
+        self.rows.filter(keep)
         for entry in self.entries:
             entry.filter(keep)
 
