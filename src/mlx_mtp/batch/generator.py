@@ -20,8 +20,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
-from ..decoding.loop import check_embeddings
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
+from ..decoding.loop import check_embeddings
 from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
 from ..decoding.pace import Pace, size_times
 from ..decoding.read import read_chunk
@@ -298,7 +298,9 @@ class BatchGenerator:
         cache = open_prompt_cache(self.model, copy.deepcopy(caches))
         place_images(self.model, cache, images, input_embeddings)
         if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
-            raise ValueError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")
+            raise ValueError(
+                f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow."
+            )
         *before, end = segments
         return Sequence(
             cache=cache,

@@ -139,9 +139,8 @@ class Decoder:
         """Read the prompt's last token [1], or its embedding [1, H], as a window of its own."""
         own = self.cache
         assert isinstance(own, SingleCache)
-        if own.cache.last_hidden is not None:
-            cache = own.cache
-            read_head(self.model, cache, cache.last_hidden, token, embeddings, cache.head_positions)
+        if (hidden := own.cache.last_hidden) is not None:
+            read_head(self.model, own.cache, hidden, token, embeddings, own.cache.head_positions)
             self.head.n_rows = own.cache.head.offset
         self.sequences[0].start()
         self.head.read(self.sequences[0].tokens)

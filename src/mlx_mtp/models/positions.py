@@ -1,7 +1,7 @@
 """Where the tokens of a text with images are, in three axes: time, height and width.
 
-A text token is at one position in all axes. An image's tokens are the cells of a grid: their time is the image's, and height and
-width go on from there. The text then resumes behind the longer side, so its positions fall behind the number of tokens:
+A text token is at one position in all axes. An image's tokens are the cells of a grid: their time is the image's, and height
+and width go on from there. The text then resumes behind the longer side, so its positions fall behind the number of tokens:
 
     tokens     a   b   i00  i01  i02  i10  i11  i12  c
     time       0   1   2    2    2    2    2    2    5
@@ -145,7 +145,7 @@ class MRoPE(nn.Module):
                 offset += text.positions.shift
             else:
                 position_ids = text(offset, x.shape[2])
-        return self.rope(x, offset) if position_ids is None else self._rotate(x, position_ids)
+        return self.rope(x, offset) if position_ids is None else self._rotate(x, position_ids)  # type: ignore[arg-type]
 
     def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
         n = self.rope.dims // 2

@@ -128,7 +128,7 @@ class PromptCache:
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
-        self._last[5] = mx.array(images, mx.int32) if images else None  # [n, 3]
+        self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
 
     @property
     def first_row(self) -> int:
@@ -241,7 +241,9 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], em
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and embeddings is None:
-        raise ValueError(f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own.")
+        raise ValueError(
+            f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own."
+        )
     cache.images = both
 
 

@@ -35,7 +35,8 @@ class Rows:
     """
 
     def __init__(self) -> None:
-        self.set([], [])
+        self.shifts: list[int] = []
+        self.set([])
 
     def set(self, lengths: Sequence[int], shifts: Sequence[int] | None = None) -> None:
         """``shifts`` stay as they are by default."""
