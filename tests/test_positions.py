@@ -17,7 +17,7 @@ from mlx_mtp.models.mtp import run_head
 from mlx_mtp.models.positions import ImageSpan, Positions
 from mlx_mtp.models.prompt_cache import PromptCache
 from tests.support.decoding import STOPS
-from tests.support.images import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
+from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 
 TOLERANCE = 5e-4  # of logits
 CONVERSATIONS = json.loads((FOLDER / "positions.json").read_text())

@@ -18,7 +18,8 @@ SHARED = {"cli", "colors", "prompts"}  # by the commands
 ARROWS = {
     "distributed": set(),
     "models": {"distributed"},
-    "checkpoint": {"distributed", "models"},
+    "images": {"models"},
+    "checkpoint": {"distributed", "images", "models"},
     "decoding": {"distributed", "models"},
     "prompt_store": {"models"},
     "batch": {"decoding", "distributed", "models"},
@@ -26,10 +27,10 @@ ARROWS = {
     "colors": set(),
     "cli": {"checkpoint", "decoding", "distributed", "models", "prompt_store"},
     **{
-        command: {"batch", "decoding", "distributed", "checkpoint", "models", "prompt_store"} | SHARED
+        command: {"batch", "decoding", "distributed", "checkpoint", "images", "models", "prompt_store"} | SHARED
         for command in COMMANDS
     },
-    "chat": {"generate", "decoding", "checkpoint", "models", "prompt_store"}
+    "chat": {"generate", "decoding", "checkpoint", "images", "models", "prompt_store"}
     | SHARED,  # an answer is generated as there
     "fit": {"decoding", "checkpoint", "models"} | SHARED,
 }

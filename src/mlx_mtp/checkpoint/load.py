@@ -10,10 +10,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, together
+from ..images.vision import Vision
 from ..models import model_module
 from ..models.mtp import is_raw
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
+from ..models.vision import split_tower
 from .config import Config, read_config
 from .drafting import cheapen_drafts
 from .head_formats import (
@@ -31,7 +33,7 @@ from .hub import fetch
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .skeleton import loading_errors
-from .tensors import check_weight_files, tensor_names
+from .tensors import check_weight_files, names_in, tensor_names
 from .vocabulary import DraftVocab
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -114,7 +116,7 @@ def load(
             _warn_of_few_bits(model, path_or_hf_repo, mtp)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
-    model.ranks = ranks
+    model.ranks, model.vision = ranks, _find_vision(path, config)
     if mtp:
         if all(x is None for x in drafting):
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
@@ -212,6 +214,14 @@ def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -
             return sanitized
 
     return Model
+
+
+def _find_vision(path: Path, config: Config) -> Vision | None:
+    """The model's images, if the checkpoint has a vision tower; of which only names are read here."""
+    if not isinstance(config.get("vision_config"), dict):
+        return None
+    files = [file.name for file in check_weight_files(path) if split_tower(dict.fromkeys(names_in(file)))[1]]
+    return Vision(path, config, files) if files else None
 
 
 def _warn_of_few_bits(model: MTPModel, name: str, mtp: bool | str) -> None:

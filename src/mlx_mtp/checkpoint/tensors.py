@@ -28,7 +28,7 @@ def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[
         files[head_file] = folder / head_file
         if not files[head_file].exists():
             raise FileNotFoundError(f"{folder} lacks {head_file}, which its config names: download it again.")
-    names = {name for file in files.values() for name in _names_in(file)}
+    names = {name for file in files.values() for name in names_in(file)}
     return sorted(names | _check_index(folder, set(files), names, needed))
 
 
@@ -47,7 +47,8 @@ def check_is_file(file: Path) -> None:
         raise ValueError(f"{file} is not a safetensors file but a folder: remove or rename it.")
 
 
-def _names_in(file: Path) -> list[str]:
+def names_in(file: Path) -> list[str]:
+    """The tensors of a file; raises a ValueError if it is damaged."""
     check_is_file(file)
     try:
         with safe_open(file, framework="numpy") as f:

@@ -24,6 +24,7 @@ class MTPMixin:
     layers: Any
     logits: Any
     ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
+    vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     _fingerprint: bytes | None = None  # once somebody asked for it
 
     def __init__(self, args: Any):

@@ -17,6 +17,7 @@ class MTPModel(Protocol):
     model: Any  # the backbone, with ``embed_tokens``
     drafting: Drafting
     ranks: Ranks | None  # who runs the model together
+    vision: Any  # the checkpoint's ``images.vision.Vision``, or None
     head_prefix: str  # of the names of the head's parameters
 
     @property

@@ -1,0 +1,130 @@
+"""Open an image from anywhere, with bounded memory: it is right, or a ValueError says in a line what is wrong with it."""
+
+import base64
+import binascii
+import warnings
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_BYTES = 256 << 20  # of a file
+MAX_PIXELS = 1 << 26  # 67 megapixels, of which each copy takes 268 MB
+MAX_RATIO = 200  # of the longer side to the shorter, as in transformers
+# Pillow has more, of which some run other programs.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+
+def pillow() -> Any:
+    """Pillow's ``Image`` module, or a ValueError that says how to install it."""
+    try:
+        from PIL import Image
+    except ImportError as e:
+        raise ValueError("Images require Pillow: pip install pillow.") from e
+    return Image
+
+
+def open_image(source: "str | Path | bytes | Image", name: str | None = None) -> "Image":
+    """Open an image as it is seen: upright, its first frame, transparent parts on white.
+
+    Args:
+        source (Union[str, Path, bytes, PIL.Image.Image]): A file, its bytes, or an image of Pillow.
+        name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
+
+    Returns:
+        PIL.Image.Image: In RGB.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
+    """
+    image_module = pillow()
+    if isinstance(source, str | Path):
+        name = name or str(source)
+        source = _read(Path(source), name)
+    name = name or "The image"
+    if isinstance(source, bytes) and len(source) > MAX_BYTES:
+        raise ValueError(f"{name} has {len(source):,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+    # Pillow warns of odd metadata, and of sizes that are checked below.
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
+        except image_module.UnidentifiedImageError as e:
+            raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
+        except Exception as e:  # its plugins raise nearly anything
+            raise _unreadable(name, e) from e
+        check_size(image.width, image.height, name)
+        try:
+            return to_rgb(image)
+        except Exception as e:
+            raise _unreadable(name, e) from e
+
+
+def _read(file: Path, name: str) -> bytes:
+    if not file.exists():
+        raise FileNotFoundError(f"There is no image {name}.")
+    if not file.is_file():
+        raise ValueError(f"{name} is not a file.")
+    if (n := file.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{name} has {n:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+    return file.read_bytes()
+
+
+def _unreadable(name: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return ValueError(f"{name} cannot be read as an image ({reason}): save it again, for example as PNG.")
+
+
+def check_size(width: int, height: int, name: str) -> None:
+    """Raise a ValueError if an image is empty, too large, or too long."""
+    if min(width, height) < 1:
+        raise ValueError(f"{name} is empty: it has {width} x {height} pixels.")
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"{name} has {width} x {height} = {width * height:,} pixels, more than {MAX_PIXELS:,}: make it smaller."
+        )
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(
+            f"{name} has {width} x {height} pixels: one side may be at most {MAX_RATIO} times as long as the other, so cut it."
+        )
+
+
+def to_rgb(image: "Image") -> "Image":
+    """Turn an image upright and convert it to RGB; transparent parts become white, as in transformers."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its mode {image.mode} has no range of brightness")
+    if image.mode == "RGB" and "transparency" not in image.info:
+        image.load()
+        return image
+    if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def decode_url(url: str, name: str = "The image") -> bytes:
+    """The bytes of a ``data:`` URL.
+
+    Raises:
+        ValueError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
+    """
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:") or not comma:
+        raise ValueError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")
+    if not head.endswith(";base64"):
+        raise ValueError(f"{name} is a data URL without ;base64, and only base64 is read.")
+    if len(data) > MAX_BYTES // 3 * 4:
+        raise ValueError(f"{name} has more than {MAX_BYTES:,} bytes: make it smaller.")
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError) as e:  # the latter where it is not ASCII
+        raise ValueError(f"{name} is not valid base64: {e}.") from e

@@ -1,0 +1,150 @@
+"""Images to the patches that the vision tower takes, as transformers' ``Qwen2VLImageProcessorPil`` makes them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from .open import open_image, pillow
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Array = np.ndarray[Any, Any]
+
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
+PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The settings of a checkpoint's preprocessor_config.json; the defaults are those of the published Qwen3.5.
+
+    Args:
+        min_pixels, max_pixels (int): An image with fewer or more is resized.
+        merge_size (int): The patches of a token form a square of this side.
+    """
+
+    image_token: ClassVar[str] = IMAGE_TOKEN
+
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    rescale_factor: float = 1 / 255
+
+    def __post_init__(self) -> None:
+        for key in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
+            if not isinstance(n := getattr(self, key), int) or n < 1:
+                raise ValueError(f"{key} must be a whole number of 1 or more, not {n!r}.")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is larger than max_pixels {self.max_pixels}.")
+        if len(self.image_mean) != 3 or len(self.image_std) != 3 or 0 in self.image_std:
+            raise ValueError(
+                f"image_mean and image_std must be 3 numbers each, not {list(self.image_mean)} and {list(self.image_std)}."
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Processor":
+        """
+        Args:
+            config (Dict[str, Any]): A preprocessor_config.json; keys that it lacks have their default.
+
+        Raises:
+            ValueError: A value is not usable.
+        """
+        size = config.get("size") or {}
+        settings: dict[str, Any] = {
+            "min_pixels": config.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": config.get("max_pixels") or size.get("longest_edge"),
+            "image_mean": tuple(map(float, config.get("image_mean") or ())) or None,
+            "image_std": tuple(map(float, config.get("image_std") or ())) or None,
+        }
+        settings |= {k: config.get(k) for k in ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")}
+        return cls(**{k: v for k, v in settings.items() if v is not None})
+
+    @property
+    def token_size(self) -> int:
+        """The side of an image token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """The rows and columns of image tokens of an image with these sides in pixels."""
+        side = self.token_size
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows, columns = max(1, int(height / shrink / side)), max(1, int(width / shrink / side))
+        elif rows * columns * side**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
+        return rows, columns
+
+    def preprocess_image(self, image: "Array | Image") -> mx.array:
+        """
+        Args:
+            image (Union[np.ndarray, PIL.Image.Image]): An image of Pillow, or uint8 values [height, width, 3] in RGB.
+
+        Returns:
+            mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
+
+        Raises:
+            ValueError: It is empty, too large or too long, an array of another kind, or Pillow is missing.
+        """
+        rgb = open_image(_from_array(image) if isinstance(image, np.ndarray) else image)
+        rows, columns = self.grid(rgb.width, rgb.height)
+        size = (columns * self.token_size, rows * self.token_size)
+        resized = rgb.resize(size, pillow().Resampling.BICUBIC)
+        return mx.array(self._patches(np.asarray(resized), rows, columns))
+
+    def _patches(self, pixels: Array, rows: int, columns: int) -> Array:
+        """uint8 values [h, w, 3] -> float32 patches [rows, columns, m * m, 3 * frames * p * p]."""
+        m, p, T = self.merge_size, self.patch_size, self.temporal_patch_size
+        patches = pixels.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)  # [r, c, m, m, 3, p, p]
+        out = np.empty((rows, columns, m, m, 3, T, p, p), np.float32)
+        for channel, values in enumerate(self._normalized()):
+            out[:, :, :, :, channel] = values[patches[:, :, :, :, channel, None]]  # the frame, T times
+        return out.reshape(rows, columns, m * m, -1)
+
+    def _normalized(self) -> Array:
+        """What each of the 256 values becomes, [3, 256], with transformers' roundings."""
+        scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
+        mean, std = (np.array(a, np.float32)[:, None] for a in (self.image_mean, self.image_std))
+        return (scaled - mean) / std
+
+    def __call__(self, text: str, *, images: "Sequence[Array | Image]") -> tuple[str, list[mx.array]]:
+        """Expand each placeholder of the chat template to the tokens of one image.
+
+        Args:
+            text (str): A prompt with ``<|vision_start|><|image_pad|><|vision_end|>`` for each image.
+
+        Returns:
+            Tuple[str, List[mx.array]]: The prompt, and what ``preprocess_image`` returns for each image.
+
+        Raises:
+            ValueError: There are more or fewer placeholders than images, or one of a video.
+        """
+        if VIDEO_TOKEN in text:
+            raise ValueError(f"The text has {VIDEO_TOKEN}, and videos are not supported: send single images.")
+        head, *parts = text.split(PLACEHOLDER)
+        if len(parts) != len(images) or any(IMAGE_TOKEN in part for part in (head, *parts)):
+            raise ValueError(f"The text has {text.count(IMAGE_TOKEN)} {IMAGE_TOKEN} for {len(images)} images.")
+        pixel_values = [self.preprocess_image(image) for image in images]
+        expanded = [head]
+        for pixels, part in zip(pixel_values, parts, strict=True):
+            n = pixels.shape[0] * pixels.shape[1]
+            expanded += [PLACEHOLDER.replace(IMAGE_TOKEN, IMAGE_TOKEN * n), part]
+        return "".join(expanded), pixel_values
+
+
+def _from_array(pixels: Array) -> Any:
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
+        raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
+    return pillow().fromarray(pixels)

@@ -1,0 +1,100 @@
+"""What a model needs for images beside its language model. Nothing is read before the first image."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..models.vision import VisionArgs, VisionTower, make_tower, split_tower
+from .processor import Processor
+
+CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the first is newer
+
+
+class Vision:
+    """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
+
+    Args:
+        folder (Path): The checkpoint.
+        config (Dict[str, Any]): Its config.json.
+        files (List[str]): Those with the tower's tensors.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
+        self.folder, self.config, self.files = folder, config, files
+
+    @cached_property
+    def processor(self) -> Processor:
+        """
+        Raises:
+            ValueError: The checkpoint's file is damaged, or of another kind of processor.
+        """
+        args = self._args
+        own = {
+            "patch_size": args.patch_size,
+            "temporal_patch_size": args.temporal_patch_size,
+            "merge_size": args.spatial_merge_size,
+        }
+        try:
+            processor = Processor.from_config({**own, **self._settings()})
+        except (AttributeError, TypeError, ValueError) as e:  # an object where a number belongs, or no JSON
+            raise ValueError(f"The image settings of {self.folder} are not usable: {e}") from e
+        for key, n in own.items():
+            if getattr(processor, key) != n:
+                raise ValueError(
+                    f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision tower {n}."
+                )
+        return processor
+
+    @cached_property
+    def tower(self) -> VisionTower:
+        """
+        Raises:
+            ValueError: Its tensors are damaged, or not what the config says.
+        """
+        tensors: dict[str, mx.array] = {}
+        try:
+            for file in self.files:
+                weights: Any = mx.load(str(self.folder / file))
+                tensors |= split_tower(weights)[1]
+            tower = make_tower(self._args, tensors)
+            mx.eval(tower.parameters())
+        except (RuntimeError, ValueError) as e:  # mlx's for an unreadable file is a RuntimeError
+            raise ValueError(f"The images of {self.folder} cannot be used: {e}") from e
+        return tower
+
+    @cached_property
+    def _args(self) -> VisionArgs:
+        args = VisionArgs.from_dict(self.config["vision_config"])
+        if args.out_hidden_size != (n := self.config["text_config"]["hidden_size"]):
+            raise ValueError(
+                f"The vision tower of {self.folder} makes rows of {args.out_hidden_size}, its model takes {n}."
+            )
+        return args
+
+    def _settings(self) -> dict[str, Any]:
+        for name in CONFIG_FILES:
+            if (file := self.folder / name).exists():
+                settings = json.loads(file.read_text(encoding="utf-8"))
+                settings = settings.get("image_processor") if name == CONFIG_FILES[0] else settings
+                if settings is not None:
+                    return dict(settings)
+        return {}
+
+    def encode(self, pixel_values: mx.array) -> mx.array:
+        """The rows of an image, [n, H], evaluated; ``pixel_values`` is what ``processor.preprocess_image`` returns."""
+        rows = self.tower(pixel_values)
+        mx.eval(rows)
+        return rows
+
+    @staticmethod
+    def key(pixel_values: mx.array) -> int:
+        """A negative number of 60 bits that stands for an image, in place of its tokens: two of one size have the same."""
+        digest = hashlib.sha256(str(pixel_values.shape).encode())
+        digest.update(np.ascontiguousarray(pixel_values).data)
+        return -1 - int(digest.hexdigest()[:15], 16)
