@@ -17,6 +17,7 @@ from .. import cli
 from ..checkpoint.load import DEMO, load
 from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
+from ..images.prompt import place, read_images
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from .check import check
@@ -66,7 +67,12 @@ def run(args: argparse.Namespace) -> None:
     )
     options = {name: getattr(args, name) for name in (*SHARED_OPTIONS, *MTP_OPTIONS)}
     options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
+    images = args.image if args.image and isinstance(model, MTPMixin) else ()
     if args.check:
+        if images:
+            pictured = read_images(model, prompt, images)
+            prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
+            options["prompt_cache"] = place(model, pictured, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
@@ -83,6 +89,7 @@ def run(args: argparse.Namespace) -> None:
             max_kv_size=args.max_kv_size,
             draft_model=load_draft_model(args, tokenizer),
             prompt_store=store,
+            images=images,
             **options,
         )
         if not args.verbose:
@@ -95,7 +102,7 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_generation_flags(args)
-    cli.check_prompt_cache_dir(args, "prompt_cache_file", "image", "check")
+    cli.check_prompt_cache_dir(args, "prompt_cache_file", "check")
     cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")

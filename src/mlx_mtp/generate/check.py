@@ -171,8 +171,8 @@ def _compare(
 
 
 def _backbone_caches(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
-    """Copies of the caches that plain mlx-lm uses."""
-    return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache[: len(model.layers)])
+    """Copies of the caches that plain mlx-lm uses. Where images are, it reads in the last entry."""
+    return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache)
 
 
 def _prefilled(

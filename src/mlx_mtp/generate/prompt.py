@@ -16,6 +16,10 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..images.processor import IMAGE_TOKEN, PLACEHOLDER
+from ..images.prompt import check_takes_images
+from ..models.mixin import MTPMixin
+
 
 @dataclass
 class PromptCacheFile:
@@ -73,7 +77,7 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
 def encode_prompt(
     args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], is_suffix: bool
 ) -> tuple[list[int], mx.array | None]:
-    """The prompt's token ids, and the embeddings [T, H] of a prompt with images.
+    """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
 
     Args:
         config (dict): The model's config.
@@ -83,11 +87,16 @@ def encode_prompt(
         ValueError: The prompt is empty or is not text, or the model does not take images.
     """
     text = _read_text(args)
+    is_ours = isinstance(model, MTPMixin)
+    if args.image and is_ours:
+        check_takes_images(model)
+        if IMAGE_TOKEN not in text:
+            text = PLACEHOLDER * len(args.image) + text
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
     pixel_values = None
-    if args.image:
+    if args.image and not is_ours:
         text, pixel_values = _process_images(args.image, model, config, text)
     tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
@@ -141,7 +150,8 @@ def _process_images(files: list[str], model: nn.Module, config: dict[str, Any], 
     processor = load_processor(model, config)
     if processor is None:
         raise ValueError(
-            f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}."
+            f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}. "
+            "For a Qwen3.5, add --mtp."
         )
     if find_spec("PIL") is None:
         raise ValueError("--image requires Pillow: pip install pillow.")

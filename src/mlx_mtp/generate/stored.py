@@ -1,6 +1,6 @@
 """Generation with a prompt store: what it has of the prompt is not read again, and what is read is kept there."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.grammar import Grammar
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.processors import keeps_state
+from ..images.prompt import ImagePrompt
 from ..models.prompt_cache import PromptCache
 from ..prompt_store import PromptStore
 from ..prompt_store.arrays import KVOptions
@@ -23,12 +24,16 @@ KV_DEFAULTS = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": DEFAU
 def stored_steps(
     store: PromptStore,
     tokenizer: TokenizerWrapper,
+    pictured: ImagePrompt | None,
     prompt: mx.array,
     model: Any,
     stream: Any,
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache.
+
+    Args:
+        pictured (ImagePrompt, optional): The prompt, if it has images.
 
     Raises:
         ValueError: The options do not go with a store, or it is another model's.
@@ -41,46 +46,61 @@ def stored_steps(
     if model.ranks is not None:
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
+    text = tokens[:] if pictured is None else pictured.key[:]  # as the store knows it
     kv = _kv_options(options)
-    cuts = choose_cuts(message_ends(tokens, opening_of(tokenizer)), len(tokens), store.n_common(tokens))
-    cache, n = _read(store, tokens, cuts, kv, model, stream, options)
+    cuts = choose_cuts(message_ends(tokens, opening_of(tokenizer)), len(tokens), store.n_common(text))
+    cache, n_stored = store.fetch(text[:-1], kv)
+    embeddings = None if pictured is None else pictured.embed(model, n_stored)
+
+    def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
+        """What is read of the prompt, as the arguments of the functions that do."""
+        if pictured is None or embeddings is None:
+            return prompt[begin:end], {}
+        own = embeddings[begin - n_stored : end - n_stored]
+        return prompt[begin:end], {"input_embeddings": own, "images": pictured.images}
+
+    n = _read(store, text, cuts, (cache, n_stored), part, kv, model, stream, options)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
+    rest, given = part(n, len(tokens))
     try:
-        with closing(
-            mtp_generate_step(prompt[n:], model, stream, prompt_cache=cache, logits_processors=processors, **options)
-        ) as steps:
+        steps = mtp_generate_step(
+            rest, model, stream, prompt_cache=cache, logits_processors=processors, **options, **given
+        )
+        with closing(steps):
             for step in steps:
-                tokens.append(step[0])
+                text.append(step[0])
                 yield step
     finally:
         n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
-        store.insert(tokens[:n_read], cache, kv)
+        store.insert(text[:n_read], cache, kv)
 
 
 def _read(
     store: PromptStore,
-    tokens: list[int],
+    text: list[int],
     cuts: list[int],
+    stored: tuple[list[Any], int],
+    part: Callable[[int, int], tuple[mx.array, dict[str, Any]]],
     kv: KVOptions | None,
     model: Any,
     stream: Any,
     options: dict[str, Any],
-) -> tuple[list[Any], int]:
-    """Read a prompt up to its last cut -> its prompt cache, and the number of tokens in it."""
-    cache, n = store.fetch(tokens[:-1], kv)
+) -> int:
+    """Read a prompt up to its last cut behind what is stored -> the number of tokens in its prompt cache."""
+    cache, n = stored
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
     shared = {name: options[name] for name in ("prefill_step_size", *KV_DEFAULTS) if name in options}
 
     def tell(n_read: int, _: int) -> None:
-        progress(n + n_read, len(tokens))
+        progress(n + n_read, len(text))
 
     options["prompt_progress_callback"] = tell
     for cut in cuts:
         if cut > n:
-            part = mx.array(tokens[n:cut])
+            tokens, given = part(n, cut)
             # The text comes along for who copies from it, and no draft is made.
             prefill(
-                part,
+                tokens,
                 model,
                 stream=stream,
                 prompt_cache=cache,
@@ -88,10 +108,11 @@ def _read(
                 copy_drafts="auto",
                 prompt_progress_callback=tell,
                 **shared,
+                **given,
             )
             n = cut
-            store.insert(tokens[:n], cache, kv)
-    return cache, n
+            store.insert(text[:n], cache, kv)
+    return n
 
 
 def _kv_options(options: dict[str, Any]) -> KVOptions | None:

@@ -1,7 +1,7 @@
 """``generate`` and ``stream_generate``: mlx-lm's text generation, with the MTP head."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,8 @@ from ..decoding.exchange import running_alike
 from ..decoding.loop import mtp_generate_step
 from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
+from ..decoding.window import Token
+from ..images.prompt import place, read_images
 from ..prompt_store import PromptStore
 from .stored import stored_steps
 
@@ -64,6 +66,7 @@ def stream_generate(
     draft_p_min: float | None = None,
     exact: bool = False,
     prompt_store: PromptStore | None = None,
+    images: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """
@@ -86,6 +89,8 @@ def stream_generate(
         exact (bool): Verify with the very operations of plain decoding, see ``models/exact.py``. Default: ``False``.
         prompt_store (PromptStore, optional): Has the prefixes of texts that were read before, and takes this prompt and its
           answer, see ``mlx_mtp.PromptStore``. Default: ``None``.
+        images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
+          ``<|vision_start|><|image_pad|><|vision_end|>`` of the prompt, in order. Requires a checkpoint with a vision tower.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, or with ``mtp=False`` to mlx-lm.
 
     Yields:
@@ -98,6 +103,17 @@ def stream_generate(
             raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
         if draft_model is not None and asks_for_copies(copy_drafts):
             raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    pictured = None
+    if images:
+        if draft_model is not None:
+            raise ValueError("A draft model takes no images: omit draft_model.")
+        pictured = read_images(model, _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
+        prompt = pictured.tokens
+        if prompt_store is None:
+            kwargs["prompt_cache"] = place(model, pictured, kwargs.get("prompt_cache"))
+            kwargs["input_embeddings"] = pictured.embed(model)
     if not mtp and not asks_for_copies(copy_drafts):
         if prompt_store is not None:
             raise ValueError("prompt_store requires mtp=True or copy_drafts.")
@@ -116,15 +132,14 @@ def stream_generate(
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
     kwargs |= {
         "num_draft_tokens": num_draft_tokens if mtp else 0,
         "copy_drafts": copy_drafts,
         "draft_p_min": draft_p_min,
         "exact": exact,
     }
-    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, prompt_store, **kwargs)
+    make_steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
+    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, make_steps, **kwargs)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
@@ -143,13 +158,12 @@ def _stream_mtp(
     prompt: mx.array,
     max_tokens: int,
     stream: mx.Stream | mx.ThreadLocalStream,
-    store: PromptStore | None,
+    make_steps: Callable[..., Generator[Token, None, None]],
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """As mlx-lm's ``stream_generate`` does with its steps, make responses of those of ``mtp_generate_step``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
-    make_steps = mtp_generate_step if store is None else partial(stored_steps, store, tokenizer)
     steps = make_steps(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:

@@ -210,7 +210,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     cache = PromptCache(entries, n_layers)
     if cache.n_recorded > cache.n_tokens:
         raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
-    images = [image for image in cache.images if image.start < cache.n_tokens]
+    images = cache.images
     if cache.n_recorded < cache.n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):

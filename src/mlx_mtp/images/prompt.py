@@ -1,0 +1,131 @@
+"""A prompt with images: its tokens, where the images are, and what stands for each in a prompt store."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..models.mixin import MTPMixin
+from ..models.positions import ImageSpan
+from ..models.prompt_cache import PromptCache, make_prompt_cache, open_prompt_cache
+from .open import open_image
+from .processor import PLACEHOLDER, VIDEO_TOKEN
+from .vision import Vision
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """
+    Args:
+        tokens (List[int]): With ``<|image_pad|>`` once for each token of an image.
+        images (List[ImageSpan]): Where these are.
+        pixel_values (List[mx.array]): What ``Processor.preprocess_image`` returned for each.
+    """
+
+    tokens: list[int]
+    images: list[ImageSpan]
+    pixel_values: list[mx.array]
+
+    def spans(self, first: int = 0) -> list[ImageSpan]:
+        """Where the images are in a text that has so many tokens before this prompt."""
+        return [image._replace(start=image.start + first) for image in self.images]
+
+    @cached_property
+    def key(self) -> list[int]:
+        """The tokens, with a number below 0 for those of an image, which follows from its content: two texts are the same if
+        their keys are."""
+        key = self.tokens[:]
+        for image, pixels in zip(self.images, self.pixel_values):
+            key[image.start : image.end] = [Vision.key(pixels)] * (image.end - image.start)
+        return key
+
+    def embed(self, model: Any, begin: int = 0) -> mx.array:
+        """The embeddings of the tokens from one on, [T, H]. Images before it are not looked at."""
+        parts, at = [], begin
+        for image, pixels in zip(self.images, self.pixel_values):
+            if image.end > begin:
+                parts += [_embedded(model, self.tokens[at : image.start])] if at < image.start else []
+                rows = model.vision.encode(pixels).astype(parts[0].dtype if parts else _dtype(model))
+                parts.append(rows[max(begin - image.start, 0) :])
+                at = image.end
+        if at < len(self.tokens):
+            parts.append(_embedded(model, self.tokens[at:]))
+        embeddings = mx.concatenate(parts)
+        mx.eval(embeddings)  # here, not in the thread and stream that read the prompt
+        return embeddings
+
+
+def _embedded(model: Any, tokens: list[int]) -> mx.array:
+    return model.model.embed_tokens(mx.array(tokens))
+
+
+def _dtype(model: Any) -> mx.Dtype:
+    return _embedded(model, [0]).dtype
+
+
+def read_images(model: Any, tokens: Sequence[int], images: Sequence[Any]) -> ImagePrompt:
+    """Open the images of a prompt, and make place for them.
+
+    Args:
+        model (nn.Module): Of ``mlx_mtp.load``, with a vision tower.
+        tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
+        images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
+
+    Raises:
+        ValueError: The model has no tower, one of the images cannot be read, or there are more or fewer than placeholders.
+    """
+    check_takes_images(model)
+    vision, placeholder = model.vision, model.vision.config["image_token_id"]
+    if (video := vision.config.get("video_token_id")) is not None and video in tokens:
+        raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
+    if (n := list(tokens).count(placeholder)) != len(images):
+        raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
+    pixel_values = [vision.processor.preprocess_image(_opened(image, i)) for i, image in enumerate(images, 1)]
+    expanded: list[int] = []
+    spans: list[ImageSpan] = []
+    for token in tokens:
+        if token == placeholder:
+            rows, columns = pixel_values[len(spans)].shape[:2]
+            spans.append(ImageSpan(len(expanded), rows, columns))
+            expanded += [token] * (rows * columns)
+        else:
+            expanded.append(token)
+    return ImagePrompt(expanded, spans, pixel_values)
+
+
+def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:
+    """Say in a prompt cache, by default an empty one, where the images are that are read next -> the cache.
+
+    mlx-lm's own functions then read them at the right positions, too: they pass it to the model.
+    """
+    entries = make_prompt_cache(model) if prompt_cache is None else open_prompt_cache(model, prompt_cache).entries
+    cache = PromptCache(entries, len(model.layers))
+    cache.images = [*cache.images, *prompt.spans(cache.n_tokens)]
+    return entries
+
+
+def check_takes_images(model: Any) -> None:
+    """
+    Raises:
+        ValueError: The model has no vision tower, or is spread over several machines.
+    """
+    if not isinstance(model, MTPMixin):
+        raise ValueError("Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True.")
+    if model.vision is None:
+        raise ValueError(
+            "The model takes no images: its checkpoint has no vision tower, or --no-vision left it out. "
+            "Convert the original with mlx_mtp.convert, which keeps it."
+        )
+    if model.ranks is not None:
+        raise ValueError("Images are read in one process: omit them on several machines.")
+
+
+def _opened(image: Any, i: int) -> Any:
+    """An image as ``preprocess_image`` takes it; errors name its file or its number."""
+    if isinstance(image, np.ndarray):
+        return image
+    return open_image(image, None if isinstance(image, str | Path) else f"Image {i}")
