@@ -9,7 +9,11 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from PIL import Image
 
 from mlx_mtp import PromptStore, stream_generate
+from mlx_mtp.chat import conversation
+from mlx_mtp.chat.__main__ import make_parser, obey
+from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import place, read_images
 from mlx_mtp.images.vision import Vision
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
@@ -49,7 +53,7 @@ def tokens_of(responses) -> list[int]:
 
 @pytest.mark.parametrize("j", PROMPTS)
 def test_a_prompt_is_that_of_transformers(j, model):
-    prompt, want = read_images(model, with_placeholders(j), pictures(j)), image_prompt(j)
+    prompt, want = read_images(model.vision, with_placeholders(j), pictures(j)), image_prompt(j)
     assert prompt.tokens == want.tokens.tolist()
     assert prompt.images == want.images
     pixels = np.concatenate([np.array(p).reshape(-1, p.shape[-1]) for p in prompt.pixel_values])
@@ -71,7 +75,7 @@ def test_a_second_turn(options, model, tokenizer):
     """With the prompt cache of the first, whose images are not given again."""
     turns, images = (with_placeholders(0), with_placeholders(1)), (pictures(0), pictures(1))
     whole = stream_generate(model, tokenizer, turns[0] + turns[1], max_tokens=12, images=images[0] + images[1])
-    first = read_images(model, turns[0], images[0])
+    first = read_images(model.vision, turns[0], images[0])
     cache = place(model, first, None)
     prefill(mx.array(first.tokens), model, prompt_cache=cache, input_embeddings=first.embed(model))
     responses = stream_generate(
@@ -164,3 +168,40 @@ def test_the_command(flags, tmp_path, capsys, monkeypatch):
         out = capsys.readouterr().out
         n = sum(rows * columns for _, rows, columns in (i for i in image_prompt(0).images)) + 4 + len("What?")
         assert f"Prompt: {n} tokens" in out
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["prompt cache", "prompt store"])
+def test_a_chat_with_pictures(stored, model, tokenizer, tmp_path, monkeypatch):
+    files = [tmp_path / f"{k} picture.png" for k in range(2)]
+    for picture, file in zip(pictures(0), files):
+        Image.fromarray(picture).save(file)
+    args = make_parser().parse_args(["--mtp", "--num-draft-tokens", "2", "-m", "8", "--model", str(FOLDER)])
+    chat = Conversation(model, tokenizer, args, PromptStore(model) if stored else None)
+    text: list[int] = []
+    for query, file in zip(("a", "b"), files):
+        obey(f"/image '{file}'", chat)
+        text += tokenizer.encode(PLACEHOLDER + query + "\n")
+        want = tokens_of(stream_generate(model, tokenizer, text, max_tokens=8, images=files[: files.index(file) + 1]))
+        shown: list[str] = []
+        chat.answer(query, shown.append)
+        assert "".join(shown) == tokenizer.decode(want)
+        text += want
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    chat.attach(str(files[0]))
+    monkeypatch.setattr(conversation, "stream_generate", interrupted)
+    assert chat.answer("c", print) is None
+    assert (chat.turn, chat.attached, chat.unread, chat.shown) == (0, [], [], [])
+
+
+def test_a_chat_says_what_is_wrong_with_a_picture(model, tokenizer, capsys):
+    args = make_parser().parse_args(["--mtp"])
+    obey("/image no.png", Conversation(model, tokenizer, args))
+    obey("/image no.png", Conversation(tiny_model("qwen3_5"), tokenizer, args))
+    assert capsys.readouterr().out.split("\n")[:2] == [
+        "There is no image no.png.",
+        "The model takes no images: its checkpoint has no vision tower, or --no-vision left it out. "
+        "Convert the original with mlx_mtp.convert, which keeps it.",
+    ]

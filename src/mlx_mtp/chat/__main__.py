@@ -18,6 +18,7 @@ HELP = """The command list:
 - 'q' to exit, as Ctrl-D
 - 'r' to reset the chat
 - 't' to switch thinking on or off
+- '/image FILE' to show a picture with the next question
 - 'h' to display these commands
 Ctrl-C ends an answer."""
 
@@ -98,6 +99,11 @@ def obey(query: str, conversation: Conversation) -> None:
             conversation.think(not conversation.thinking)
             print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
         except ValueError as e:
+            print(e)
+    elif query.startswith("/image"):
+        try:
+            conversation.attach(query.removeprefix("/image").strip().strip("'\""))
+        except (FileNotFoundError, ValueError) as e:
             print(e)
     elif query:
         response = conversation.answer(query, show=partial(print, end="", flush=True))

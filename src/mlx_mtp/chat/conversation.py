@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -11,8 +12,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli
 from ..colors import paint
 from ..generate.stream import GenerationResponse, stream_generate
+from ..images.open import open_image
+from ..images.processor import PLACEHOLDER
+from ..images.prompt import vision_of
 from ..models.prompt_cache import make_prompt_cache, n_tokens
 from ..prompt_store import PromptStore
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Conversation:
@@ -51,6 +58,17 @@ class Conversation:
         self.turn = 0
         self.is_cut = False  # the last answer has not said that it ends
         self.unread: list[int] = []  # the rest of a question, where Ctrl-C came before the answer
+        self.attached: list[Image] = []  # for the next question
+        self.shown: list[Image] = []  # in the turns before, where a store holds them
+
+    def attach(self, file: str) -> None:
+        """Show a picture with the next question.
+
+        Raises:
+            FileNotFoundError, ValueError: There is no such picture, or the model takes none.
+        """
+        vision_of(self.model)
+        self.attached.append(open_image(Path(file).expanduser()))
 
     def think(self, thinking: bool) -> None:
         """Let the model think before the answers that follow, or not."""
@@ -67,24 +85,30 @@ class Conversation:
             show (Callable[[str], None]): Is called with each piece of the answer.
 
         Returns:
-            Optional[GenerationResponse]: The last one, with the figures; ``None`` if Ctrl-C came before the first token.
+            Optional[GenerationResponse]: The last one, with the figures; ``None`` if Ctrl-C came before the first token. A chat
+            whose pictures were then not read to the end begins anew.
         """
-        prompt = self.unread + self._encode(query)
+        attached, self.attached = self.attached, []
+        prompt = self.unread + self._encode(PLACEHOLDER * len(attached) + query)
         before, response, said = self._n_read(), None, []
         self.unread, self.is_cut = [], True
         text = [*self.text, *prompt]
         try:
-            with closing(stream_generate(self.model, self.tokenizer, text, **self._options())) as responses:
+            options = self._options() | {"images": [*self.shown, *attached]}
+            with closing(stream_generate(self.model, self.tokenizer, text, **options)) as responses:
                 for response in responses:
                     said.append(response.token)
                     show(paint(response.text, response.source) if self.args.show_drafts else response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are somewhere else
+            if response is None and attached:
+                self.reset()
+                return None
             if response is None:
                 self.unread = prompt[self._n_read() - before :]
         if self.store is not None and response is not None:
-            self.text = text + said
+            self.text, self.shown = text + said, [*self.shown, *attached]
         self.is_cut = response is None or response.finish_reason != "stop"
         self.turn += 1
         return response

@@ -17,7 +17,7 @@ from .. import cli
 from ..checkpoint.load import DEMO, load
 from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
-from ..images.prompt import place, read_images
+from ..images.prompt import place, read_images, vision_of
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from .check import check
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     images = args.image if args.image and isinstance(model, MTPMixin) else ()
     if args.check:
         if images:
-            pictured = read_images(model, prompt, images)
+            pictured = read_images(vision_of(model), prompt, images)
             prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
             options["prompt_cache"] = place(model, pictured, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..images.processor import IMAGE_TOKEN, PLACEHOLDER
-from ..images.prompt import check_takes_images
+from ..images.prompt import vision_of
 from ..models.mixin import MTPMixin
 
 
@@ -89,7 +89,7 @@ def encode_prompt(
     text = _read_text(args)
     is_ours = isinstance(model, MTPMixin)
     if args.image and is_ours:
-        check_takes_images(model)
+        vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
             text = PLACEHOLDER * len(args.image) + text
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template

@@ -21,7 +21,7 @@ from ..decoding.loop import mtp_generate_step
 from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
 from ..decoding.window import Token
-from ..images.prompt import place, read_images
+from ..images.prompt import place, read_images, vision_of
 from ..prompt_store import PromptStore
 from .stored import stored_steps
 
@@ -96,20 +96,12 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
-    if not mtp:
-        if exact or draft_p_min:
-            raise ValueError("exact and draft_p_min require mtp=True.")
-        if draft_model is not None and getattr(model, "ranks", None) is not None:
-            raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
-        if draft_model is not None and asks_for_copies(copy_drafts):
-            raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
+    _check_draft_model(model, draft_model, mtp=mtp, copy_drafts=copy_drafts, has_images=len(images) > 0)
+    if not mtp and (exact or draft_p_min):
+        raise ValueError("exact and draft_p_min require mtp=True.")
     pictured = None
     if images:
-        if draft_model is not None:
-            raise ValueError("A draft model takes no images: omit draft_model.")
-        pictured = read_images(model, _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
+        pictured = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
         prompt = pictured.tokens
         if prompt_store is None:
             kwargs["prompt_cache"] = place(model, pictured, kwargs.get("prompt_cache"))
@@ -128,10 +120,10 @@ def stream_generate(
             for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
                 yield GenerationResponse(**vars(r))
         return
-    if draft_model is not None:
-        raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
     kwargs |= {
         "num_draft_tokens": num_draft_tokens if mtp else 0,
         "copy_drafts": copy_drafts,
@@ -142,11 +134,32 @@ def stream_generate(
     yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, make_steps, **kwargs)
 
 
+def _check_draft_model(
+    model: nn.Module, draft_model: nn.Module | None, *, mtp: bool, copy_drafts: CopyDrafts | None, has_images: bool
+) -> None:
+    """
+    Raises:
+        ValueError: A draft model does not go with the other options.
+    """
+    if draft_model is None:
+        return
+    if mtp:
+        raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
+    if getattr(model, "ranks", None) is not None:
+        raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
+    if asks_for_copies(copy_drafts):
+        raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
+    if has_images:
+        raise ValueError("A draft model takes no images: omit draft_model.")
+
+
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
     """The prompt's tokens, [T], as mlx-lm encodes it."""
     if isinstance(prompt, mx.array):
         return prompt
     if isinstance(prompt, str):
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
         add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     return mx.array(prompt)  # type: ignore[arg-type]  # mypy cannot tell an array from the rest

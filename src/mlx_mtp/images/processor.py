@@ -87,6 +87,11 @@ class Processor:
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows, columns
 
+    def n_tokens(self, image: "Image") -> int:
+        """The number of tokens that an image becomes."""
+        rows, columns = self.grid(image.width, image.height)
+        return rows * columns
+
     def preprocess_image(self, image: "Array | Image") -> mx.array:
         """
         Args:
@@ -98,7 +103,7 @@ class Processor:
         Raises:
             ValueError: It is empty, too large or too long, an array of another kind, or Pillow is missing.
         """
-        rgb = open_image(_from_array(image) if isinstance(image, np.ndarray) else image)
+        rgb = open_image(from_array(image) if isinstance(image, np.ndarray) else image)
         rows, columns = self.grid(rgb.width, rgb.height)
         size = (columns * self.token_size, rows * self.token_size)
         resized = rgb.resize(size, pillow().Resampling.BICUBIC)
@@ -144,7 +149,8 @@ class Processor:
         return "".join(expanded), pixel_values
 
 
-def _from_array(pixels: Array) -> Any:
+def from_array(pixels: Array) -> Any:
+    """uint8 values [height, width, 3] in RGB as an image of Pillow."""
     if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
         raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
     return pillow().fromarray(pixels)

@@ -13,7 +13,7 @@ from ..models.mixin import MTPMixin
 from ..models.positions import ImageSpan
 from ..models.prompt_cache import PromptCache, make_prompt_cache, open_prompt_cache
 from .open import open_image
-from .processor import PLACEHOLDER, VIDEO_TOKEN
+from .processor import PLACEHOLDER, VIDEO_TOKEN, from_array
 from .vision import Vision
 
 
@@ -67,24 +67,34 @@ def _dtype(model: Any) -> mx.Dtype:
     return _embedded(model, [0]).dtype
 
 
-def read_images(model: Any, tokens: Sequence[int], images: Sequence[Any]) -> ImagePrompt:
+def read_images(
+    vision: Vision, tokens: Sequence[int], images: Sequence[Any], max_tokens: int | None = None
+) -> ImagePrompt:
     """Open the images of a prompt, and make place for them.
 
     Args:
-        model (nn.Module): Of ``mlx_mtp.load``, with a vision tower.
+        vision (Vision): Of the model, see ``vision_of``.
         tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
+        max_tokens (int, optional): The most that they may become. Default: ``None``, any number.
 
     Raises:
-        ValueError: The model has no tower, one of the images cannot be read, or there are more or fewer than placeholders.
+        ValueError: An image cannot be read, there are more or fewer than placeholders, or they become too many tokens.
     """
-    check_takes_images(model)
-    vision, placeholder = model.vision, model.vision.config["image_token_id"]
+    placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
         raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    pixel_values = [vision.processor.preprocess_image(_opened(image, i)) for i, image in enumerate(images, 1)]
+    pixel_values: list[mx.array] = []
+    n_left = max_tokens
+    for i, image in enumerate(images, 1):
+        opened = _opened(image, i)
+        if n_left is not None and (n_left := n_left - vision.processor.n_tokens(opened)) < 0:
+            raise ValueError(
+                f"The images up to number {i} have more than {max_tokens} tokens: send fewer or smaller ones."
+            )
+        pixel_values.append(vision.processor.preprocess_image(opened))
     expanded: list[int] = []
     spans: list[ImageSpan] = []
     for token in tokens:
@@ -108,24 +118,26 @@ def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> li
     return entries
 
 
-def check_takes_images(model: Any) -> None:
-    """
+def vision_of(model: Any) -> Vision:
+    """What a model reads images with.
+
     Raises:
         ValueError: The model has no vision tower, or is spread over several machines.
     """
     if not isinstance(model, MTPMixin):
         raise ValueError("Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True.")
-    if model.vision is None:
+    if not isinstance(vision := model.vision, Vision):
         raise ValueError(
             "The model takes no images: its checkpoint has no vision tower, or --no-vision left it out. "
             "Convert the original with mlx_mtp.convert, which keeps it."
         )
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
+    return vision
 
 
 def _opened(image: Any, i: int) -> Any:
-    """An image as ``preprocess_image`` takes it; errors name its file or its number."""
+    """An image of Pillow; errors name its file or its number."""
     if isinstance(image, np.ndarray):
-        return image
+        return from_array(image)
     return open_image(image, None if isinstance(image, str | Path) else f"Image {i}")

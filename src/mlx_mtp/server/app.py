@@ -32,7 +32,7 @@ from .api.body import Body, Json, parse_json
 from .engine import ResponseGenerator, Waiting
 from .request import ApiError, Request
 
-MAX_BODY = 16 << 20  # bytes
+MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"

@@ -71,6 +71,18 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
     add("--allowed-origins", type=lambda x: x.split(","), default="*", help="Allowed origins (default: *)")
+    add(
+        "--allowed-local-media-path",
+        metavar="DIR",
+        help="Read images of file: URLs from this folder. Default: none, images come as data: URLs.",
+    )
+    add(
+        "--allowed-media-domains",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="Download images of http: and https: URLs from these hosts. Default: none.",
+    )
     add("--no-ui", action="store_true", help="Serve no page to chat at /.")
     add(
         "--log-level",

@@ -15,6 +15,7 @@ from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 from ..decoding.counts import DraftCounts
 from ..decoding.options import CopyDrafts, NumDraftTokens
 from ..decoding.sampling import for_one_text
+from ..models.positions import ImageSpan
 from ..models.prompt_cache import has_head, make_prompt_cache
 from ..models.single import KVOptions
 
@@ -34,6 +35,8 @@ class Generation:
         num_draft_tokens (Union[int, str], optional): As in ``mtp_generate_step``.
         counts (DraftCounts): Counts drafts as the steps go.
         copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
+        embeddings (mx.array, optional): Of the segments, [T, H], where there are images. Default: ``None``, the tokens'.
+        images (List[ImageSpan]): Where these are in the whole prompt.
     """
 
     segments: list[list[int]]
@@ -46,6 +49,8 @@ class Generation:
     num_draft_tokens: NumDraftTokens | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
     copy_drafts: CopyDrafts | None = None
+    embeddings: mx.array | None = None
+    images: list[ImageSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens) + sum(len(s) for s in self.segments)
@@ -173,6 +178,8 @@ class Scheduler:
             "num_draft_tokens": [s.num_draft_tokens],
             "copy_drafts": [s.copy_drafts],
             "counts": [s.counts],
+            "input_embeddings": [s.embeddings],
+            "images": [s.images],
         }
         (uid,) = self.batch.insert_segments(
             segments=[s.segments],
@@ -184,7 +191,7 @@ class Scheduler:
             stop_sequences=[s],
             **(drafts if self.mtp else {}),
         )
-        self.generations[uid] = s
+        self.generations[uid], s.embeddings = s, None  # the batch drops them as they are read
 
     def remove(self, generation: Generation) -> None:
         """Take a generation out at once, with its cache and tokens."""

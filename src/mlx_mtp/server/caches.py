@@ -88,13 +88,13 @@ class WholeCaches:
         pass
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        cache, rest = self.lru.fetch_nearest_cache(self.key, prompt.tokens[:-1])
+        cache, rest = self.lru.fetch_nearest_cache(self.key, prompt.key_of(prompt.tokens)[:-1])
         n = len(prompt.tokens) - 1 - len(rest)
         prompt.skip(n)
         return cache, n
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
-        self.lru.insert_cache(self.key, tokens, prompt_cache, cache_type=kind)
+        self.lru.insert_cache(self.key, prompt.key_of(tokens), prompt_cache, cache_type=kind)
 
     def trim_to(self, n_bytes: int) -> None:
         self.lru.trim_to(n_bytes=n_bytes)
@@ -146,10 +146,10 @@ class Stores:
         self.store.model = None  # its weights make space for those of the next one
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        tokens = prompt.tokens
+        tokens, key = prompt.tokens, prompt.key_of(prompt.tokens)
         try:
-            cache, n = self.store.fetch(tokens[:-1], self.kv)  # generation begins with the last one
-            n_common = self.store.n_common(tokens)
+            cache, n = self.store.fetch(key[:-1], self.kv)  # generation begins with the last one
+            n_common = self.store.n_common(key)
             prompt.origin = getattr(cache[-1], "origin", None)
         except Exception:
             logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
@@ -160,7 +160,7 @@ class Stores:
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
         try:
-            prompt.origin = self.store.insert(tokens, prompt_cache, self.kv, prompt.origin)
+            prompt.origin = self.store.insert(prompt.key_of(tokens), prompt_cache, self.kv, prompt.origin)
         except Exception:
             logging.exception("The prompt cache has failed, and a text is not kept.")
 

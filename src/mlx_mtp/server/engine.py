@@ -18,12 +18,14 @@ from mlx_lm import server as stock
 
 from .. import cli
 from ..decoding import sampling
+from ..images.prompt import ImagePrompt, read_images
 from ..prompt_store.memory import cache_budget, memory_left
 from .answer import make_answer
 from .batch import Event, Failure, Generation, NewToken, Progress, Scheduler
 from .budget import make_processors
 from .caches import Caches
 from .form import make_form
+from .images import fetch
 from .job import Delta, Job, Outbox
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
@@ -224,16 +226,31 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _encode(self, tokenizer: BoundedTokenizer, request: Request, args: stock.GenerationArguments) -> Prompt:
         try:
             tokens, segments, segment_types, initial_state, _ = super()._tokenize(tokenizer, request, args)
+            pictured = self._read_images(tokenizer, request, tokens) if request.images else None
         except ApiError as e:
             e.param = request.param
             raise
         except Exception as e:
-            raise ApiError(400, f"The prompt cannot be rendered or tokenized: {e}", param=request.param) from e
+            raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
+        if pictured is not None:
+            tokens, segments, segment_types = pictured.tokens, [pictured.tokens], ["assistant"]
         tokenizer.check(len(tokens), args, self.cli_args.max_tokens, request.param)
         make_form(
             tokenizer.tokenizer, request, initial_state == "reasoning"
         )  # so that one that cannot be read is refused here
-        return Prompt(tokens, segments, segment_types, initial_state)
+        return Prompt(tokens, segments, segment_types, initial_state, pictured=pictured)
+
+    def _read_images(self, tokenizer: BoundedTokenizer, request: Request, tokens: list[int]) -> ImagePrompt:
+        """
+        Raises:
+            ApiError: The model takes no images.
+            ValueError: One of them cannot be read.
+        """
+        if tokenizer.vision is None or not cli.drafts(self.cli_args):
+            raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
+        images = [fetch(url, f"Image {i}", self.cli_args) for i, url in enumerate(request.images, 1)]
+        request.images = []  # they may be large
+        return read_images(tokenizer.vision, tokens, images, tokenizer.context_length)
 
     # In the generation thread
 
@@ -450,6 +467,9 @@ class ResponseGenerator(stock.ResponseGenerator):
             request.counts,
             request.copy_drafts,
         )
+        if prompt.pictured is not None:
+            generation.embeddings = prompt.pictured.embed(self.model_provider.model, n_cached)
+            generation.images = prompt.pictured.images
         return generation, Job(queue, request, args, ctx, answer, tokenizer, prompt.segment_types[::-1])
 
     def _make_sampler(self, args: stock.GenerationArguments) -> Any:

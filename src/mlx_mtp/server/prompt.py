@@ -4,6 +4,7 @@ from typing import Any
 
 from mlx_lm import server as stock
 
+from ..images.vision import Vision
 from .request import ApiError
 
 CHARS = 4  # per token: a text that fits the context is seldom longer
@@ -17,11 +18,12 @@ class BoundedTokenizer:
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.
         context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
+        vision (Vision, optional): What it reads images with. Default: ``None``, it takes none.
     """
 
-    def __init__(self, tokenizer: Any, context_length: int | None):
+    def __init__(self, tokenizer: Any, context_length: int | None, vision: Vision | None = None):
         self.tokenizer = tokenizer
-        self.context_length = context_length
+        self.context_length, self.vision = context_length, vision
         self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
     def __getattr__(self, name: str) -> Any:

@@ -68,7 +68,8 @@ class ModelProvider(stock.ModelProvider):
         args = vars(self.model.args)
         context_length = args.get("text_config", args).get("max_position_embeddings")
         self.tokenizers.pop(self.model_key, None)
-        self.tokenizers[self.model_key] = BoundedTokenizer(self.tokenizer, context_length)
+        vision = None if self.is_distributed else getattr(self.model, "vision", None)
+        self.tokenizers[self.model_key] = BoundedTokenizer(self.tokenizer, context_length, vision)
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 

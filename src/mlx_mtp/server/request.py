@@ -9,6 +9,7 @@ from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
 from ..decoding.options import CopyDrafts
+from ..images.prompt import ImagePrompt
 from ..prompt_store.store import Origin
 from .thinking import Thinking
 
@@ -38,6 +39,7 @@ class Prompt:
         segment_types (List[str]): The prompt cache's name for each segment.
         initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
         origin (Origin, optional): Where in a prompt store it is, as far as it is read.
+        pictured (ImagePrompt, optional): It again, if it has images.
     """
 
     tokens: list[int]
@@ -45,6 +47,14 @@ class Prompt:
     segment_types: list[str]
     initial_state: str
     origin: Origin | None = None
+    pictured: ImagePrompt | None = None
+
+    def key_of(self, tokens: list[int]) -> list[int]:
+        """What prompt caches know these first tokens of the text by: images are known by their content."""
+        if self.pictured is None:
+            return tokens
+        key = self.pictured.key
+        return key[: len(tokens)] + tokens[len(key) :]
 
     def cut(self, cuts: list[int]) -> None:
         """Split the tokens anew: the prompt cache is saved at these cuts, and not at the prompt's end."""
@@ -83,6 +93,7 @@ class Request(stock.CompletionRequest):
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
+    images: list[str] = field(default_factory=list)  # URLs, in the order of their placeholders
     one_call: bool = False  # the answer ends with its first call
     param: str = "messages"  # the field with the prompt
     is_gone: bool = False  # whether the client has hung up
@@ -95,4 +106,4 @@ class Request(stock.CompletionRequest):
 
     def __getstate__(self) -> dict[str, Any]:
         """What the other ranks need: the text is tokenized."""
-        return vars(self) | {"prompt": "", "messages": []}
+        return vars(self) | {"prompt": "", "messages": [], "images": []}

@@ -16,7 +16,7 @@ from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json
 from .body import Part, Short, read
-from .conversation import arguments_of, fold_roles
+from .conversation import Images, arguments_of, fold_roles
 from .openai import OpenAIBody, OpenAIWriter, error_content
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
@@ -25,6 +25,15 @@ __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 class TextPart(Part):
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Part):
+    url: str
+
+
+class ImagePart(Part):
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
 
 
 class Function(Part):
@@ -44,7 +53,7 @@ class ChatMessage(Part):
     model_config = Part.model_config | {"extra": "allow"}
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -73,28 +82,39 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     _refuse_parts(content.get("messages"))
     body = read(ChatBody, content)
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
-    messages = fold_roles([_message(m) for m in body.messages])
-    request = Request("chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted)
+    images = Images()
+    messages = fold_roles([_message(m, images) for m in body.messages])
+    request = Request(
+        "chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted, images=images
+    )
     request.one_call = not body.parallel_tool_calls
     request.form = the_only(body.form, form_of_choice(body.tool_choice, tools))
     return body, request, body.openai_arguments(flags)
 
 
 def _refuse_parts(messages: Any) -> None:
-    """Refuse by name what is no text."""
+    """Refuse by name what is neither text nor image."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
+            if isinstance(kind, str) and kind not in ("text", "image_url"):
                 where = f"messages[{i}].content: {kind[:50]}"
-                raise ApiError(400, f"{where} is not supported: send text.", param="messages")
+                raise ApiError(400, f"{where} is not supported: send text or images.", param="messages")
 
 
-def _message(message: ChatMessage) -> Json:
+def _text(part: TextPart | ImagePart, images: Images) -> str:
+    if isinstance(part, TextPart):
+        return part.text
+    return images.add(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+
+
+def _message(message: ChatMessage, images: Images) -> Json:
     """A message for the chat template: without what is null, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump().items() if value is not None}
     content.setdefault("content", None)
+    if isinstance(message.content, list):
+        content["content"] = "".join(_text(part, images) for part in message.content)
     if isinstance(reasoning := content.pop("reasoning", None), str):  # as answers have it
         content.setdefault("reasoning_content", reasoning)
     for call in content.get("tool_calls", []):

@@ -8,9 +8,19 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from ...images.processor import PLACEHOLDER
 from .answer import Json
 
 SYSTEM = ("system", "developer")
+
+
+class Images(list[str]):
+    """The images of a conversation, by URL, in order."""
+
+    def add(self, url: str) -> str:
+        """Take one -> what stands for it in the text, as Qwen's templates write it."""
+        self.append(url)
+        return PLACEHOLDER
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:

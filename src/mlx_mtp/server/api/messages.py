@@ -19,7 +19,7 @@ from ..thinking import Effort, Thinking
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Short, read
-from .conversation import arguments_of, fold_roles, function_call, function_tool, text_of
+from .conversation import Images, arguments_of, fold_roles, function_call, function_tool
 
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {
@@ -44,6 +44,7 @@ class Block(Part):
     tool_use_id: str | None = None  # tool_result
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
+    source: Json | None = None  # image
 
 
 class Message(Part):
@@ -101,12 +102,14 @@ class MessagesBody(Body):
 def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(MessagesBody, content)
-    system = text_of([{"text": b.text} for b in _texts(body.system)]) if body.system else ""
+    system = "".join(_texts(body.system, "system"))
     messages = [{"role": "system", "content": BILLING.sub("", system).strip()}] if system else []
+    images = Images()
     for i, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{i}].content")
+        messages += _messages(message, f"messages[{i}].content", images)
     tools = _tools(body)
-    request = Request("chat", "", fold_roles(messages), tools or None, None, thinking=body.thinking_wanted)
+    folded = fold_roles(messages)
+    request = Request("chat", "", folded, tools or None, None, thinking=body.thinking_wanted, images=images)
     request.one_call = body.tool_choice.disable_parallel_tool_use
     formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
     request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools))
@@ -120,38 +123,51 @@ def _tools(body: MessagesBody) -> list[Json]:
     )
 
 
-def _texts(content: str | list[Block], where: str = "system") -> list[Block]:
-    """The text blocks of what may have no others."""
-    if isinstance(content, str):
-        return [Block(type="text", text=content)]
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise ApiError(
-                400, f"{where}: {block.type[:50]} is not supported: send text.", param=where.partition("[")[0]
-            )
-    return content
+def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:
+    """The texts of blocks.
+
+    Args:
+        images (Images, optional): Takes those that are among them. Default: ``None``, there may be none.
+    """
+    blocks = [Block(type="text", text=content)] if isinstance(content, str) else content or []
+    return [_text(block, where, images) for block in blocks]
 
 
-def _messages(message: Message, where: str) -> list[Json]:
+def _text(block: Block, where: str, images: Images | None = None) -> str:
+    if block.type == "text" and block.text is not None:
+        return block.text
+    source = block.source or {}
+    if block.type == "image" and images is not None:
+        if source.get("type") == "base64":
+            return images.add(f"data:{source.get('media_type')};base64,{source.get('data')}")
+        if source.get("type") == "url":
+            return images.add(str(source.get("url")))
+    kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
+    fix = "send text" if images is None else "send text, or images as base64"
+    raise ApiError(400, f"{where}: {kind[:50]} is not supported: {fix}.", param=where.partition("[")[0])
+
+
+def _messages(message: Message, where: str, images: Images) -> list[Json]:
     """A message's blocks as the messages of a chat template: results of tools have a message of their own."""
-    blocks = _texts(message.content) if isinstance(message.content, str) else message.content
+    blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         return [_assistant(blocks, where)]
     messages: list[Json] = []
     for block in blocks:
         if block.type == "tool_result":
-            messages.append({"role": "tool", "content": _result(block, where), "tool_call_id": block.tool_use_id})
+            result = _result(block, where, images)
+            messages.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
             continue
-        (text,) = _texts([block], where)
+        text = _text(block, where, images)
         if messages and messages[-1]["role"] == message.role:
-            messages[-1]["content"] += f"\n{text.text}"
+            messages[-1]["content"] += f"\n{text}"
         else:
-            messages.append({"role": message.role, "content": text.text})
+            messages.append({"role": message.role, "content": text})
     return messages
 
 
-def _result(block: Block, where: str) -> str:
-    text = "\n".join(b.text or "" for b in _texts(block.content or "", where))
+def _result(block: Block, where: str, images: Images) -> str:
+    text = "\n".join(_texts(block.content, where, images))
     return f"Error: {text}" if block.is_error else text
 
 
@@ -164,7 +180,7 @@ def _assistant(blocks: list[Block], where: str) -> Json:
             call = function_call(block.id or "", block.name, block.input or {})
             message.setdefault("tool_calls", []).append(call)
         elif block.type != "redacted_thinking":
-            message["content"] += _texts([block], where)[0].text or ""
+            message["content"] += _text(block, where)
     return message
 
 

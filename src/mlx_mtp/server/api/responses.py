@@ -23,7 +23,7 @@ from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, read
-from .conversation import arguments_of, fold_roles, function_call, function_tool
+from .conversation import Images, arguments_of, fold_roles, function_call, function_tool
 from .openai import error_content
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
@@ -35,6 +35,7 @@ INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 class ContentPart(Part):
     type: str
     text: str | None = None
+    image_url: str | None = None  # input_image
 
 
 Content = str | list[ContentPart]
@@ -111,11 +112,14 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     body = read(ResponsesBody, content)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    images = Images()
     for i, item in enumerate(items):
-        _add_item(messages, item, f"input[{i}]")
+        _add_item(messages, item, f"input[{i}]", images)
     tools = [_tool(name, t) for name, (t, _) in body.named_tools.items()] if body.tool_choice != "none" else []
     messages = fold_roles(messages)
-    request = Request("chat", "", messages, tools or None, None, thinking=body.thinking_wanted, param="input")
+    request = Request(
+        "chat", "", messages, tools or None, None, thinking=body.thinking_wanted, param="input", images=images
+    )
     request.one_call = not body.parallel_tool_calls
     form = form_of((body.text or {}).get("format"), "text.format")
     request.form = the_only(form, form_of_choice(body.tool_choice, tools))
@@ -126,11 +130,11 @@ def _tool(name: str, tool: Tool) -> Json:
     return function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters)
 
 
-def _add_item(messages: list[Json], item: Item, where: str) -> None:
+def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> None:
     """Add an item to the conversation: reasoning, text and calls in a row are one message of the assistant."""
     if item.type == "message" and item.role is not None:
         if item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content, where)})
+            messages.append({"role": item.role, "content": _text(item.content, where, images)})
         else:
             _assistant(messages)["content"] += _text(item.content, where)
     elif item.type == "reasoning":
@@ -142,7 +146,7 @@ def _add_item(messages: list[Json], item: Item, where: str) -> None:
         call = function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif item.type in ("function_call_output", "custom_tool_call_output"):
-        text = _text(item.output, where)
+        text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
     elif not item.type.endswith(("_call", "_call_output")):  # those are of tools that OpenAI's servers have run
         raise ApiError(400, f"{where}: {item.type[:50]} is not supported: send the item itself.", param="input")
@@ -155,13 +159,20 @@ def _assistant(messages: list[Json]) -> Json:
     return messages[-1]
 
 
-def _text(content: Content | None, where: str) -> str:
+def _text(content: Content | None, where: str, images: Images | None = None) -> str:
+    """The text of an item's content; ``images`` takes those that are in it, where there may be some."""
     if isinstance(content, str):
         return content
+    texts = []
     for part in content or []:
-        if part.type not in TEXTS or part.text is None:
-            raise ApiError(400, f"{where}: {part.type[:50]} is not supported: send text.", param="input")
-    return "".join(part.text or "" for part in content or [])
+        if part.type == "input_image" and part.image_url is not None and images is not None:
+            texts.append(images.add(part.image_url))
+        elif part.type in TEXTS and part.text is not None:
+            texts.append(part.text)
+        else:
+            fix = "send text" if images is None else "send text, or an image's image_url"
+            raise ApiError(400, f"{where}: {part.type[:50]} is not supported: {fix}.", param="input")
+    return "".join(texts)
 
 
 def _reasoning(item: Item, where: str) -> str:

@@ -1,0 +1,76 @@
+"""Images of requests: data URLs, and where the operator allows it, files of some folders and URLs of some hosts."""
+
+import argparse
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import unquote, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from ..images.open import MAX_BYTES, decode_url
+
+TIMEOUT = 30.0  # seconds for each read from a host
+
+
+def fetch(url: str, name: str, flags: argparse.Namespace) -> bytes:
+    """The bytes of an image.
+
+    Args:
+        url (str): ``data:``, ``http:``, ``https:`` or ``file:``.
+        name (str): What errors call it.
+        flags (argparse.Namespace): The server's.
+
+    Raises:
+        ValueError: It cannot be read, or may not be.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return decode_url(url, name)
+    if scheme in ("http", "https"):
+        return _download(url, name, flags.allowed_media_domains)
+    if scheme == "file":
+        return _read(Path(unquote(urlsplit(url).path)), name, flags.allowed_local_media_path)
+    raise ValueError(f"{name} must be a data URL (data:image/png;base64,...), not {url[:20]!r}.")
+
+
+def _read(file: Path, name: str, folder: str | None) -> bytes:
+    if folder is None:
+        raise ValueError(f"{name} is a file: start the server with --allowed-local-media-path, or send a data URL.")
+    file = file.resolve()  # before it is compared: links may lead out of the folder
+    if not file.is_relative_to(Path(folder).resolve()) or not file.is_file():
+        raise ValueError(f"{name} is no file in the folder of --allowed-local-media-path.")
+    with file.open("rb") as f:
+        return _limited(f.read(MAX_BYTES + 1), name)
+
+
+def _download(url: str, name: str, hosts: list[str]) -> bytes:
+    _check_host(url, name, hosts)
+    try:
+        with build_opener(_Redirects(name, hosts)).open(Request(url), timeout=TIMEOUT) as response:
+            return _limited(response.read(MAX_BYTES + 1), name)
+    except (OSError, URLError) as e:
+        raise ValueError(f"{name} cannot be downloaded: {e}.") from e
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects to allowed hosts alone."""
+
+    def __init__(self, name: str, hosts: list[str]):
+        self.name, self.hosts = name, hosts
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
+        _check_host(newurl, self.name, self.hosts)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _check_host(url: str, name: str, hosts: list[str]) -> None:
+    host = urlsplit(url).hostname
+    if urlsplit(url).scheme not in ("http", "https") or host not in hosts:
+        raise ValueError(
+            f"{name} is at {host}: start the server with --allowed-media-domains {host}, or send a data URL."
+        )
+
+
+def _limited(data: bytes, name: str) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{name} has more than {MAX_BYTES:,} bytes: make it smaller.")
+    return data

@@ -1,0 +1,233 @@
+"""Images of requests: in each API, in tool results, at once, cached by their content, and from where they may come."""
+
+import base64
+import io
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from mlx_mtp import load, stream_generate
+from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.images import fetch
+from mlx_mtp.server.request import ApiError
+from tests.support.engine import Engine
+from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
+from tests.support.models import TRAINED
+from tests.support.server_process import serve
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served-model-name", "tiny"]
+
+
+def png(seed: int, width: int = 24, height: int = 16) -> bytes:
+    out, pixels = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def url_of(image: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+def part(image: bytes) -> dict:
+    return {"type": "image_url", "image_url": {"url": url_of(image)}}
+
+
+@pytest.fixture(scope="module")
+def text_of():
+    """What the model says, without a server: prompt -> text."""
+    model, tokenizer = load(str(FOLDER))
+
+    def text_of(prompt: str, *images: bytes, n: int = 12) -> str:
+        return "".join(r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=n, images=images))
+
+    return text_of
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("server") / "log", *FLAGS) as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def block(image: bytes) -> dict:
+    return {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()},
+    }
+
+
+def test_chat_completions(client, text_of):
+    content = [{"type": "text", "text": "one "}, part(png(1)), {"type": "text", "text": " two "}, part(png(2, 16, 32))]
+    messages = [{"role": "user", "content": content}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
+    want = text_of(f"u:one {PLACEHOLDER} two {PLACEHOLDER};a:", png(1), png(2, 16, 32))
+    assert answer.choices[0].message.content == want
+    content[1]["image_url"] = url_of(png(1))  # as some clients send it
+    again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
+    assert again.choices[0].message.content == want
+    assert again.usage.prompt_tokens == answer.usage.prompt_tokens == len("u:one  two ;a:") + 4 + 6 + 8
+
+
+def test_messages(claude, text_of):
+    """Also in the result of a tool, as an agent's screenshots are."""
+    messages = [
+        {"role": "user", "content": [block(png(1)), {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": "see"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "ok"}, block(png(2))]},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
+    answer = claude.messages.create(model="tiny", max_tokens=12, messages=messages)
+    prompt = f"u:{PLACEHOLDER}\nwhat?;a:see;t:ok\n{PLACEHOLDER};u:so?;a:"
+    assert answer.content[0].text == text_of(prompt, png(1), png(2))
+    counted = claude.messages.count_tokens(model="tiny", messages=messages).input_tokens
+    assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+
+
+def test_responses(client, text_of):
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url_of(png(1))}],
+        },
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": [{"type": "input_image", "image_url": url_of(png(2))}, {"type": "input_text", "text": "b"}],
+        },
+    ]
+    answer = client.responses.create(model="tiny", input=items, max_output_tokens=12)
+    assert answer.output_text == text_of(f"u:a{PLACEHOLDER};a:;t:{PLACEHOLDER}b;a:", png(1), png(2))
+
+
+def test_errors_name_the_image(client, claude):
+    broken = png(1)[:60]
+    cases = [
+        ([part(broken)], "Image 1 cannot be read"),
+        ([part(png(1)), {"type": "text", "text": "<|image_pad|>"}], "2 placeholders .* for 1 images"),
+        (
+            [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+            "--allowed-media-domains example.com",
+        ),
+        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "--allowed-local-media-path"),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "must be a data URL"),
+        ([{"type": "video_url", "video_url": {"url": "a.mp4"}}], "video_url is not supported"),
+        ([part(png(1, 8, 2000))], "one side may be at most 200 times"),
+    ]
+    for content, what in cases:
+        with pytest.raises(openai.BadRequestError, match=what) as error:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+        assert error.value.param == "messages"
+    for source in ({"type": "file", "file_id": "1"}, {}):
+        with pytest.raises(anthropic.BadRequestError, match=r"image of source .* is not supported"):
+            messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+            claude.messages.create(model="tiny", max_tokens=1, messages=messages)
+
+
+def test_a_model_without_a_tower():
+    flags = "--model", TRAINED, "--mtp", "--chat-template", TEMPLATE
+    with Engine(*flags) as engine, pytest.raises(ApiError, match="takes no images"):
+        engine.ask([{"role": "user", "content": [part(png(1))]}], max_tokens=1)
+
+
+def test_at_once_and_cached_by_content():
+    """Answers are the same bits from the cache, and in a batch the same tokens; no picture is taken for another of its size."""
+    with Engine(*FLAGS, "--num-draft-tokens", "2") as engine:
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "look: "}, part(png(seed)), {"type": "text", "text": "?"}],
+                }
+            ]
+            for seed in range(3)
+        ]
+        first = [engine.ask(chat, max_tokens=12) for chat in chats]
+        before = first[0].prompt.index(IMAGE_TOKEN)
+        assert len({tuple(a.tokens) for a in first}) == 3
+        assert [a.n_cached <= before for a in first] == [True] * 3
+        again = [engine.ask(chat, max_tokens=12) for chat in chats]
+        assert [(a.tokens, a.logprobs) for a in again] == [(a.tokens, a.logprobs) for a in first]
+        assert all(a.n_read < 8 for a in again)
+        together = engine.ask_all(
+            [(chat, None) for chat in chats] + [([{"role": "user", "content": "text"}], None)], max_tokens=12
+        )
+        assert [a.tokens for a in together[:3]] == [a.tokens for a in first]
+        longer = [
+            *chats[1],
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": [part(png(7)), part(png(8))]},
+        ]
+        assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
+
+
+@pytest.fixture
+def host():
+    """A host that has a picture, and sends elsewhere."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_picture = self.path == "/a.png"
+            self.send_response(200 if is_picture else 302)
+            if not is_picture:
+                self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")
+            self.end_headers()
+            self.wfile.write(png(1) if is_picture else b"")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_hosts_and_folders(host, tmp_path):
+    def read(url, *flags):
+        return fetch(url, "Image 1", make_parser().parse_args(flags))
+
+    assert read(f"{host}/a.png", "--allowed-media-domains", "127.0.0.1") == png(1)
+    assert read(f"{host}/b.png", "--allowed-media-domains", "127.0.0.1", "localhost") == png(1)
+    with pytest.raises(ValueError, match="is at localhost"):
+        read(f"{host}/b.png", "--allowed-media-domains", "127.0.0.1")
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        read("http://127.0.0.1:9/a.png", "--allowed-media-domains", "127.0.0.1")
+
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(png(1))
+    (tmp_path / "secret.png").write_bytes(png(2))
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    flags = "--allowed-local-media-path", str(folder)
+    assert read(f"file://{folder}/a%20b.png", *flags) == png(1)
+    for name in ("../secret.png", "link.png", "none.png", ""):
+        with pytest.raises(ValueError, match="no file in the folder"):
+            read(f"file://{folder}/{name}", *flags)
