@@ -82,7 +82,7 @@ def test_a_batch_goes_on_from_the_store(model):
         longer = [[*chat, {"role": "assistant", "content": "Done."}, MESSAGES[1]] for chat in chats]
         for answer, before in zip(engine.ask_all([(chat, None) for chat in longer], max_tokens=9), alone):
             assert answer.n_cached >= before.n_cached
-        assert engine.generator.caches.store.counts.hits >= 8
+        assert engine.generator.caches.store.counts.hits == 6  # all but the first three
 
 
 def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):

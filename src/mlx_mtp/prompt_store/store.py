@@ -132,7 +132,7 @@ class PromptStore:
         """Keep what is new in a prompt cache, with a checkpoint at its end.
 
         Args:
-            tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for what is none, as a part of an image.
+            tokens (Sequence[int]): All of the tokens in the cache. Numbers below 0 are none, as those of an image's parts.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
             kv (Tuple[int, int, int], optional): As in ``fetch``.
             origin (Origin, optional): What this returned of the same reading before: so far, nothing is compared. Default:
