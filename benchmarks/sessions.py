@@ -1,40 +1,46 @@
-"""What the server reads of the prompts of whole sessions, beyond the least possible, with the prompt store and with mlx-lm's
-prompt caches in its place.
+"""What the server reads of the prompts of whole sessions, over HTTP, beyond the least possible: with its prompt store, and
+without --mtp, with mlx-lm's prompt caches.
 
     python -m benchmarks.sessions            all sessions, each with both
     python -m benchmarks.sessions --turns 6  shorter ones
 
 The model is the first layers of the bundled demo, with a chat template as Qwen's; the answers are given. The least possible is
-what no text before began with, however long ago. Tokens beyond it are a share of all tokens of the prompts.
+what no text before began with, however long ago. What is beyond it is given in tokens, as a share of all tokens of the prompts,
+and in messages of the session's mean length.
 """
 
 import argparse
 import inspect
 import json
-import logging
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tqdm import tqdm
 
 from mlx_mtp import cli
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.server.caches import WholeCaches
+from mlx_mtp.server.api.chat_completions import read_request
+from mlx_mtp.server.arguments import make_parser
 from tests.support.checkpoints import first_layers
-from tests.support.engine import Answered, Engine
+from tests.support.server_process import serve
 from tests.support.tool_texts import MARKS, talk
 
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 SYSTEM, RESULT = 5000, 1200  # characters
 LAYERS = 4  # one of them with keys and values
+STORE, WHOLE = (
+    ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir"),
+    ("--prompt-cache-size", "10"),
+)  # as mlx_lm.server
 TOOLS = [
     {
         "type": "function",
@@ -57,10 +63,13 @@ class Figures:
     n_prompt: int = 0
     n_least: int = 0
     n_read: int = 0
+    n_messages: int = 0
 
     @property
-    def beyond(self) -> float:
-        return (self.n_read - self.n_least) / self.n_prompt
+    def beyond(self) -> list[str]:
+        """What was read beyond the least, in tokens, as a share of the prompts, and in messages."""
+        n = self.n_read - self.n_least
+        return [f"{n:,}", f"{n / self.n_prompt:.1%}", f"{n * self.n_messages / self.n_prompt:.1f}"]
 
 
 class Client:
@@ -68,25 +77,23 @@ class Client:
 
     Args:
         model (Path): What is served.
-        folder (Path, optional): The prompt store's. Without one, mlx-lm's caches.
+        flags (Sequence[str]): Of the server.
     """
 
-    def __init__(self, model: Path, folder: Path | None, seed: int = 0):
+    def __init__(self, model: Path, flags: Sequence[str], seed: int = 0):
         self.rng, self.source = random.Random(seed), "".join(inspect.getsource(import_module(m)) for m in MODULES)
-        self.flags = ["--mtp", "--num-draft-tokens", "0", "--model", str(model)]
-        if folder is not None:
-            self.flags += ["--prompt-cache-dir", str(folder)]
-        self.is_baseline = folder is None
+        self.tokenizer, self.stack = load_tokenizer(model), ExitStack()
+        self.log, self.flags = model.with_name("server.log"), ["--model", str(model), *flags]
         self.seen: list[list[int]] = []
         self.start()
 
     def start(self) -> None:
         """What is counted begins anew; what was seen has been seen."""
-        self.engine = Engine(*self.flags, caches=WholeCaches(LRUPromptCache()) if self.is_baseline else None)
+        self.server = self.stack.enter_context(serve(self.log, *self.flags, module="tests.support.scripted_server"))
         self.figures = Figures()
 
     def restart(self) -> None:
-        self.engine.close()
+        self.server.stop()
         self.start()
 
     def text(self, n: int) -> str:
@@ -107,18 +114,24 @@ class Client:
         reasoning, title = self.text(60).strip(), self.text(30).strip()
         path = self.text(40).strip()
         say = f"{reasoning}\n</think>\n\n{CALL.format(path) if tools else title}"
-        self._count(self.engine.ask(messages, say, tools=tools, max_tokens=400))
+        body = {"messages": messages, "tools": tools, "max_tokens": 400, "chat_template_kwargs": {"say": say}}
+        status, content = self.server.request("/v1/chat/completions", body)
+        assert status == 200, content
+        self._count(body, say, content["usage"])
         message = {"role": "assistant", "content": "" if tools else title, "reasoning_content": reasoning}
         call = {"name": "read_file", "arguments": json.dumps({"path": path})}
         return message | ({"tool_calls": [{"id": "1", "type": "function", "function": call}]} if tools else {})
 
-    def _count(self, answered: Answered) -> None:
-        prompt, figures = answered.prompt, self.figures
+    def _count(self, body: dict[str, Any], say: str, usage: dict[str, Any]) -> None:
+        figures, (_, request, _) = self.figures, read_request(body, make_parser().parse_args(self.flags))
+        prompt = self.tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True)
+        assert len(prompt) == usage["prompt_tokens"]
         known = min(max((_common(s, prompt) for s in self.seen), default=0), len(prompt) - 1)
-        self.seen.append([*prompt, *answered.tokens])
+        self.seen.append([*prompt, *self.tokenizer.encode(say, add_special_tokens=False), self.tokenizer.eos_token_id])
         figures.n_prompt += len(prompt)
         figures.n_least += len(prompt) - known
-        figures.n_read += answered.n_read
+        figures.n_read += len(prompt) - usage["prompt_tokens_details"]["cached_tokens"]
+        figures.n_messages += len(request.messages)
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -185,7 +198,7 @@ def changing_system(client: Client) -> Rounds:
 
 SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
     "a tool loop": (tool_loop, 20),
-    "questions, whose reasoning is dropped": (questions, 5),
+    "questions": (questions, 5),
     "two agents in turn": (two_agents, 20),
     "a title between the turns": (titles, 20),
     "message 18 of 20 edited": (edit, 3),
@@ -193,37 +206,33 @@ SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
 }
 
 
-def measure(session: Callable[[Client], Rounds], n: int, model: Path, folder: Path | None) -> list[Figures]:
+def measure(session: Callable[[Client], Rounds], n: int, model: Path, flags: Sequence[str]) -> list[Figures]:
     """The figures of n rounds, and of one more after a restart."""
-    client = Client(model, folder)
-    try:
-        rounds, figures = session(client), []
-        for n_rounds in (n, 1):
-            for _ in range(n_rounds):
-                next(rounds)
-            figures.append(client.figures)
-            client.restart()
-        return figures
-    finally:
-        client.engine.close()
+    client = Client(model, flags)
+    with client.stack:
+        rounds = session(client)
+        for _ in range(n):
+            next(rounds)
+        figures = client.figures
+        client.restart()
+        next(rounds)
+        return [figures, client.figures]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a server reads of the prompts of sessions.")
     parser.add_argument("--turns", type=int, default=20, help="The most turns of a session (default: 20).")
     args = parser.parse_args()
-    logging.disable(logging.INFO)
-    rows = [["", "prompts", "least", "mlx-lm's caches", "beyond", "prompt store", "beyond"]]
+    rows = [["", "prompts", "least", "with mlx-lm's", "share", "messages", "with ours", "share", "messages"]]
     with tempfile.TemporaryDirectory() as name:
         model = Path(shutil.copytree(DEMO, Path(name) / "model"))
         first_layers(model, LAYERS)
         talk(model, MARKS, Path(__file__).with_suffix(".jinja").read_text())
         for title, (session, n) in tqdm(SESSIONS.items(), disable=None):
-            both = [measure(session, min(n, args.turns), model, folder) for folder in (None, Path(name) / title)]
+            ways = [*WHOLE], [*STORE, str(Path(name) / title)]
+            both = [measure(session, min(n, args.turns), model, flags) for flags in ways]
             for when, (theirs, ours) in zip((title, "  after a restart"), zip(*both)):
-                counts = [f"{n:,}" for n in (theirs.n_prompt, theirs.n_least)]
-                read = [cell for f in (theirs, ours) for cell in (f"{f.n_read:,}", f"{f.beyond:.1%}")]
-                rows.append([when, *counts, *read])
+                rows.append([when, f"{ours.n_prompt:,}", f"{ours.n_least:,}", *theirs.beyond, *ours.beyond])
     print("\n".join(cli.table(rows)))
 
 

@@ -133,10 +133,10 @@ def test_prompts_are_cut_where_messages_end(trained):
     ends = [len(tokenizer.encode("".join(messages[: i + 1]))) for i in range(3)]
     store = PromptStore(model, 1 << 30)
     answer(model, tokenizer, prompt, store, max_tokens=3)
-    for end in ends:
+    for end in ends[1:]:  # the first is short
         assert store.fetch([*tokens[:end], 1])[1] == end
-    assert choose_cuts(ends, len(tokens)) == ends
-    assert store.n_checkpoints == len(ends) + 1
+    assert choose_cuts(ends, len(tokens)) == ends[1:]
+    assert store.n_checkpoints == len(ends)
 
 
 def test_an_answer_that_is_stopped_is_kept(trained):

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +19,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.caches import WholeCaches
 from mlx_mtp.server.engine import Changes
 from mlx_mtp.server.ranks import EVERY, NoClient, RankGenerator
 from tests.support import checkpoints
@@ -139,6 +141,27 @@ def test_failing_request_fails_alone(server, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--pipeline"]], ids=["tensor", "pipeline"])
+def test_a_restart(tmp_path, checkpoint, alone, flags):
+    """Each rank has its part on disk. Where one has lost it, all of them read the prompt again."""
+    flags = ["--model", checkpoint, *FLAGS, *flags, "--prompt-cache-dir", str(tmp_path / "prompts")]
+    n_cached = []
+    for i in range(3):
+        if i == 2:
+            with sqlite3.connect(tmp_path / "prompts" / "index.sqlite") as db:
+                keys = db.execute("SELECT model FROM pieces GROUP BY model ORDER BY MAX(id)").fetchall()
+                assert len(keys) == 2
+                db.execute("DELETE FROM pieces WHERE model = ?", keys[0])
+            db.close()
+        with serve(tmp_path / "log", *flags, ranks=2) as s:
+            assert text_from(s, LONG) == alone(LONG)
+            n_cached.append(s.metrics()["mlx_mtp_cached_prompt_tokens_total"])
+            s.stop()
+            assert s.statuses() == [0, 0]
+    assert n_cached[0] == n_cached[2] == 0 < n_cached[1]
+
+
+@pytest.mark.slow
 def test_ends_where_the_ranks_disagree(tmp_path, checkpoint):
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, module="tests.support.scripted_server", ranks=2) as s:
         body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.125}
@@ -168,6 +191,7 @@ def rank_1(monkeypatch):
     g.prompt_cache = LRUPromptCache()
     for i in range(3):
         g.prompt_cache.insert_cache("model", [i], [])
+    g.caches = WholeCaches(g.prompt_cache)
     g.numbers, g.n_exchanges = [[0, 0, 0, 7], [0, 0, 0, 7]], 0
 
     def all_gather(mine, group):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.prompt_store.cuts import EVERY, LAST, choose_cuts, message_ends
+from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
 from mlx_mtp.prompt_store.thinning import Held, worth
 from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
 
@@ -19,18 +19,24 @@ def test_cuts(ends, n_tokens, n_common, every):
     known = sorted({end for end in ends if end < n_tokens})
     assert cuts == sorted({*cuts})
     assert all(0 < cut < n_tokens for cut in cuts)
-    assert {*known[:1], *known[-LAST:]} <= {*cuts}
+    assert {*known[1:][-LAST:]} <= {*cuts}
     assert all(b - a <= every for a, b in zip([0, *cuts], cuts))
     assert n_tokens == 1 or cuts[-1] >= (known[-1] if known else n_tokens - 1)
 
 
 def test_cuts_of_a_prompt():
     ends = [6000, 6200, 9000, 9100, 9200, 9300, 9400, 9500]
-    assert choose_cuts(ends, 9504) == [EVERY, 6000, 9200, 9300, 9400, 9500]
+    assert choose_cuts(ends, 9504) == [EVERY, 6000 - LINE, 9200, 9300, 9400, 9500]
     assert choose_cuts([*ends, 30_000], 30_004)[-4:] == [9500 + EVERY * i for i in (3, 4, 5)] + [30_000]
     assert choose_cuts([], 100) == [99]
-    assert choose_cuts([3000, 3200], 3204, 2990) == [2990, 3000, 3200]  # where it parts from the texts before
-    assert choose_cuts([3000, 3200], 3204, 3001) == choose_cuts([3000, 3200], 3204, 5) == [3000, 3200]
+    assert choose_cuts([3000, 3200], 3204, 2800) == [
+        2800 - LINE,
+        3000 - LINE,
+        3200,
+    ]  # where it parts from the texts before
+    for n_common in (5, 2990, 3001, 3203):
+        assert choose_cuts([3000, 3200], 3204, n_common) == [3000 - LINE, 3200]
+    assert choose_cuts([100, 3200], 3204) == [3200]  # a short one saves little
     assert choose_cuts([], 1) == []
 
 
@@ -97,14 +103,32 @@ def edit(sessions):
 
 def changing_system(sessions):
     """The last line of the system's text is the time."""
-    system, question = sessions.message(SYSTEM), sessions.message(300)
-    for _ in range(10):
-        sessions.ask([np.concatenate([system, sessions.message(20)]), question], CALL)
+    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(5)
+    for i in range(10):
+        sessions.ask([np.concatenate([system, clock(i), rest]), question], CALL)
+    assert max(sessions.n_beyond) <= LINE
+
+
+def changing_line(sessions):
+    """The time is far above the end of the system's text."""
+    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(SYSTEM // 3)
+    for i in range(20):
+        sessions.ask([np.concatenate([system, clock(i), rest]), question], CALL)
     # The second request shows where the texts part, and reads on from the last cut before.
-    assert sessions.n_beyond == [0, SYSTEM - EVERY, *[0] * 8]
+    assert sessions.n_beyond[1] == SYSTEM + N_SAME - EVERY
+    assert max(sessions.n_beyond[2:]) <= LINE
 
 
-SESSIONS = [loop, two_agents, with_titles, edit, changing_system]
+N_SAME = 4  # of the tokens of two times, a minute after the other, unless the hour changes as well
+
+
+def clock(i):
+    """The time, i minutes after 09:56: each sign is a token."""
+    hours, minutes = divmod(9 * 60 + 56 + i, 60)
+    return np.array([*f"{hours:02}:{minutes:02}".encode()])
+
+
+SESSIONS = [loop, two_agents, with_titles, edit, changing_system, changing_line]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, *flags: str, caches: Caches | None = None):
         args = make_parser().parse_args(flags)
         check(args)
-        self.generator = Scripted(ModelProvider(args), caches or make_caches(args, 1), Metrics())
+        self.generator = Scripted(ModelProvider(args), caches or make_caches(args, None), Metrics())
         try:
             self.generator.loaded.result()
         except BaseException:

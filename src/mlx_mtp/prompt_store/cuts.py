@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 
-LAST = 4  # messages that end in a cut, beside the first
-NEAR = 128  # tokens after another cut, where one more would save little
+LAST = 4  # messages that end in a cut
+LINE = (
+    64  # tokens before a place where texts part: others part a little earlier, as where the time is one of two digits
+)
+NEAR = 2 * LINE  # tokens after another cut, where one more would save little
 EVERY = 4096  # tokens at most between two cuts, so that an edit in the middle costs no more
 OPENING = "<|im_start|>"  # of a message, in the chat templates of these models
 
@@ -34,16 +37,17 @@ def choose_cuts(ends: Iterable[int], n_tokens: int, n_common: int = 0, every: in
     """Where to cut a prompt, in order; each cut leaves at least one token, which generation begins with.
 
     Args:
-        ends (Iterable[int]): Where its messages end: the first, with the system's text and the tools, and the last ones get a
-          cut. Without any, the end of the prompt gets one.
+        ends (Iterable[int]): Where its messages end: the last ones get a cut. Without any, the end of the prompt gets one.
         n_tokens (int): Of the prompt.
-        n_common (int): Where it parts from all texts before: others may part from it there, too.
+        n_common (int): Where it parts from all texts before: others may part from it there, too. A cut is made a line before,
+          and a line before the end of the first message, the system's, where the date often is.
         every (int): The most tokens between two cuts. A cut in between is at the end of a message, if there is one.
     """
     known = sorted({end for end in ends if 0 < end < n_tokens}) or [n_tokens - 1] * (n_tokens > 1)
-    wanted = {*known[:1], *known[-LAST:]}
-    if n_common < n_tokens and all(not 0 <= n_common - cut < NEAR for cut in (0, *wanted)):
-        wanted.add(n_common)
+    wanted = {*(known[1:] or known)[-LAST:]}
+    for place in (*known[:1], n_common):
+        if place < n_tokens and all(not 0 <= place - cut < NEAR for cut in (0, *wanted)):
+            wanted.add(place - LINE)
     cuts = [0]
     for end in sorted(wanted):
         while end - cuts[-1] > every:

@@ -162,7 +162,7 @@ class Disk:
         arrays, tokens = work.piece.arrays, None
         if work.is_span:
             tokens = work.node.tokens.tobytes()
-            arrays = arrays | {"tokens": mx.array(work.node.tokens)}
+            arrays = {"tokens": mx.array(work.node.tokens)} | arrays  # first: they are the widest
         name, parts = files.encode(arrays, {"model": work.model, "parent": work.parent})
         outcome = self.folder.write(work.model, work.parent, tokens, name, parts)
         if outcome is Outcome.WRITTEN:

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
 def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
     metrics, provider = Metrics(), ModelProvider(args)
     if ranks is not None:
-        return RankGenerator(ranks, provider, make_caches(args, ranks.size), metrics)
-    return ResponseGenerator(provider, make_caches(args, 1), metrics)
+        return RankGenerator(ranks, provider, make_caches(args, ranks), metrics)
+    return ResponseGenerator(provider, make_caches(args, None), metrics)
 
 
 def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:

@@ -223,7 +223,7 @@ def check(args: argparse.Namespace) -> None:
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model", "prompt_cache_dir")
+    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model")
     n = mx.distributed.init().size()
     if args.pipeline and n == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")

@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from .. import cli
+from ..distributed.ranks import Ranks
 from ..prompt_store import PromptStore
 from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
 from ..prompt_store.disk import FLUSH
@@ -24,14 +26,14 @@ WRITTEN = "mlx_mtp_prompt_cache_written_bytes", "Bytes of the prompt cache writt
 READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from disk."
 
 
-def make_caches(args: argparse.Namespace, n_ranks: int) -> "Caches":
+def make_caches(args: argparse.Namespace, ranks: Ranks | None) -> "Caches":
     """What serves these flags.
 
     Args:
-        n_ranks (int): The number of processes that run the model.
+        ranks (Ranks, optional): Who runs the model. Each rank has its own part of the caches, and makes them.
     """
-    if cli.drafts(args) and n_ranks == 1:
-        return Stores(args)
+    if cli.drafts(args):
+        return Stores(args, ranks)
     return WholeCaches(LRUPromptCache(ANY_NUMBER if args.prompt_cache_size is None else args.prompt_cache_size))
 
 
@@ -112,14 +114,17 @@ class WholeCaches:
 class Stores:
     """A prompt store for each model that was loaded: one that is loaded again finds its texts. No request fails for their sake.
 
+    Each rank keeps and gives up what it likes: a text goes on from where all of them can, and is cut where rank 0 says.
+
     Args:
         args (argparse.Namespace): The server's flags.
+        ranks (Ranks, optional): As in ``make_caches``.
     """
 
     lru = None  # mlx-lm's own loop serves no model that drafts
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None):
+        self.args, self.ranks = args, ranks
         self.kv = None if args.kv_bits is None else (args.kv_bits, args.kv_group_size, args.quantized_kv_start)
         self.stores: dict[ModelKey, PromptStore] = {}
         self.store: PromptStore  # of the model that is loaded
@@ -146,17 +151,29 @@ class Stores:
         self.store.model = None  # its weights make space for those of the next one
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        tokens, key = prompt.tokens, prompt.key_of(prompt.tokens)
-        try:
-            cache, n = self.store.fetch(key[:-1], self.kv)  # generation begins with the last one
-            n_common = self.store.n_common(key)
-            prompt.origin = getattr(cache[-1], "origin", None)
-        except Exception:
-            logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
-            cache, n, n_common = None, 0, 0
+        tokens = prompt.tokens
+        most = len(tokens) - 1  # generation begins with the last one
+        cache, n, n_common = self._fetch(prompt, most)
+        while self.ranks is not None:
+            known: Any = self.ranks.gather([n, n_common], mx.array(0)).tolist()  # [R, 2]
+            n_common, most = int(known[0][1]), int(min(n for n, _ in known))
+            if all(n == most for n, _ in known):
+                break
+            cache, n, n_common = self._fetch(prompt, most)
         prompt.cut(choose_cuts(message_ends(tokens, self.opening), len(tokens), n_common))
         prompt.skip(n)
         return cache, n
+
+    def _fetch(self, prompt: Prompt, most: int) -> tuple[list[Any] | None, int, int]:
+        """A prompt cache of at most so many tokens, their number, and that of those that the prompt shares with others."""
+        try:
+            key = prompt.key_of(prompt.tokens)
+            cache, n = self.store.fetch(key[:most], self.kv)
+            prompt.origin = getattr(cache[-1], "origin", None)
+            return cache, n, self.store.n_common(key)
+        except Exception:
+            logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
+            return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
         try:

@@ -106,17 +106,20 @@ class RankGenerator(ResponseGenerator):
     # What depends on the rank
 
     def _make_room(self) -> None:
-        """Nothing: the caches of a pipeline's ranks differ in size, and all ranks drop the same ones."""
+        """mlx-lm's caches of a pipeline's ranks differ in size, and all ranks drop the same ones."""
+        if self.caches.lru is None:
+            super()._make_room()
 
     def _memory_left(self) -> int:
         """Any number: a prompt that one rank has memory for and another has not would part them."""
         return 1 << 62
 
     def _is_full(self) -> bool:
-        """Whether a prompt cache must be dropped."""
-        if self.scheduled is None or len(self.prompt_cache) == 0:
+        """Whether one of mlx-lm's caches must be dropped."""
+        lru = self.caches.lru
+        if self.scheduled is None or lru is None or len(lru) == 0:
             return False
-        return bool(self.prompt_cache.nbytes + self.scheduler.nbytes > self.max_cache_bytes)
+        return bool(lru.nbytes + self.scheduler.nbytes > self.max_cache_bytes)
 
     def _reseed(self) -> None:
         """After a failure, which all ranks have had alike, or this one ends."""
