@@ -1,22 +1,29 @@
 """Measure the server's speed, as ratios of alternating runs.
 
     python -m benchmarks.serve_speed
+    git archive COMMIT src | tar x -C /tmp/before
+    python -m benchmarks.serve_speed --before /tmp/before/src
 
 One stream is compared with ``mlx_mtp.stream_generate`` in its own process, and eight streams at once with ``mlx_lm.server``.
 The cost of a second stream is the longest time between two steps of the first while the second comes and goes, beside the
-median before, in steps of plain decoding. Greedy, the demo.
+median before, in steps of plain decoding. With ``--before`` another version serves beside this one, and they take turns at
+what HTTP costs: requests of four tokens a second, from one client and from thirty at once, each on its own connection; what
+they take of the server's CPU, which also a busy machine tells; and the time from a connection to the first byte of a stream's
+first token. Greedy, the demo.
 """
 
 import argparse
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 
 from mlx_mtp.checkpoint.load import DEMO
@@ -55,13 +62,61 @@ def together(server: Server, n: int) -> float:
     return 8 * n / (time.perf_counter() - start)
 
 
+def short(server: Server, number: int) -> None:
+    """A request of four tokens, whose prompt no other has."""
+    status, _ = server.request("/v1/completions", {"prompt": f"x{number} =", "max_tokens": 4})
+    if status != 200:
+        raise RuntimeError(f"A request ended with status {status}.")
+
+
+def first_byte(server: Server, number: int) -> float:
+    """Milliseconds from the connection to the first token of a stream."""
+    start = time.perf_counter()
+    return (stream(server, f"y{number} =", 1)[0] - start) * 1e3
+
+
+def cpu_seconds(server: Server) -> float:
+    """That the server's process has taken, on Linux."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare_versions(ours: Server, before: Server, repeat: int) -> None:
+    """Print the figures of both, and the ratios of alternating rounds."""
+    numbers, figures = count(), defaultdict(list)
+    for i in range(repeat + 1):
+        for server in (ours, before) if i % 2 else (before, ours):
+            for n_clients, n in ((1, 30), (30, 120)):
+                what = f"{n_clients} client{'s' * (n_clients > 1)}"
+                start, cpu = time.perf_counter(), cpu_seconds(server)
+                with ThreadPoolExecutor(n_clients) as pool:
+                    list(pool.map(short, [server] * n, islice(numbers, n)))
+                figures[f"{what}: requests a second", server.port].append(n / (time.perf_counter() - start))
+                figures[f"{what}: CPU ms of a request", server.port].append((cpu_seconds(server) - cpu) / n * 1e3)
+            times = [first_byte(server, next(numbers)) for _ in range(30)]
+            figures["first byte, ms", server.port].append(statistics.median(times))
+    for what in dict.fromkeys(what for what, _ in figures):
+        new, old = (figures[what, server.port][1:] for server in (ours, before))  # the first round warms up
+        ratios = [a / b for a, b in zip(new, old)]
+        report(f"{what}: {statistics.median(new):.1f}, before {statistics.median(old):.1f}, ratio", ratios)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the server's speed.")
+    parser.add_argument("--before", type=Path, help="The source of another version, to compare.")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--model", default=str(DEMO))
     args = parser.parse_args()
     n, logs = args.max_tokens, Path(tempfile.mkdtemp())
+    flags = ("--model", args.model, "--prompt-cache-size", "1")
+    if args.before:
+        with (
+            serve(logs / "ours", "--mtp", *flags) as ours,
+            serve(logs / "before", "--mtp", *flags, src=args.before) as before,
+        ):
+            compare_versions(ours, before, args.repeat)
+        return
     command = [sys.executable, "-c", IN_PROCESS, args.model]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -73,7 +128,6 @@ def main() -> None:
         times = stream(ours, prompt, n)
         return (len(times) - 1) / (times[-1] - times[0])
 
-    flags = ("--model", args.model, "--prompt-cache-size", "1")
     with (
         serve(logs / "ours", "--mtp", *flags) as ours,
         serve(logs / "stock", *flags, module="mlx_lm.server") as stock,

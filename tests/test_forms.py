@@ -4,16 +4,19 @@ import json
 from types import SimpleNamespace
 
 import anthropic
+import mlx.core as mx
 import pytest
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from mlx_lm.tool_parsers import json_tools
 from openai import OpenAI
 
 import mlx_mtp
 from mlx_mtp.server import form
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
+from mlx_mtp.server.call_grammar import calls_in_lark
 from mlx_mtp.server.request import ApiError, Form
+from tests.support.decoding import mtp, plain
 from tests.support.server_process import serve
-from tests.support.tool_texts import SCHEMAS, make_model, render
+from tests.support.tool_texts import SCHEMAS, THINKING, make_model, render
 
 PERSON = {
     "type": "object",
@@ -189,14 +192,21 @@ def test_refuses_by_name(body, message):
 # The grammar of calls
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return mlx_mtp.load(str(mlx_mtp.DEMO))[1]
+@pytest.fixture(scope="module", params=[(), ("<tool_call>", "</tool_call>")], ids=["text", "tokens"])
+def tagged(request, tmp_path_factory):
+    """A model and its tokenizer. The tags of calls are text, or as with Qwen tokens of their own."""
+    folder = make_model(tmp_path_factory.mktemp("model") / "model", (*THINKING, *request.param))
+    return mlx_mtp.load(str(folder), mtp=True)
 
 
-def allows(tokenizer, parser, text: str) -> bool:
+@pytest.fixture
+def tokenizer(tagged):
+    return tagged[1]
+
+
+def allows(tokenizer, text: str) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = form._calls(SimpleNamespace(tool_parser=parser), TOOLS)
+    lark = calls_in_lark(tokenizer, Form("tool_choice", calls=TOOLS))
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
 
@@ -223,7 +233,7 @@ def allows(tokenizer, parser, text: str) -> bool:
     ids=lambda x: str(x)[12:50],
 )
 def test_calls_as_qwen3_5_writes_them(tokenizer, text, is_allowed):
-    assert allows(tokenizer, qwen3_coder.parse_tool_call, text) == is_allowed
+    assert allows(tokenizer, text) == is_allowed
 
 
 @pytest.mark.parametrize(
@@ -231,18 +241,149 @@ def test_calls_as_qwen3_5_writes_them(tokenizer, text, is_allowed):
     [
         ("pick", {"color": "red", "n": 3}, True),
         ("now", {}, True),
-        ("write", {"path": "a", "content": '"\n</tool_call>'}, True),
+        ("write", {"path": "a", "content": '"\n</b>'}, True),
         ("pick", {"color": "blue", "n": 3}, False),
         ("remove", {}, False),
     ],
 )
-def test_calls_as_qwen3_next_writes_them(tokenizer, name, arguments, is_allowed):
+def test_calls_as_qwen3_next_writes_them(monkeypatch, tokenizer, name, arguments, is_allowed):
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
     text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    assert allows(tokenizer, json_tools.parse_tool_call, text) == is_allowed
+    assert allows(tokenizer, text) == is_allowed
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
     request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS))
     other = SimpleNamespace(tool_parser=lambda text, tools: None)
-    with pytest.raises(ApiError, match="the calls of this model cannot be required"):
+    with pytest.raises(ApiError, match="tool_choice: no grammar describes the calls of this model"):
         form.make_form(other, request, False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"$ref": "#/$defs/Size"}, ["S", "L"], ["XL", '"S"']),
+        ({"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}, ["S", "null"], ["XL", "0"]),
+        ({"enum": ["a", 1, None]}, ["a", "1", "null"], ["b", "2"]),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"enum": [1, 2]}, ["1"], ["3", "a"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/Size"}}, ['["S", "L"]'], ['["XL"]', "S"]),
+        ({"type": ["string", "null"]}, ["null", "any text"], []),
+        ({}, ["any text"], []),
+    ],
+    ids=str,
+)
+def test_values_follow_their_schemas(tokenizer, schema, texts, others):
+    parameters = {
+        "properties": {"x": schema},
+        "required": ["x"],
+        "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
+    }
+    tools = Form("tool_choice", calls=[{"name": "f", "parameters": parameters}])
+    lark = calls_in_lark(tokenizer, tools)
+    for text in (*texts, *others):
+        tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
+        n = mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens)
+        assert (n == len(tokens)) == (text in texts), text
+
+
+# Strict tools, where the model may call
+
+
+STRICT = [{**tool, "strict": tool["name"] == "pick"} for tool in TOOLS]
+RED, BLUE = (render("pick", {"color": color, "n": 3}) for color in ("red", "blue"))
+FENCED = f"So:\n```\n{BLUE}\n```\n"
+
+
+def functions(tools: list[dict]) -> list[dict]:
+    return [{"type": "function", "function": tool} for tool in tools]
+
+
+def strict_grammar(tokenizer, in_reasoning: bool = False):
+    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)))
+    (grammar,) = form.make_form(tokenizer, request, in_reasoning)
+    return grammar
+
+
+def is_left(tokenizer, grammar, text: str) -> bool:
+    """Whether a logits processor leaves each token of a text, and then its end."""
+    tokens, logits = tokenizer.encode(text, add_special_tokens=False), mx.zeros((1, len(tokenizer.get_vocab())))
+    tokens += list(tokenizer.eos_token_ids)
+    rows = [grammar(mx.array([5, 6, *tokens[:i]]), logits)[0, token] for i, token in enumerate(tokens)]
+    return mx.all(mx.stack(rows) == 0).item()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("", True),
+        ("A `<tool_call>` and a <tool_call>\nin prose.", True),
+        (FENCED, True),
+        (RED, True),
+        (f"Yes.\n\n{RED}\n{render('add', {'a': 'x', 'z': [1]})}\n", True),
+        (f"{FENCED}\n{RED}", True),
+        (BLUE, False),
+        (f"Yes.\n\n{RED}\n{BLUE}", False),
+        (f"{FENCED}\n{BLUE}", False),
+        (RED[:-20], False),
+        (render("remove", {}), False),
+        ("Yes.\n<tool_call>\nis a tag.", False),
+    ],
+    ids=lambda x: str(x)[-40:],
+)
+def test_strict_calls(tokenizer, text, is_allowed):
+    """The text is free where it does not call, and calls of other tools are free in their arguments."""
+    assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed
+    thought = f"Hm.\n{BLUE}\n```\n</think>\n```\n"
+    grammar = strict_grammar(tokenizer, in_reasoning=True)
+    assert is_left(tokenizer, grammar, f"{thought}</think>\n\n{text}") == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("call", "is_allowed"),
+    [
+        ({"name": "pick", "arguments": {"color": "red", "n": 3}}, True),
+        ({"name": "pick", "arguments": {"color": "blue", "n": 3}}, False),
+        ({"name": "add", "arguments": {"a": "x"}}, True),
+        ({"name": "add", "arguments": 1}, False),
+    ],
+)
+def test_strict_calls_in_json(monkeypatch, tokenizer, call, is_allowed):
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    text = f"Yes.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed
+
+
+def test_drafts_change_nothing_of_strict_calls(tagged):
+    model, tokenizer = tagged
+    prompt, begin = [5, 6], tokenizer.encode("Yes.\n<tool_call>\n", add_special_tokens=False)
+
+    def call(tokens, logits):
+        """A logits processor that begins one."""
+        i = tokens.size - len(prompt)
+        return mx.where(mx.arange(logits.shape[-1]) == begin[i], logits, -mx.inf) if i < len(begin) else logits
+
+    def options():
+        return dict(max_tokens=32, logits_processors=[call, strict_grammar(tokenizer)])
+
+    want = plain(prompt, model, **options())
+    calls = tokenizer.decode(want).removeprefix("Yes.\n").removeprefix("<tool_call>\n")
+    assert calls.startswith(tuple(f"<function={tool['name']}>\n" for tool in STRICT))
+    for depth in (1, 3, "auto"):
+        assert mtp(prompt, model, num_draft_tokens=depth, **options()) == want
+
+
+def test_each_api_reads_strict_tools():
+    flat = {"name": "pick", "strict": True}
+    read = [
+        chat_completions.read_request({"messages": ASK, "tools": functions([{**flat, "parameters": PICK}])}, FLAGS),
+        responses.read_request({"input": "a", "tools": [{"type": "function", **flat, "parameters": PICK}]}, FLAGS),
+        messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS),
+    ]
+    for _, request, _ in read:
+        assert not request.form.is_required
+        assert [(f["name"], f["parameters"], f["strict"]) for f in request.form.calls] == [("pick", PICK, True)]
+    body = {"messages": ASK, "tools": functions([{**flat, "parameters": PICK}])}
+    for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        assert chat_completions.read_request({**body, **others}, FLAGS)[1].form.is_required
+    assert chat_completions.read_request({**body, "tool_choice": "none"}, FLAGS)[1].form is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.grammar import ForcedTokens, _end_of
+from mlx_mtp.decoding.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
@@ -98,21 +98,6 @@ def test_what_is_forced_is_drafted(monkeypatch):
     assert counts.n_drafted == sum(counts.forced)
 
 
-@pytest.mark.parametrize(
-    ("part", "tokens", "end"),
-    [
-        ([], [5], 0),
-        ([7], [], None),
-        ([7], [5, 7, 7], 2),
-        ([1, 2], [2, 1, 1, 2], 4),
-        ([1, 2], [1, 2], 2),
-        ([1, 2], [2], None),
-    ],
-)
-def test_first_occurrence(part, tokens, end):
-    assert _end_of(part, tokens) == end
-
-
 def test_grammars_of_one_schema_keep_track_of_their_own_texts(demo):
     first, second = (make_grammar(demo[1], json_schema=PERSON) for _ in range(2))
     begin = first.forced([])
@@ -121,11 +106,10 @@ def test_grammars_of_one_schema_keep_track_of_their_own_texts(demo):
 
 
 def test_begins_behind_the_tag():
-    model, after = model_of("qwen3_5"), [7]
+    model = model_of("qwen3_5")
     free = plain(PROMPT, model, max_tokens=40)
-    after = free[5:6]
-    begin = free.index(after[0]) + 1
-    grammar = grammar_of(TOKENS, LARKS[0], after)
+    begin = free.index(free[5]) + 1
+    grammar = grammar_of(TOKENS, LARKS[0], after=TOKENS[free[5]])
     got = mtp(PROMPT, model, max_tokens=40, num_draft_tokens=3, logits_processors=[grammar])
     assert got[:begin] == free[:begin]
     rest = until_end(got[begin:])
@@ -163,6 +147,19 @@ def test_behind_the_tag_there_may_be_white_space(demo, space):
     tokens = [tokenizer.encode(text, add_special_tokens=False) for text in ("b ", "```", space, "aa")]
     assert grammar._go_to([t for part in tokens for t in part])
     assert grammar.taken
+
+
+def test_a_quoted_tag_is_not_where_it_begins(demo):
+    tokenizer = demo[1]
+    grammar = make_grammar(tokenizer, regex="a+", after="</think>")
+    thought = tokenizer.encode("é `</think>` and\n```\n</think>\nx\n```\n", add_special_tokens=False)
+    end, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("</think>\n", "aa"))
+    tokens, logits = [*thought, *end, *answer], mx.zeros((1, 4096))
+    assert tokenizer.decode(end[-1:]) == ">\n"  # the tag ends within a token
+    is_free = [mx.all(grammar(mx.array([5, *tokens[:i]]), logits) == 0).item() for i in range(len(tokens) + 1)]
+    n = len(thought) + len(end)
+    assert is_free == [i < n for i in range(len(tokens) + 1)]
+    assert grammar.forced(tokens[: n - 1]) == []  # a draft is rejected
 
 
 def test_regular_expressions_and_larks(demo):

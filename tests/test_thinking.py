@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
+from mlx_mtp.decoding.reasoning import end_of_reasoning
 from mlx_mtp.server.answer import QwenReader, Reasoning
 from mlx_mtp.server.api import chat_completions, messages, responses
 from mlx_mtp.server.budget import make_budget
@@ -33,20 +34,29 @@ def read(text: str, size: int, cut: bool = False) -> tuple[str, str]:
 FENCED = "Like\n```html\n<think>\n</think>\n\nx\n```\nso."
 
 
+THOUGHTS = [
+    ("Hm.\n", "\n\nYes."),
+    ("The tag `</think>` ends it.\n", "Yes, `</think>`."),
+    ("A tick `", "\n\nYes."),
+    (FENCED, "\n\nYes."),
+    ("~~~\n```\n</think>\n~~~\n", "Yes."),
+    ("```\na\n```", "\nYes.\n```\nb\n```\n"),
+]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("thought", "answer"),
-    [
-        ("Hm.\n", "\n\nYes."),
-        ("The tag `</think>` ends it.\n", "Yes, `</think>`."),
-        ("A tick `", "\n\nYes."),
-        (FENCED, "\n\nYes."),
-        ("~~~\n```\n</think>\n~~~\n", "Yes."),
-        ("```\na\n```", "\nYes.\n```\nb\n```\n"),
-    ],
-)
+@pytest.mark.parametrize(("thought", "answer"), THOUGHTS)
 def test_a_quoted_tag_does_not_end_reasoning(thought, answer, size):
     assert read(f"{thought}</think>{answer}", size) == (thought, answer)
+
+
+@pytest.mark.parametrize(("thought", "answer"), THOUGHTS)
+def test_a_grammar_begins_where_reasoning_ends(thought, answer):
+    text = f"{thought}</think>{answer}"
+    found = [end_of_reasoning(text[:n], "</think>") for n in range(len(text) + 1)]
+    end = len(thought) + len("</think>")
+    n = end + thought.endswith("`")  # then the next character tells
+    assert found == [None] * n + [end] * (len(text) + 1 - n)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

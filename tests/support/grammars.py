@@ -1,8 +1,11 @@
 """Grammars over a few tokens."""
 
+from functools import partial
+
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from mlx_mtp.decoding.grammar import Grammar
+from mlx_mtp.decoding.grammar import Beginning, Grammar
+from mlx_mtp.decoding.reasoning import end_of_reasoning
 
 
 class Letters:
@@ -24,7 +27,8 @@ class Letters:
         return found
 
 
-def grammar_of(tokens: list[str], lark: str, after=()) -> Grammar:
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Letters(tokens))), LLMatcher.grammar_from_lark(lark), log_level=0)
+def grammar_of(tokens: list[str], lark: str, after: str = "") -> Grammar:
+    tokenizer = LLTokenizer(TokenizerWrapper(Letters(tokens)))
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return Grammar(matcher, after)
+    return Grammar(matcher, Beginning(tokenizer, partial(end_of_reasoning, end=after)) if after else None)

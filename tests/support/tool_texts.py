@@ -52,7 +52,9 @@ def talk(folder: Path, marks: tuple[str, ...], template: str = TEMPLATE) -> Path
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     for mark in marks:
         token = max(vocabulary, key=vocabulary.get)
-        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocabulary.pop(token), "content": mark})
+        is_special = mark.startswith("<|")  # as Qwen's own: the marks around thoughts and calls are text
+        added = {"id": vocabulary.pop(token), "content": mark, "special": is_special}
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **added})
         merges.pop()
     if END in marks:
         config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -12,7 +12,8 @@ Grammars are those of llguidance (github.com/guidance-ai/llguidance): JSON schem
 import functools
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,41 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .depth import MAX_COPY_TOKENS
 from .rates import Rates
+from .reasoning import end_of_reasoning
 
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
+
+
+class Beginning:
+    """Where in a text a grammar begins; before that anything is allowed.
+
+    Args:
+        tokenizer (llguidance.LLTokenizer): What the tokens say.
+        find (Callable[[str], Optional[int]]): Takes the text so far -> the position at which the grammar begins, or ``None``.
+          What it gives for a text it gives for all that begin like it.
+    """
+
+    def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
+        self.tokenizer, self.find = tokenizer, find
+        self._known: list[int] = []  # the text that it was found in
+        self._n = 0  # its tokens up to there
+        self._head: list[int] = []  # what is behind it of the last of them
+
+    def behind(self, tokens: list[int]) -> list[int] | None:
+        """The tokens of a text -> those behind its beginning, ``None`` where it has not come."""
+        if not self._known or tokens[: len(self._known)] != self._known:
+            said: bytes = self.tokenizer.decode_bytes(tokens)
+            i = self.find(text := said.decode(errors="surrogateescape"))
+            if i is None:
+                return None
+            start = len(text[:i].encode(errors="surrogateescape"))
+            self._n = bisect_left(range(len(tokens)), start, key=self._size_of(tokens))
+            self._head = self.tokenizer.tokenize_bytes(said[start : self._size_of(tokens)(self._n)])
+            self._known = tokens
+        return [*self._head, *tokens[self._n :]]
+
+    def _size_of(self, tokens: list[int]) -> Callable[[int], int]:
+        return lambda n: len(self.tokenizer.decode_bytes(tokens[:n]))
 
 
 class Grammar:
@@ -30,13 +64,13 @@ class Grammar:
 
     Args:
         matcher (llguidance.LLMatcher): Of the grammar.
-        after (Sequence[int]): Tokens behind which it begins; before them anything is allowed. None: it begins at once.
+        beginning (Beginning, optional): Where it begins. Default: at once.
     """
 
     keeps_state = False
 
-    def __init__(self, matcher: Any, after: Sequence[int] = ()):
-        self.matcher, self.after = matcher, list(after)
+    def __init__(self, matcher: Any, beginning: Beginning | None = None):
+        self.matcher, self.beginning = matcher, beginning
         self.taken: list[int] = []  # the tokens that the matcher was given
         self.n_prompt: int | None = None  # the first call is for the first token
 
@@ -62,10 +96,9 @@ class Grammar:
         Raises:
             ValueError: The grammar is too complex to go on.
         """
-        start = _end_of(self.after, generated)
-        if start is None:
+        tokens = generated if self.beginning is None else self.beginning.behind(generated)
+        if tokens is None:
             return False
-        tokens = generated[start:]
         n = next((i for i, (a, b) in enumerate(zip(tokens, self.taken)) if a != b), min(len(tokens), len(self.taken)))
         if n < len(self.taken):
             self.matcher.rollback(len(self.taken) - n)
@@ -83,17 +116,6 @@ class Grammar:
         allowed = bits.reshape(-1)[:size] == 1
         # A model's output layer may be larger than its vocabulary.
         return mx.pad(allowed, (0, size - allowed.size))
-
-
-def _end_of(part: list[int], tokens: list[int]) -> int | None:
-    """The position behind the first occurrence of a part, if any."""
-    n, end = len(part), len(part)
-    while n > 0 and tokens[end - n : end] != part:
-        try:
-            end = tokens.index(part[-1], end) + 1  # a thought may have thousands of tokens
-        except ValueError:
-            return None
-    return end
 
 
 class ForcedTokens:
@@ -136,7 +158,7 @@ def make_grammar(
     json_schema: dict[str, Any] | str | None = None,
     regex: str | None = None,
     lark: str | None = None,
-    after: str = "",
+    after: str | Callable[[str], int | None] = "",
 ) -> Grammar:
     """Make a logits processor for ``logits_processors``, which has one text follow a grammar.
 
@@ -146,7 +168,10 @@ def make_grammar(
           object.
         regex (str, optional): The text matches this regular expression.
         lark (str, optional): The text is of this grammar in llguidance's Lark syntax.
-        after (str): The text may begin with anything up to this, such as ``"</think>"``, and some white space. Default: ``""``.
+        after (Union[str, Callable[[str], Optional[int]]]): The text may begin with anything up to this, such as
+          ``"</think>"``, and some white space; where it is quoted, between backticks or in a fenced code block, it does not
+          count. Or a function that takes the text so far and gives the position at which the grammar begins, ``None`` while
+          anything is allowed. Default: ``""``.
 
     Raises:
         ValueError: Not one of the three is given, or llguidance cannot read it.
@@ -163,9 +188,11 @@ def make_grammar(
         grammars.append(lark)
     if len(grammars) != 1:
         raise ValueError("Give one of json_schema, regex and lark.")
-    return Grammar(
-        _compile(tokenizer, grammars[0]).deep_copy(), tokenizer.encode(after, add_special_tokens=False) if after else ()
-    )
+    matcher = _compile(tokenizer, grammars[0]).deep_copy()
+    if not after:
+        return Grammar(matcher)
+    find = functools.partial(end_of_reasoning, end=after) if isinstance(after, str) else after
+    return Grammar(matcher, Beginning(_llguidance_tokenizer(tokenizer), find))
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:

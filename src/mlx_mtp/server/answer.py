@@ -8,15 +8,16 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
+from ..decoding.reasoning import ReasoningReader, overlap
 from . import tool_calls
-from .reasoning import ReasoningReader, overlap
 from .request import Request
-from .tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
+from .tool_calls import START, CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,11 @@ class QwenReader:
         """Whether the reasoning has begun and not ended."""
         return self._read == self._thoughts
 
+    @property
+    def is_at_call(self) -> bool:
+        """Whether what came last is the tag that begins a call."""
+        return self._read == self._text and self._calls is not None and self._calls.is_at_start
+
     def add(self, text: str) -> list[Event]:
         self._rest += text
         return self._read()
@@ -235,6 +241,24 @@ class QwenReader:
         if not calls or not isinstance(calls[-1], CallEnds):
             return []
         return [replace(call, index=call.index - calls[0].index) for call in calls]
+
+
+def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+    """The position of the tag that begins the first call, also of one that has only begun. Arguments: see ``QwenReader``."""
+    i = text.rfind(START)
+    return None if i < 0 else _start_of_calls(text[: i + len(START) + 1], think, in_reasoning)
+
+
+@lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
+def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+    reader, n = QwenReader(think, in_reasoning, {}), 0
+    while (i := text.find(START, n)) >= 0:
+        end = i + len(START)
+        reader.add(text[n:end])
+        if reader.is_at_call and text[end : end + 1] in ("", "\n"):
+            return i
+        n = end
+    return None
 
 
 class StockReader:
@@ -310,10 +334,14 @@ def make_answer(tokenizer: Any, text_sm: Any, initial_state: str, request: Reque
         return Answer(
             StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words, one_call=request.one_call
         )
-    think = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
-    can_call = request.tools and tokenizer.has_tool_calling
-    reader = QwenReader(think, initial_state == "reasoning", schemas_of(request.tools) if can_call else None)
+    schemas = schemas_of(request.tools) if request.tools and tokenizer.has_tool_calling else None
+    reader = QwenReader(think_marks(tokenizer), initial_state == "reasoning", schemas)
     return Answer(reader, stop_words, one_call=request.one_call)
+
+
+def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+    """Those around reasoning, if the model has any."""
+    return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 
 def schemas_of(tools: list[Any]) -> dict[str, Any]:

@@ -1,18 +1,16 @@
-"""The form that a request asks of its answer: ``response_format``, and a ``tool_choice`` that requires a call."""
+"""The form that a request asks of its answer: ``response_format``, a ``tool_choice`` that requires a call, strict tools."""
 
-import json
+from functools import partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ..decoding.grammar import Grammar, make_grammar
+from .answer import start_of_calls, think_marks
+from .call_grammar import calls_in_lark
 from .request import ApiError, Form, Request
 
 Json = dict[str, Any]
-NEWLINE = "\n"  # for Python 3.11, whose f-strings take no backslash
-VALUE = r'value[suffix="\n</parameter>\n"]: /(.|\n)*/'  # of a string, up to what ends it
-_quote = json.dumps  # of a string in Lark
 
 
 def form_of(value: Any, param: str) -> Form | None:
@@ -68,6 +66,17 @@ def form_of_choice(choice: Any, tools: list[Json]) -> Form | None:
     return _form_of_calls(name, tools)
 
 
+def form_of_strict(tools: list[Json]) -> Form | None:
+    """What holds under ``tool_choice: auto`` where a tool is ``strict``: the answer is free up to its first call.
+
+    Args:
+        tools (List[Dict[str, Any]]): In OpenAI's form.
+    """
+    functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
+    is_strict = any(f.get("strict") is True for f in functions)
+    return Form("strict", calls=functions, is_required=False) if is_strict else None
+
+
 def _form_of_calls(name: str | None, tools: list[Json]) -> Form:
     """Calls of the tool of this name; ``None`` means any."""
     functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
@@ -79,7 +88,7 @@ def _form_of_calls(name: str | None, tools: list[Json]) -> Form:
 
 
 def make_form(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
-    """The logits processor of a request's form, if it has one; it begins behind the reasoning.
+    """The logits processor of a request's form, if it has one; it begins behind the reasoning, or with the first call.
 
     Raises:
         ApiError: The grammar cannot be read, or the model's calls cannot be forced.
@@ -87,47 +96,11 @@ def make_form(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool)
     form = request.form
     if form is None:
         return []
-    after = tokenizer.think_end if in_reasoning else ""
+    after: Any = tokenizer.think_end if in_reasoning else ""
+    if not form.is_required:
+        after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
     try:
-        grammar = {"lark": _calls(tokenizer, form.calls)} if form.calls else form.grammar
+        grammar = {"lark": calls_in_lark(tokenizer, form)} if form.calls else form.grammar
         return [make_grammar(tokenizer, **grammar, after=after)]
     except ValueError as e:
         raise ApiError(400, f"{form.param}: {e}", param=form.param) from e
-
-
-def _calls(tokenizer: TokenizerWrapper, tools: list[Json]) -> str:
-    """A grammar in Lark: one call of these tools after the other, as the model's template writes them."""
-    write = {qwen3_coder.parse_tool_call: _xml_call, json_tools.parse_tool_call: _json_call}.get(tokenizer.tool_parser)
-    if write is None:
-        raise ValueError("the calls of this model cannot be required: leave it out")
-    rules = [f"call_{i}: {write(tool['name'], tool.get('parameters') or {})}" for i, tool in enumerate(tools)]
-    names = " | ".join(f"call_{i}" for i in range(len(tools)))
-    return "\n".join([r"start: /\n{0,2}/ call (/\n{0,2}/ call)* /\n?/", f"call: {names}", VALUE, *rules])
-
-
-def _xml_call(name: str, schema: Json) -> str:
-    """As Qwen3-Coder and Qwen3.5 write them: each value on lines of its own, strings without quotes."""
-    required, parts = schema.get("required", []), []
-    for key, of_value in schema.get("properties", {}).items():
-        part = f"{_quote(f'<parameter={key}>{NEWLINE}')} {_xml_value(of_value)}"
-        parts.append(part if key in required else f"({part})?")
-    opening, end = f"<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"
-    return " ".join([_quote(opening), *parts, _quote(end)])
-
-
-def _xml_value(schema: Any) -> str:
-    """A text where the value may be a string, or the schema does not say; else JSON."""
-    end = "\n</parameter>\n"
-    types = schema.get("type") if isinstance(schema, dict) else None
-    if types is not None and "string" not in types:  # a name, or a list of names
-        return f"%json {json.dumps(schema)} {_quote(end)}"
-    if types == "string" and (choices := schema.get("enum")):
-        return f"({' | '.join(_quote(f'{choice}{end}') for choice in choices)})"
-    return "value"
-
-
-def _json_call(name: str, schema: Json) -> str:
-    """As Qwen3-Next writes them."""
-    opening = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
-    arguments = json.dumps({"type": "object", **schema})
-    return f"{_quote(opening)} %json {arguments} {_quote('}' + NEWLINE + '</tool_call>')}"

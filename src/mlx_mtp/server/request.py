@@ -79,11 +79,14 @@ class Form:
         param (str): The field of the request that asks for it.
         grammar (Dict[str, Any]): An argument of ``make_grammar``, if it has one.
         calls (List[Dict[str, Any]]): The answer is a call of one of these functions, or several, if there are any.
+        is_required (bool): Whether it is nothing but calls. Else it is free up to the first one, and only the arguments of
+          functions that are ``strict`` follow their schemas. Default: ``True``.
     """
 
     param: str
     grammar: dict[str, Any] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    is_required: bool = True
 
 
 @dataclass

@@ -36,6 +36,7 @@ from typing import Any
 
 import regex
 
+from ..decoding.reasoning import fence_after
 from .values import Types, is_string, parse_json, parse_json_values, to_json
 
 
@@ -74,17 +75,16 @@ Event = Text | CallBegins | CallArguments | CallEnds
 _S, _NAME = r"\s{0,64}", r"[^\s<>]{1,256}"
 _KEY = r"<parameter=(?P<key>[^\n<>]{1,256})>"
 _FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
-_END = "</tool_call>"
-BLOCK = regex.compile(rf" {{0,3}}<tool_call>{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}[\"']))")
-FENCE = regex.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+START, END = "<tool_call>", "</tool_call>"
+BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}[\"']))")
 IN_VALUE = regex.compile(
     rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,256}}>\n)|\n?</parameter>"
 )
 CLOSED = "</parameter>"
-AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{_END})|{_FUNCTION}))")
+AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{END})|{_FUNCTION}))")
 LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
-AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{_END})|{_FUNCTION})")
-IN_JSON = regex.compile(rf'\\.|"|{_END}', regex.DOTALL)
+AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{END})|{_FUNCTION})")
+IN_JSON = regex.compile(rf'\\.|"|{END}', regex.DOTALL)
 
 
 class ToolCallParser:
@@ -123,6 +123,11 @@ class ToolCallParser:
         if self._read == self._read_value and not self._is_open:
             events.append(CallArguments(self.n_calls - 1, '"' + _escape(self._value)))
         return events
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether what came last is the tag that begins a block, if what follows is a call."""
+        return self._read == self._read_text and self._rest.lstrip(" ") == START
 
     def _match(self, pattern: Any, pos: int = 0) -> Any:
         return pattern.match(self._rest, pos, partial=not self._is_last)
@@ -294,7 +299,7 @@ class ToolCallParser:
         self._read = self._read_json
 
     def _read_json(self) -> bool:
-        known = len(self._rest) if self._is_last else len(self._rest) - len(_END) + 1
+        known = len(self._rest) if self._is_last else len(self._rest) - len(END) + 1
         end = None
         for m in IN_JSON.finditer(self._rest, self._pos):
             if m.start() >= known:
@@ -302,7 +307,7 @@ class ToolCallParser:
             self._pos = m.end()
             if m[0] == '"':
                 self._is_in_string = not self._is_in_string
-            elif m[0] == _END and not self._is_in_string:
+            elif m[0] == END and not self._is_in_string:
                 end = m
                 break
         self._pos = max(self._pos, min(known, len(self._rest)))
@@ -323,16 +328,6 @@ class ToolCallParser:
 
 def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def fence_after(line: str, fence: str) -> str:
-    """The marks of the code block that is open after a line, given those of the one before it."""
-    m = FENCE.fullmatch(line)
-    if m is None:
-        return fence
-    if not fence:
-        return m["marks"] if m["marks"][0] == "~" or "`" not in m["info"] else ""
-    return "" if m["marks"].startswith(fence) and not m["info"].strip() else fence
 
 
 def _json_calls(text: str) -> list[tuple[str, str]]:

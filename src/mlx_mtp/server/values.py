@@ -44,9 +44,13 @@ class Types:
     def of(self, name: str) -> frozenset[str]:
         """The names of the JSON types that this parameter may have."""
         if self.declares(name):
-            return self._types(self.schema["properties"][name], DEPTH)
+            return self.of_schema(self.schema["properties"][name])
         others = self.schema.get("additionalProperties")
-        return self._types(others, DEPTH) if isinstance(others, dict) else STRING
+        return self.of_schema(others) if isinstance(others, dict) else STRING
+
+    def of_schema(self, schema: Any) -> frozenset[str]:
+        """Those of a part of the tool's schema."""
+        return self._types(schema, DEPTH)
 
     def _types(self, schema: Any, depth: int) -> frozenset[str]:
         if not isinstance(schema, dict) or depth == 0:
@@ -59,7 +63,7 @@ class Types:
     def _read(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
         types = ANY
         if "$ref" in schema:
-            types &= self._types(self._target(schema["$ref"]), depth)
+            types &= self._types(self.target(schema["$ref"]), depth)
         if "type" in schema:
             names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             types &= _with_integers({PYTHON.get(name, name) for name in names if isinstance(name, str)} & ANY) or ANY
@@ -72,7 +76,7 @@ class Types:
             types &= _with_integers({_type_of(value) for value in values})
         return types | {"null"} if schema.get("nullable") is True else types
 
-    def _target(self, ref: Any) -> Any:
+    def target(self, ref: Any) -> Any:
         """What a reference within the tool's own schema points to; ``None`` if there is nothing."""
         found: Any = self.schema
         if not isinstance(ref, str) or not ref.startswith("#"):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..answer import Reasoning
-from ..form import form_of_choice, the_only
+from ..form import form_of_choice, form_of_strict, the_only
 from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort
@@ -88,7 +88,7 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
         "chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted, images=images
     )
     request.one_call = not body.parallel_tool_calls
-    request.form = the_only(body.form, form_of_choice(body.tool_choice, tools))
+    request.form = the_only(body.form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
     return body, request, body.openai_arguments(flags)
 
 

@@ -58,10 +58,10 @@ def arguments_of(value: Any) -> Json:
     return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
 
 
-def function_tool(name: str, description: str | None, parameters: Any) -> Json:
+def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> Json:
     """A tool as templates take it, which is OpenAI's form."""
     function: Json = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | ({"strict": True} if strict else {})}
 
 
 def function_call(id: str, name: str, arguments: Json) -> Json:

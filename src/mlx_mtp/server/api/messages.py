@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from ..answer import Reasoning
-from ..form import form_of, form_of_choice, the_only
+from ..form import form_of, form_of_choice, form_of_strict, the_only
 from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort, Thinking
@@ -57,6 +57,7 @@ class Tool(Part):
     name: str
     description: str | None = None
     input_schema: Json | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Part):
@@ -112,15 +113,15 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]
     request = Request("chat", "", folded, tools or None, None, thinking=body.thinking_wanted, images=images)
     request.one_call = body.tool_choice.disable_parallel_tool_use
     formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
-    request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools))
+    request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools)) or form_of_strict(tools)
     return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
 
 
 def _tools(body: MessagesBody) -> list[Json]:
+    if body.tool_choice.type == "none":
+        return []
     ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
-    return (
-        [function_tool(t.name, t.description, t.input_schema) for t in ours] if body.tool_choice.type != "none" else []
-    )
+    return [function_tool(t.name, t.description, t.input_schema, t.strict) for t in ours]
 
 
 def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:

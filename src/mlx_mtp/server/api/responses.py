@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ..answer import Reasoning
-from ..form import form_of, form_of_choice, the_only
+from ..form import form_of, form_of_choice, form_of_strict, the_only
 from ..job import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort
@@ -62,6 +62,7 @@ class Tool(Part):
     name: str | None = None
     description: str | None = None
     parameters: Json | None = None
+    strict: bool | None = None
     tools: "list[Tool] | None" = None  # of a namespace
 
 
@@ -122,12 +123,13 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     )
     request.one_call = not body.parallel_tool_calls
     form = form_of((body.text or {}).get("format"), "text.format")
-    request.form = the_only(form, form_of_choice(body.tool_choice, tools))
+    request.form = the_only(form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
     return body, request, body.arguments(flags, body.max_output_tokens, [])
 
 
 def _tool(name: str, tool: Tool) -> Json:
-    return function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters)
+    parameters = INPUT if tool.type == "custom" else tool.parameters
+    return function_tool(name, tool.description, parameters, tool.strict)
 
 
 def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> None:

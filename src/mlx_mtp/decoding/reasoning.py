@@ -5,7 +5,28 @@ forget to close a block. So where its turn ends and no tag has ended the reasoni
 a block has: what came behind it was the answer after all.
 """
 
-from .tool_calls import fence_after
+import re
+from functools import lru_cache
+
+FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+
+
+def end_of_reasoning(text: str, end: str) -> int | None:
+    """
+    The position behind the tag that ends the reasoning which a text begins with. ``None`` while it goes on, and where the next
+    character must tell.
+
+    Args:
+        end (str): The tag.
+    """
+    i = text.rfind(end)
+    return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # what comes later changes nothing
+
+
+@lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
+def _end_of_reasoning(text: str, end: str) -> int | None:
+    _, behind = ReasoningReader(end).add(text)
+    return None if behind is None else len(text) - len(behind)
 
 
 class ReasoningReader:
@@ -73,6 +94,16 @@ class ReasoningReader:
                 self._answer = len(self._pieces) + 1
             return True
         return self._line.endswith("`") and behind.startswith("`")
+
+
+def fence_after(line: str, fence: str) -> str:
+    """The marks of the code block that is open after a line, given those of the one before it."""
+    m = FENCE.fullmatch(line)
+    if m is None:
+        return fence
+    if not fence:
+        return m["marks"] if m["marks"][0] == "~" or "`" not in m["info"] else ""
+    return "" if m["marks"].startswith(fence) and not m["info"].strip() else fence
 
 
 def overlap(text: str, word: str) -> int:
