@@ -216,9 +216,18 @@ def test_other_urls_are_refused(url, message):
     assert len(str(e.value)) < 200
 
 
+@pytest.mark.parametrize("source", [None, 3, ["a.png"]])
+def test_other_sources_are_refused(source):
+    refused(source, f"The image must be a file, bytes or an image of Pillow, not {type(source).__name__}")
+
+
 def test_data_urls():
     text = base64.b64encode(bytes(range(256))).decode()
     assert decode_url("data:image/png;base64," + text) == bytes(range(256))
+    image = encoded(picture())
+    np.testing.assert_array_equal(
+        np.asarray(open_image("data:image/png;base64," + base64.b64encode(image).decode())), np.asarray(picture())
+    )
     assert decode_url("data:;base64," + text[:76] + "\r\n" + text[76:]) == bytes(range(256))
 
 
@@ -257,6 +266,8 @@ def test_more_pixels_than_the_largest_are_scaled_down():
         ({"patch_size": 0}, "patch_size must be a whole number of 1 or more, not 0"),
         ({"merge_size": 2.5}, "merge_size must be a whole number"),
         ({"size": {"shortest_edge": 10, "longest_edge": 5}}, "min_pixels 10 is larger than max_pixels 5"),
+        ({"do_normalize": False}, "do_normalize must be True, not False"),
+        ({"resample": 2}, "resample must be 3, not 2"),
         ({"image_std": [0.5, 0, 0.5]}, "image_mean and image_std must be 3 numbers each"),
         ({"image_mean": [0.5]}, "image_mean and image_std must be 3 numbers each"),
     ],

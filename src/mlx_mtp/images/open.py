@@ -36,7 +36,7 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
     """Open an image as it is seen: upright, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, PIL.Image.Image]): A file, its bytes, or an image of Pillow.
+        source (Union[str, Path, bytes, PIL.Image.Image]): A file, a ``data:`` URL, bytes, or an image of Pillow.
         name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
 
     Returns:
@@ -47,10 +47,14 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
         ValueError: It is no image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
     image_module = pillow()
-    if isinstance(source, str | Path):
-        name = name or str(source)
+    if isinstance(source, str) and source.startswith("data:"):
+        source = decode_url(source, name or "The image")
+    elif isinstance(source, str | Path):
+        name = name or str(source)[:200]
         source = _read(Path(source), name)
     name = name or "The image"
+    if not isinstance(source, bytes | image_module.Image):
+        raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
         raise ValueError(f"{name} has {len(source):,} bytes, more than {MAX_BYTES:,}: make it smaller.")
     with _opening, warnings.catch_warnings(action="ignore"):  # of odd metadata, and of sizes that are checked here
