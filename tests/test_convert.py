@@ -15,6 +15,7 @@ import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import pytest
+from huggingface_hub import ModelCard
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -24,8 +25,10 @@ from mlx_mtp.convert import acceptance, card, conversion, convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.models.mtp import split_head
-from tests.support.checkpoints import BAD, BAD_IDS, copied, full_disk, tensors, write
+from mlx_mtp.models.vision import PATCH_KERNEL, split_tower
+from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, full_disk, tensors, write
 from tests.support.decoding import mtp, plain
+from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA, tiny_config, tiny_model
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
@@ -159,6 +162,79 @@ def test_converts_without_a_head(tmp_path):
     with pytest.raises(ValueError, match="has no MTP head"):
         convert(str(tmp_path / "out"), str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
+
+
+# The vision tower
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """The dense checkpoint with a vision tower: (as published, converted to 8 bit)."""
+    folder = tmp_path_factory.mktemp("seeing")
+    original = add_tower(copied(folder))
+    (original / "video_preprocessor_config.json").write_text("{}")
+    convert(str(original), str(folder / "out"), quantize=True, q_bits=8, q_group_size=32)
+    return original, folder / "out"
+
+
+def tower_of(folder):
+    return split_tower(tensors(folder))[1]
+
+
+def test_the_tower_is_kept_as_it_was(seeing):
+    original, out = seeing
+    before, after = tower_of(original), tower_of(out)
+    before[PATCH_KERNEL] = before[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # channels last, as in MLX
+    assert before.keys() == after.keys()
+    assert all(w.dtype == mx.bfloat16 and mx.array_equal(w, before[name]) for name, w in after.items())
+    assert all(name.startswith("vision_tower.") for name in tensors(out) if "language_model" not in name)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(out).keys()
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in tensors(out).values())
+    for name in ("vision_config", "image_token_id", "vision_start_token_id"):
+        assert (
+            json.loads((out / "config.json").read_text())[name]
+            == json.loads((original / "config.json").read_text())[name]
+        )
+    assert (out / "preprocessor_config.json").read_bytes() == (original / "preprocessor_config.json").read_bytes()
+    assert ModelCard.load(out / "README.md").data.pipeline_tag == "image-text-to-text"
+
+
+def test_an_image_has_the_same_rows_after_conversions(seeing, tmp_path):
+    original, out = seeing
+    convert(str(out), str(tmp_path / "again"), dequantize=True)
+    rows = []
+    for folder in (original, out, tmp_path / "again"):
+        images = mlx_mtp.load(str(folder))[0].vision
+        rows.append(images.encode(images.processor.preprocess_image(picture())))
+    assert mx.array_equal(rows[0], rows[1])
+    assert mx.array_equal(rows[0], rows[2])
+
+
+def test_plain_mlx_lm_loads_a_checkpoint_with_a_tower(seeing):
+    stock, ours = mlx_lm.load(str(seeing[1]))[0], mlx_mtp.load(str(seeing[1]))[0]
+    assert plain(PROMPT, stock, max_tokens=8) == mtp(PROMPT, ours, max_tokens=8)
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}], ids=["with a head", "without"])
+def test_no_vision_leaves_it_out(seeing, tmp_path, options):
+    original, _ = seeing
+    convert(str(original), str(tmp_path / "with"), **options)
+    convert(str(original), str(tmp_path / "without"), vision=False, **options)
+    assert tower_of(tmp_path / "with").keys() == tower_of(original).keys()
+    assert tower_of(tmp_path / "without") == {}
+    assert "vision_config" not in json.loads((tmp_path / "without" / "config.json").read_text())
+    assert not list((tmp_path / "without").glob("*processor_config.json"))
+    assert ModelCard.load(tmp_path / "without" / "README.md").data.pipeline_tag == "text-generation"
+
+
+def test_a_damaged_tower_leaves_nothing(tmp_path):
+    folder = add_tower(copied(tmp_path))
+    configure(folder, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192})
+    with pytest.raises(ValueError, match=r"blocks\.2"):
+        convert(str(folder), str(tmp_path / "out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    convert(str(folder), str(tmp_path / "out"), vision=False)
 
 
 def test_rejects_an_existing_target(tmp_path):

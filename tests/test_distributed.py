@@ -147,6 +147,11 @@ def test_the_layer_of_the_head_is_none_of_the_backbone():
     assert names_of(names, range(1, 2)) == names[1:]
 
 
+def test_the_vision_tower_is_of_no_stage():
+    names = ["model.norm.weight", "vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
+    assert names_of(names, range(1)) == names[:1]
+
+
 GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "20", "--verbose", "False")
 
 

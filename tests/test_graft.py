@@ -14,11 +14,13 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.convert import acceptance, convert
 from mlx_mtp.convert.acceptance import CHECK_TOKENS, FLOOR
+from mlx_mtp.fit.checkpoint import write_checkpoint
 from mlx_mtp.models.mtp import split_head
 from mlx_mtp.prompts import PYTHON
-from tests.support.checkpoints import tensors
+from tests.support.checkpoints import configure, copied, tensors
 from tests.support.decoding import mtp
 from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
@@ -124,6 +126,114 @@ def test_keeps_the_vision_config(bare, tmp_path):
     (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "vision_config": {"depth": 3}}))
     graft(DATA / "dense", tmp_path / "bare", tmp_path / "out", skip_check=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vision_config"] == {"depth": 3}
+
+
+# The vision tower
+
+
+@pytest.fixture(scope="module")
+def blind(tmp_path_factory):
+    """(An original with a vision tower, converted with it, without it, without it and the head)."""
+    folder = tmp_path_factory.mktemp("blind")
+    original = add_tower(copied(folder))
+    convert(str(original), str(folder / "with"))
+    convert(str(original), str(folder / "without"), vision=False)
+    convert(str(original), str(folder / "bare"), vision=False, mtp=False)
+    return original, folder / "with", folder / "without", folder / "bare"
+
+
+def graft_vision(source, model, target, **options):
+    convert(str(model), str(target), graft_vision_from=str(source), **options)
+
+
+def assert_same_images(a, b):
+    for name in ("preprocessor_config.json", "generation_config.json"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+    ours, theirs = (mlx_mtp.load(str(folder))[0].vision for folder in (a, b))
+    pixels = ours.processor.preprocess_image(picture())
+    assert mx.array_equal(ours.encode(pixels), theirs.encode(pixels))
+
+
+def test_grafts_a_tower(blind, tmp_path):
+    original, full, without, _ = blind
+    graft_vision(original, without, tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", full)
+    assert_same_images(tmp_path / "out", full)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", full))
+    assert ours == theirs
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(full).keys()
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in tensors(full).values())
+    assert (tmp_path / "out" / "model.safetensors").samefile(without / "model.safetensors")
+    convert(str(tmp_path / "out"), str(tmp_path / "again"))
+    assert_same_tensors(tmp_path / "again", full)
+
+
+def test_grafts_a_head_and_a_tower_at_once(blind, tmp_path):
+    original, full, _, bare = blind
+    graft_vision(original, bare, tmp_path / "out", graft_mtp_from=str(original), skip_check=True)
+    assert_same_tensors(tmp_path / "out", full)
+    assert_same_images(tmp_path / "out", full)
+
+
+def test_a_grafted_head_leaves_the_tower_and_the_other_way_round(blind, tmp_path):
+    original, full, _, bare = blind
+    graft_vision(original, bare, tmp_path / "tower")
+    graft(original, tmp_path / "tower", tmp_path / "tower and head", skip_check=True)
+    graft(original, bare, tmp_path / "head", skip_check=True)
+    graft_vision(original, tmp_path / "head", tmp_path / "head and tower")
+    for name in ("tower and head", "head and tower"):
+        assert_same_tensors(tmp_path / name, full)
+        assert_same_images(tmp_path / name, full)
+
+
+def test_a_fitted_head_leaves_the_tower(blind, tmp_path):
+    _, full, _, _ = blind
+    model, _ = mlx_mtp.load(str(full))
+    record = {"trained_on": "texts", "measured_on": "others"}
+    write_checkpoint(tmp_path / "out", full, model, str(full), None, record, "table")
+    assert_same_tensors(tmp_path / "out", full)
+    assert_same_images(tmp_path / "out", full)
+
+
+def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
+    original, full, without, _ = blind
+    hub.publish("org/seeing", original)
+    graft_vision("org/seeing", without, tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", full)
+    assert_same_images(tmp_path / "out", full)
+    assert hub.served["model.safetensors"] <= HEADER_BYTES + 8
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "model-tower.safetensors").unlink(), "has no vision tower to graft: name the original"),
+        (lambda f: configure(f, vision_config=None), "has no vision tower to graft: name the original"),
+        (
+            lambda f: configure(f, vision_config=VISION_CONFIG | {"out_hidden_size": 8}),
+            "makes rows of 8, its model takes 192",
+        ),
+        (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), r"blocks\.2"),
+        (lambda f: (f / "preprocessor_config.json").write_text("{"), "image settings of .*out are not usable"),
+        (
+            lambda f: configure(f, text_config={"hidden_size": 191}),
+            "does not fit .*without: hidden_size is 191, not 192",
+        ),
+    ],
+)
+def test_rejects_a_tower_that_does_not_fit(spoil, message, blind, tmp_path):
+    original, _, without, _ = blind
+    spoil(donor := shutil.copytree(original, tmp_path / "donor"))
+    with pytest.raises(ValueError, match=message):
+        graft_vision(donor, without, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["donor"]
+
+
+def test_rejects_a_second_tower(blind, tmp_path):
+    original, full, _, _ = blind
+    with pytest.raises(ValueError, match="with has a vision tower already"):
+        graft_vision(original, full, tmp_path / "out")
 
 
 def test_fixes_a_head_of_few_bits(tmp_path, caplog):
@@ -278,8 +388,10 @@ def test_rejects_a_head_that_does_not_fit(spoil, message, remote, bare, tmp_path
 
 
 def test_rejects_flags_of_a_conversion(tmp_path):
-    for options in ({"quantize": True}, {"mtp_bits": 8}, {"mtp": False}, {"dequantize": True}):
-        with pytest.raises(ValueError, match="omit the flags of a conversion"):
+    for options in ({"quantize": True}, {"mtp_bits": 8}, {"mtp": False}, {"dequantize": True}, {"vision": False}):
+        with pytest.raises(ValueError, match=r"--graft-mtp-from adds a head and .* omit the flags of a conversion"):
             graft(DATA / "dense", DATA / "dense", tmp_path / "out", **options)
+        with pytest.raises(ValueError, match=r"--graft-vision-from adds a tower and .* omit the flags of a conversion"):
+            graft_vision(DATA / "dense", DATA / "dense", tmp_path / "out", **options)
     with pytest.raises(ValueError, match="already exists"):
         graft(DATA / "dense", DATA / "dense", tmp_path)

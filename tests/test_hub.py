@@ -6,7 +6,9 @@ import pytest
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader
+from tests.support.checkpoints import copied
 from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
+from tests.support.images import add_tower, picture
 from tests.support.models import DATA
 
 
@@ -22,6 +24,15 @@ def test_loads_a_repository_like_its_folder(hub):
     hub.reset_counts()
     mlx_mtp.load("org/dense", mtp=False)
     assert hub.served["model.safetensors"] == 0
+
+
+def test_fetches_the_tower_and_the_settings_of_its_images(hub, tmp_path):
+    folder = add_tower(copied(tmp_path))
+    hub.publish("org/seeing", folder)
+    remote, local = (mlx_mtp.load(name)[0].vision for name in ("org/seeing", str(folder)))
+    assert remote.processor == local.processor
+    pixels = local.processor.preprocess_image(picture())
+    assert (remote.encode(pixels) == local.encode(pixels)).all()
 
 
 def test_fetches_a_revision(hub, tmp_path):

@@ -12,8 +12,10 @@ from mlx_mtp.convert import convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.models.mtp import split_head
+from mlx_mtp.models.vision import split_tower
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, tensors
 from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.images import add_tower
 from tests.support.models import DATA
 
 
@@ -38,6 +40,18 @@ def test_describes_a_raw_checkpoint(name, where, hub):
     if where == "hub":
         shards = list((DATA / name).glob("*.safetensors"))
         assert sum(hub.served[file.name] for file in shards) <= HEADER_BYTES * len(shards)
+
+
+@pytest.mark.parametrize("where", ["local", "hub"])
+def test_tells_the_bytes_of_the_tower(where, tmp_path, hub):
+    assert report(inspect(str(DATA / "dense")))["Vision"] == "none"
+    folder = add_tower(copied(tmp_path))
+    hub.publish("inspected/seeing", folder)
+    tower = split_tower(tensors(folder))[1]
+    n_bytes = sum(w.nbytes for w in tower.values())
+    lines = report(inspect("inspected/seeing" if where == "hub" else str(folder)))
+    assert lines["Vision"] == f"{len(tower)} tensors, {n_bytes / 1e6:.2f} MB"
+    assert lines["--mtp"] == "ready"
 
 
 def test_lists_tensors_and_groups_experts():

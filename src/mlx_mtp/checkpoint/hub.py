@@ -18,6 +18,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
 from .tensors import WEIGHTS
 
 HEAD_FILE = "mtp.safetensors"
+TOWER_FILE = "model-vision.safetensors"  # of a tower that was grafted; others read it as a file of the model
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:

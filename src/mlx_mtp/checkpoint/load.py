@@ -11,7 +11,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, together
 from ..images.vision import Vision
-from ..models import model_module
+from ..models import MODEL_TYPES, model_module
 from ..models.mtp import is_raw
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
@@ -116,7 +116,7 @@ def load(
             _warn_of_few_bits(model, path_or_hf_repo, mtp)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
-    model.ranks, model.vision = ranks, _find_vision(path, config)
+    model.ranks, model.vision = ranks, find_vision(path, config)
     if mtp:
         if all(x is None for x in drafting):
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
@@ -216,9 +216,9 @@ def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -
     return Model
 
 
-def _find_vision(path: Path, config: Config) -> Vision | None:
-    """The model's images, if the checkpoint has a vision tower; of which only names are read here."""
-    if not isinstance(config.get("vision_config"), dict):
+def find_vision(path: Path, config: Config) -> Vision | None:
+    """The images of a model with a head, if its checkpoint has a vision tower, of which only names are read here."""
+    if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
     files = [file.name for file in check_weight_files(path) if split_tower(dict.fromkeys(names_in(file)))[1]]
     return Vision(path, config, files) if files else None

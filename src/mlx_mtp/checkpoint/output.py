@@ -75,14 +75,14 @@ def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=4))
 
 
-def check_written(folder: Path, head: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
-    """Read every tensor of a head back and compare it.
+def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
+    """Read every one of these tensors back and compare it.
 
     Raises:
         OSError: A tensor differs.
     """
-    written = {file: load_tensors(folder / file) for file in {weight_map[name] for name in head}}
-    for name, w in head.items():
+    written = {file: load_tensors(folder / file) for file in {weight_map[name] for name in tensors}}
+    for name, w in tensors.items():
         back = written[weight_map[name]][name]
         if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
             raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")

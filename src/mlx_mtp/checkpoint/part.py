@@ -17,6 +17,7 @@ from ..distributed.ranks import Ranks
 from ..models import MODEL_TYPES
 from ..models.mtp import split_head
 from ..models.shard import check_pipeline, check_shard
+from ..models.vision import split_tower
 from .config import read_config, read_json
 from .hub import fetch
 from .skeleton import skeleton
@@ -95,10 +96,12 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:
-    """The tensors of these layers, and those of no layer of the backbone: all of the head's, for one."""
-    backbone, _ = split_head(dict.fromkeys(names))
+    """The tensors of these layers, and those of no layer of the backbone: all of the head's, for one. The vision tower is left
+    out: several machines take no images."""
+    language, _ = split_tower(dict.fromkeys(names))
+    backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
-    return [name for name in names if name not in elsewhere]
+    return [name for name in language if name not in elsewhere]
 
 
 def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:

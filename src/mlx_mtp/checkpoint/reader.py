@@ -28,6 +28,7 @@ from huggingface_hub.utils import (
 from tqdm import tqdm
 
 from ..models.mtp import split_head
+from ..models.vision import split_tower
 from .config import Config, parse_json
 from .head_formats import head_file_of, is_raw_head_file
 from .hub import check_path, commit_of, fetch, hub_errors
@@ -164,6 +165,10 @@ class CheckpointReader:
         """Describe the head's tensors; empty if there is none."""
         return self.tensors(split_head({name: name for name in self.weight_map})[1].values())
 
+    def tower(self) -> dict[str, TensorInfo]:
+        """Describe the vision tower's tensors; empty if there is none."""
+        return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
+
     def first(self, suffix: str) -> TensorInfo | None:
         """Describe the first tensor whose name ends so."""
         names = [name for name in self.weight_map if name.endswith(suffix)][:1]
@@ -196,7 +201,7 @@ class CheckpointReader:
             offset = stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with file.open("wb") as f, tqdm(total=offset, desc="Head", unit="B", unit_scale=True, disable=None) as bar:
+        with file.open("wb") as f, tqdm(total=offset, desc="Reading", unit="B", unit_scale=True, disable=None) as bar:
             f.write(struct.pack("<Q", len(text)) + text)
             for source, start, stop in self._runs(order, tensors):
                 for begin in range(start, stop, CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.convert``: mlx-lm's flags, and those of the head."""
+"""The command line of ``mlx_mtp.convert``: mlx-lm's flags, and those of the head and the vision tower."""
 
 import argparse
 import sys
@@ -16,6 +16,7 @@ GROUPS = {
         "hf_path", "mlx_path", "recipe", "inspect", "revision", "adapter_path", "dtype", "trust_remote_code", "upload_repo",
     ),
     "head": ("mtp", "mtp_bits", "mtp_group_size", "graft_mtp_from", "graft_revision", "skip_check"),
+    "images": ("vision", "graft_vision_from"),
     "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
 }  # fmt: skip
 
@@ -46,7 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one."
     )
+    parser.add_argument(
+        "--graft-vision-from", help="Add the vision tower of this original to --model, a conversion without one."
+    )
     parser.add_argument("--graft-revision", help="Branch, tag or commit of the original's Hugging Face repo.")
+    parser.add_argument("--no-vision", dest="vision", action="store_false", help="Convert without the vision tower.")
     parser.add_argument(
         "--skip-check",
         action="store_true",

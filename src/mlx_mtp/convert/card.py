@@ -26,7 +26,9 @@ mlx-lm 0.32.0 and later loads the checkpoint and ignores the head.
 """
 
 
-def write_card(folder: Path, original: Path, base_model: str | None, usage: str = "") -> None:
+def write_card(
+    folder: Path, original: Path, base_model: str | None, usage: str = "", takes_images: bool = False
+) -> None:
     """Write the model card: the original's metadata, such as licence and language, and how to use this checkpoint.
 
     mlx-lm's own asks the hub for the original's card even where it is in the cache, and fails where there is none.
@@ -34,7 +36,7 @@ def write_card(folder: Path, original: Path, base_model: str | None, usage: str 
     card = _read_card(original) or ModelCard.from_template(ModelCardData(language="en"))
     data: Any = card.data
     data.library_name = "mlx"
-    data.pipeline_tag = "text-generation"
+    data.pipeline_tag = "image-text-to-text" if takes_images else "text-generation"
     tags = data.tags or []
     data.tags = tags if "mlx" in tags else [*tags, "mlx"]
     if base_model is not None:

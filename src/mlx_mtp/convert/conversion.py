@@ -1,20 +1,24 @@
-"""``mlx_mtp.convert``: mlx-lm's conversion that keeps the MTP head."""
+"""``mlx_mtp.convert``: mlx-lm's conversion that keeps the MTP head and the vision tower."""
 
 import copy
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import Config
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.hub import commit_of, fetch
-from ..checkpoint.load import load
+from ..checkpoint.load import find_vision, load
 from ..checkpoint.output import atomic_directory, check_new, describe_head, describe_no_head
+from ..images.vision import CONFIG_FILES, Vision
 from ..models.protocol import MTPModel
+from ..models.vision import PREFIX
 from .acceptance import print_cost
 from .card import USAGE, upload, write_card
 from .graft import graft
@@ -41,10 +45,12 @@ def convert(
     mtp_bits: int | None = None,
     mtp_group_size: int = MTP_GROUP_SIZE,
     graft_mtp_from: str | None = None,
+    graft_vision_from: str | None = None,
     graft_revision: str | None = None,
     skip_check: bool = False,
+    vision: bool = True,
 ) -> None:
-    """Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head in the original dtype.
+    """Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head and its vision tower in the original dtype.
 
     Args not listed are those of ``mlx_lm.convert``. The output folder appears when it is complete.
 
@@ -56,26 +62,37 @@ def convert(
         mtp_group_size (int): The group size for ``mtp_bits``. Default: ``64``.
         graft_mtp_from (str, optional): Convert nothing, but add the head of this path or repository to ``hf_path``, a
           conversion without one. Default: ``None``.
-        graft_revision (str, optional): A revision of that repository. Default: ``None``.
+        graft_vision_from (str, optional): The same with its vision tower; both can be added at once. Default: ``None``.
+        graft_revision (str, optional): A revision of those repositories. Default: ``None``.
         skip_check (bool): Do not measure the acceptance rate of a grafted or quantized head. Default: ``False``.
+        vision (bool): ``False`` drops the vision tower and the settings of its images. Default: ``True``, keep it if there is
+          one.
 
     Raises:
         FileNotFoundError: The checkpoint or one of its files is missing.
-        ValueError: The target exists, the head is missing, damaged or another model's, or arguments contradict each other.
+        ValueError: The target exists, the head or the tower is missing, damaged or another model's, or arguments contradict
+          each other.
     """
     target = Path(mlx_path)
     how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate, mtp_bits, mtp_group_size)
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "skip_check": skip_check, "name": upload_repo}
     check_new(target)
-    if graft_mtp_from is None:
+    if graft_mtp_from is None and graft_vision_from is None:
         how.check(mtp)
-        convert_weights(
-            hf_path, target, how, adapter_path=adapter_path, mtp=mtp, trust_remote_code=trust_remote_code, **options
-        )
-    elif how.changes_weights or adapter_path is not None or not mtp:
-        raise ValueError("--graft-mtp-from adds a head and converts nothing: omit the flags of a conversion.")
+        of_model: dict[str, Any] = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
+        convert_weights(hf_path, target, how, mtp=mtp, vision=vision, **of_model, **options)
+    elif how.changes_weights or adapter_path is not None or not mtp or not vision:
+        flag = "--graft-mtp-from adds a head" if graft_vision_from is None else "--graft-vision-from adds a tower"
+        raise ValueError(f"{flag} and converts nothing: omit the flags of a conversion.")
     else:
-        graft(graft_mtp_from, hf_path, target, mtp_revision=graft_revision, **options)
+        graft(
+            hf_path,
+            target,
+            mtp_from=graft_mtp_from,
+            vision_from=graft_vision_from,
+            original_revision=graft_revision,
+            **options,
+        )
     if upload_repo is not None:
         upload(target, upload_repo)
 
@@ -87,6 +104,7 @@ def convert_weights(
     *,
     adapter_path: str | None,
     mtp: bool,
+    vision: bool,
     revision: str | None,
     dtype: str | None,
     skip_check: bool,
@@ -113,12 +131,14 @@ def convert_weights(
     cast(model, dtype, config)
     head = copy.deepcopy(model.mtp) if how.mtp_bits is not None else None
     model, config = how.apply(model, config)
+    images = find_vision(source, config) if vision else None
     _record_head(config, model if mtp else None, hf_path, commit)
     usage = USAGE.format(name=name or target) if mtp else ""
     with atomic_directory(target) as folder:
-        write_model(folder, model, config, max_shard_bytes(source))
-        _write_files(folder, source, tokenizer)
-        write_card(folder, source / "README.md", None if Path(hf_path).exists() else hf_path, usage)
+        write_model(folder, model, config, max_shard_bytes(source), {} if images is None else _tower_tensors(images))
+        _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
+        base_model = None if Path(hf_path).exists() else hf_path
+        write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
     if head is not None and how.mtp_bits is not None and not skip_check:
         print_cost(target, head, how.mtp_bits)
 
@@ -138,12 +158,18 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
     describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
 
 
-def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper) -> None:
-    """Write the tokenizer, the model's code and its generation config."""
+def _tower_tensors(images: Vision) -> dict[str, mx.array]:
+    """The vision tower's, as MLX conversions name them."""
+    parameters: Any = tree_flatten(images.lazy_tower().parameters())
+    return {PREFIX + name: w for name, w in parameters}
+
+
+def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others: Iterable[str]) -> None:
+    """Write the tokenizer, the model's code, its generation config, and these files if there are any."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as e:  # tokenizers raises nothing more specific
         raise OSError(f"The tokenizer could not be written: {e}") from e
-    for pattern in ("*.py", "generation_config.json"):
+    for pattern in ("*.py", "generation_config.json", *others):
         for file in source.glob(pattern):
             shutil.copy(file, folder)

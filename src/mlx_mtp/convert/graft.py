@@ -1,9 +1,11 @@
-"""``mlx_mtp.convert --graft-mtp-from``: add an original's MTP head to a conversion without one."""
+"""``mlx_mtp.convert --graft-mtp-from`` and ``--graft-vision-from``: add to a conversion what it lacks of its original."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
+from mlx.utils import tree_flatten
 
 from ..checkpoint.beside import write_config, write_weights
 from ..checkpoint.config import Config, check_config, first_difference
@@ -12,8 +14,10 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.output import atomic_directory, check_new
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.skeleton import skeleton
+from ..images.vision import CONFIG_FILES, TOKENS, Vision
 from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
+from ..models.vision import PREFIX, VisionArgs, make_tower, split_tower
 from .acceptance import check_acceptance
 from .card import USAGE
 
@@ -21,52 +25,95 @@ DTYPES = ("BF16", "F16", "F32")
 
 
 def graft(
-    mtp_from: str,
     model: str,
     target: Path,
     *,
-    mtp_revision: str | None = None,
+    mtp_from: str | None = None,
+    vision_from: str | None = None,
+    original_revision: str | None = None,
     revision: str | None = None,
     dtype: str | None = None,
     skip_check: bool = False,
     name: str | None = None,
 ) -> None:
-    """Add the MTP head of an original to a conversion of it, whose weights are hard-linked, or else copied, unchanged.
+    """Add the MTP head, the vision tower or both of an original to a conversion of it, whose weights are hard-linked, or else
+    copied, unchanged.
 
-    From a repository on the hub this downloads only the head's bytes, and the headers of their files.
+    From a repository on the hub this downloads only their bytes, and the headers of their files.
 
     Args:
-        mtp_from (str): The path or the huggingface repository of the original.
         model (str): The path or the huggingface repository of the conversion.
         target (Path): The folder to write, which appears when it is complete.
+        mtp_from (str, optional): The path or the huggingface repository of the original with the head.
+        vision_from (str, optional): That with the tower.
+        original_revision (str, optional): A revision of both.
         dtype (str, optional): Cast the head to it. Default: ``None``, the original's.
         skip_check (bool): Do not run the model to check that the head is its own. Default: ``False``.
         name (str, optional): What the model card calls the new checkpoint. Default: ``None``, its folder.
 
     Raises:
         FileNotFoundError: A checkpoint or one of its files is missing.
-        ValueError: The target exists, or the head does not fit or is another model's; nothing is written then.
+        ValueError: The target exists, or the head or the tower does not fit or is another model's; nothing is written then.
     """
     check_new(target)
-    donor, receiver = (
-        CheckpointReader(mtp_from, mtp_revision),
-        CheckpointReader(str(fetch(model, revision)), None, False),
-    )
-    config, donor_config = check_config(receiver.config, model), check_config(donor.config, mtp_from)
+    receiver = CheckpointReader(str(fetch(model, revision)), None, False)
+    config, origin = check_config(receiver.config, model), Config()
+    head, tower = dict[str, mx.array](), dict[str, mx.array]()
+    with atomic_directory(target) as folder:
+        if vision_from is not None:
+            tower = _tower(CheckpointReader(vision_from, original_revision, False), receiver, config, model, folder)
+        if mtp_from is not None:
+            donor = CheckpointReader(mtp_from, original_revision)
+            head, origin = _head(donor, receiver, config, model, dtype, folder)
+        write_weights(folder, receiver, head, tower)
+        write_config(folder, config, head, origin)
+        if head:
+            with (folder / "README.md").open("a") as f:
+                f.write(USAGE.format(name=name or target))
+        if mtp_from is not None and not skip_check:
+            check_acceptance(folder, mtp_from, model)
+
+
+def _head(
+    donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, dtype: str | None, folder: Path
+) -> tuple[dict[str, mx.array], Config]:
+    """Read a head -> its tensors as the model's parameters, and the record of its origin."""
+    donor_config = check_config(donor.config, donor.name)
     tensors = _fitting_head(donor, donor_config, receiver, config, model)
     raw = donor.has_raw_head(tensors)
+    print("[INFO] Reading the head")
+    weights = split_head(_read(donor, tensors, folder))[1]
+    origin = donor_config.get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
+    return _to_parameters(skeleton(config, model), weights, raw, dtype), origin
 
-    with atomic_directory(target) as folder:
-        print("[INFO] Reading the head")
-        head = _to_parameters(skeleton(config, model), _read(donor, tensors, folder), raw, dtype)
-        write_weights(folder, receiver, head)
-        write_config(
-            folder, config, head, donor_config.get("mlx_mtp") or {"source": mtp_from, "revision": donor.revision}
+
+def _tower(
+    donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, folder: Path
+) -> dict[str, mx.array]:
+    """Read a tower, and write the settings of its images -> its tensors as MLX conversions name them. Changes the config.
+
+    Raises:
+        ValueError: There is none, it does not fit, or the conversion has one.
+    """
+    donor_config, tensors = check_config(donor.config, donor.name), donor.tower()
+    if not tensors or not isinstance(donor_config.get("vision_config"), dict):
+        raise ValueError(
+            f"{donor.name} has no vision tower to graft: name the original that {model} was converted from."
         )
-        with (folder / "README.md").open("a") as f:
-            f.write(USAGE.format(name=name or target))
-        if not skip_check:
-            check_acceptance(folder, mtp_from, model)
+    if receiver.tower():
+        raise ValueError(f"{model} has a vision tower already.")
+    if difference := first_difference(donor_config, config):
+        raise ValueError(f"The vision tower of {donor.name} does not fit {model}: {difference}.")
+    config |= {key: donor_config[key] for key in ("vision_config", *TOKENS) if key in donor_config}
+    for file in CONFIG_FILES:
+        if file in donor.files:
+            (folder / file).write_bytes(donor.read(file))
+    Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
+    print("[INFO] Reading the vision tower")
+    weights = split_tower(_read(donor, tensors, folder))[1]
+    tower = make_tower(VisionArgs.from_dict(config["vision_config"]), weights)
+    parameters: Any = tree_flatten(tower.parameters())
+    return {PREFIX + path: w for path, w in parameters}
 
 
 def _fitting_head(
@@ -92,7 +139,7 @@ def _vocabulary_difference(donor: CheckpointReader, receiver: CheckpointReader) 
 
 
 def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path) -> dict[str, mx.array]:
-    """The head's tensors; those of a folder are read when they are used."""
+    """Some tensors; those of a folder are read when they are used."""
     weights: dict[str, mx.array] = {}
     if donor.folder is not None:
         for file in {donor.weight_map[name] for name in tensors}:
@@ -102,7 +149,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
         weights = load_tensors(part)
         mx.eval(weights)
         part.unlink()
-    return split_head({name: weights[name] for name in tensors})[1]
+    return {name: weights[name] for name in tensors}
 
 
 def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype: str | None) -> dict[str, mx.array]:

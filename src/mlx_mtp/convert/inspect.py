@@ -25,7 +25,8 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     Describe a checkpoint. From a repository on the hub no weights are downloaded.
 
     Returns:
-        str: Model type, quantization of the backbone, the head's tensors, what ``--mtp`` would say, memory of the head.
+        str: Model type, quantization of the backbone, the head's tensors, the vision tower's size, what ``--mtp`` would say,
+        memory of the head.
 
     Raises:
         FileNotFoundError: It is not there, or one of its files is missing.
@@ -37,7 +38,12 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     head = checkpoint.head()
     verdict = _verdict(checkpoint, head)
-    lines = [*_describe_backbone(checkpoint, config), *_describe_head(checkpoint, head), ("--mtp", verdict)]
+    lines = [
+        *_describe_backbone(checkpoint, config),
+        *_describe_head(checkpoint, head),
+        *_describe_tower(checkpoint),
+        ("--mtp", verdict),
+    ]
     if verdict.startswith("ready"):
         size = _size(sum(map(n_bytes, head.values())))
         lines.append(
@@ -71,6 +77,13 @@ def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) ->
     where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
     size = _size(sum(map(n_bytes, head.values())))
     return [("MTP head", f"{len(head)} tensors{where}, {size}, {layout}")]
+
+
+def _describe_tower(checkpoint: CheckpointReader) -> list[Line]:
+    tower = checkpoint.tower()
+    if not tower:
+        return [("Vision", "none")]
+    return [("Vision", f"{len(tower)} tensors, {_size(sum(map(n_bytes, tower.values())))}")]
 
 
 def _verdict(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:

@@ -20,14 +20,19 @@ def max_shard_bytes(source: Path) -> int:
     return max(f.stat().st_size for f in source.glob(WEIGHTS))
 
 
-def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int) -> None:
-    """Write a model's tensors, the index and config.json, and read the head back. The model has no weights afterwards.
+def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int, tower: dict[str, mx.array]) -> None:
+    """Write a model's tensors, the index and config.json, and read the head and the vision tower back. The model has no
+    weights afterwards.
+
+    Args:
+        tower (Dict[str, mx.array]): The vision tower's tensors; empty for none.
 
     Raises:
-        OSError: A file could not be written, or the head was not read back as it was.
+        OSError: A file could not be written, or the head or the tower was not read back as it was.
     """
-    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": get_total_parameters(model)}
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
+    n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
+    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": n_parameters}
     head = {name: w for name, w in weights.items() if is_head(name)}
     # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
     # goes into a separate file.
@@ -42,8 +47,8 @@ def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int
         save(folder / HEAD_FILE, head)
         weight_map.update(dict.fromkeys(head, HEAD_FILE))
     write_index(folder, weight_map, metadata)
-    save_config(config, folder / "config.json")
-    check_written(folder, head, weight_map)
+    save_config(config, folder / "config.json", keep_vision_config=bool(tower))
+    check_written(folder, head | tower, weight_map)
 
 
 def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:

@@ -5,6 +5,7 @@ import binascii
 import warnings
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,10 @@ MAX_BYTES = 256 << 20  # of a file
 MAX_PIXELS = 1 << 26  # 67 megapixels, of which each copy takes 268 MB
 MAX_RATIO = 200  # of the longer side to the shorter, as in transformers
 # Pillow has more, of which some run other programs.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+# One at a time: memory is bounded, and the filters of warnings are the process's.
+_opening = Lock()
 
 
 def pillow() -> Any:
@@ -32,7 +36,7 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
     """Open an image as it is seen: upright, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, PIL.Image.Image]): A file, its bytes, or an image of Pillow.
+        source (Union[str, Path, bytes, PIL.Image.Image]): A file, a ``data:`` URL, bytes, or an image of Pillow.
         name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
 
     Returns:
@@ -43,23 +47,28 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
         ValueError: It is no image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
     image_module = pillow()
-    if isinstance(source, str | Path):
-        name = name or str(source)
+    if isinstance(source, str) and source.startswith("data:"):
+        source = decode_url(source, name or "The image")
+    elif isinstance(source, str | Path):
+        name = name or str(source)[:200]
         source = _read(Path(source), name)
     name = name or "The image"
+    if not isinstance(source, bytes | image_module.Image):
+        raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
         raise ValueError(f"{name} has {len(source):,} bytes, more than {MAX_BYTES:,}: make it smaller.")
-    # Pillow warns of odd metadata, and of sizes that are checked below.
-    with warnings.catch_warnings(action="ignore"):
+    with _opening, warnings.catch_warnings(action="ignore"):  # of odd metadata, and of sizes that are checked here
         try:
             image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
         except image_module.UnidentifiedImageError as e:
             raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
+        except image_module.DecompressionBombError as e:
+            raise ValueError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
         except Exception as e:  # its plugins raise nearly anything
             raise _unreadable(name, e) from e
         check_size(image.width, image.height, name)
         try:
-            return to_rgb(image)
+            return _to_rgb(image if isinstance(source, bytes) else image.copy())
         except Exception as e:
             raise _unreadable(name, e) from e
 
@@ -93,19 +102,16 @@ def check_size(width: int, height: int, name: str) -> None:
         )
 
 
-def to_rgb(image: "Image") -> "Image":
-    """Turn an image upright and convert it to RGB; transparent parts become white, as in transformers."""
+def _to_rgb(image: "Image") -> "Image":
+    """Turn an image upright, in place, and convert it; transparent parts become white, as in transformers."""
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
     elif image.mode in ("I", "F"):
-        raise ValueError(f"its mode {image.mode} has no range of brightness")
-    if image.mode == "RGB" and "transparency" not in image.info:
-        image.load()
-        return image
-    if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:
+        raise ValueError("its pixels are 32-bit numbers, of which black and white are unknown")
+    if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

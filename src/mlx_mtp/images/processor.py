@@ -17,6 +17,7 @@ Array = np.ndarray[Any, Any]
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
+FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # bicubic
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 
 
@@ -60,6 +61,9 @@ class Processor:
         Raises:
             ValueError: A value is not usable.
         """
+        for key, value in FIXED.items():
+            if config.get(key) not in (None, value):
+                raise ValueError(f"{key} must be {value}, not {config[key]}.")
         size = config.get("size") or {}
         settings: dict[str, Any] = {
             "min_pixels": config.get("min_pixels") or size.get("shortest_edge"),
@@ -67,7 +71,9 @@ class Processor:
             "image_mean": tuple(map(float, config.get("image_mean") or ())) or None,
             "image_std": tuple(map(float, config.get("image_std") or ())) or None,
         }
-        settings |= {k: config.get(k) for k in ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")}
+        settings |= {key: config.get(key) for key in ("patch_size", "temporal_patch_size", "merge_size")}
+        if config.get("rescale_factor") is not None:
+            settings["rescale_factor"] = float(config["rescale_factor"])
         return cls(**{k: v for k, v in settings.items() if v is not None})
 
     @property

@@ -14,6 +14,7 @@ from ..models.vision import VisionArgs, VisionTower, make_tower, split_tower
 from .processor import Processor
 
 CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the first is newer
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # keys of config.json
 
 
 class Vision:
@@ -57,16 +58,20 @@ class Vision:
         Raises:
             ValueError: Its tensors are damaged, or not what the config says.
         """
+        tower = self.lazy_tower()
+        mx.eval(tower.parameters())
+        return tower
+
+    def lazy_tower(self) -> VisionTower:
+        """A tower of which each tensor is read when it is used."""
         tensors: dict[str, mx.array] = {}
         try:
             for file in self.files:
                 weights: Any = mx.load(str(self.folder / file))
                 tensors |= split_tower(weights)[1]
-            tower = make_tower(self._args, tensors)
-            mx.eval(tower.parameters())
+            return make_tower(self._args, tensors)
         except (RuntimeError, ValueError) as e:  # mlx's for an unreadable file is a RuntimeError
             raise ValueError(f"The images of {self.folder} cannot be used: {e}") from e
-        return tower
 
     @cached_property
     def _args(self) -> VisionArgs:

@@ -1,0 +1,91 @@
+"""The vision tower's time and memory, beside reading as many tokens of text as the image has.
+
+    python -m benchmarks.tower
+    python -m benchmarks.tower --published --model PATH_OR_REPO
+
+The tower is random. Without ``--published`` it is one for the demo: 4 layers of 192 with heads of 48. The published one is that
+of the larger Qwen3.5: 27 layers of 1152 with heads of 72. Memory is the peak above the weights.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+import mlx_mtp
+from mlx_mtp.cli import table
+from mlx_mtp.models.vision import VisionArgs, VisionTower
+
+DEMO_TOWER = {"depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4}
+CHUNK = 2048  # tokens read in a pass
+
+
+def measure(run: Callable[[], mx.array], repeat: int) -> tuple[float, int]:
+    """The least time in seconds, and the peak memory above what was there, in bytes."""
+    times = []
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(repeat):
+        tic = time.perf_counter()
+        mx.eval(run())
+        times.append(time.perf_counter() - tic)
+    return min(times), mx.get_peak_memory() - before
+
+
+def read(model, n_tokens: int) -> mx.array:
+    """Read a prompt of random tokens, as a generation does -> the last logits."""
+    cache, tokens = model.make_cache(), mx.random.randint(0, model.vocab_size, (1, n_tokens))
+    for i in range(0, n_tokens, CHUNK):
+        out, _ = model(tokens[:, i : i + CHUNK], cache, return_hidden=True)
+        mx.eval([c.state for c in cache])
+    return out[:, -1:]
+
+
+def row(megapixels: float, tower: VisionTower, model, repeat: int) -> list[str]:
+    args = tower.args
+    side = round(math.sqrt(megapixels * 1e6) / (args.patch_size * args.spatial_merge_size))
+    pixels = mx.random.uniform(-1, 1, (side, side, args.spatial_merge_size**2, args.patch_dim))
+    mx.eval(pixels)
+    seconds, n_bytes = measure(lambda: tower(pixels), repeat)
+    prompt_seconds, prompt_bytes = measure(lambda: read(model, side * side), repeat)
+    return [
+        f"{(side * args.patch_size * args.spatial_merge_size) ** 2 / 1e6:.2f}",
+        f"{side * side * args.spatial_merge_size**2:,}",
+        f"{side * side:,}",
+        f"{seconds:.2f} s",
+        f"{n_bytes / 1e6:,.0f} MB",
+        f"{prompt_seconds:.2f} s",
+        f"{prompt_bytes / 1e6:,.0f} MB",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The vision tower's time and memory.")
+    parser.add_argument("--model", default=str(mlx_mtp.DEMO), help="Whose prompts are read (default: the demo).")
+    parser.add_argument("--published", action="store_true", help="The tower of the larger Qwen3.5.")
+    parser.add_argument("--megapixels", type=float, nargs="+", default=[0.25, 1, 4])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="The tower's.")
+    parser.add_argument("--repeat", type=int, default=2, help="Runs, of which the fastest counts (default: 2).")
+    options = parser.parse_args()
+    model, _ = mlx_mtp.load(options.model)
+    args = VisionArgs(
+        **({} if options.published else DEMO_TOWER), out_hidden_size=model.model.embed_tokens(mx.array([0])).shape[-1]
+    )
+    tower = VisionTower(args)
+    tower.update(tree_map(lambda w: w.astype(getattr(mx, options.dtype)), tower.parameters()))
+    mx.eval(tower.parameters())
+    n_parameters = sum(w.size for _, w in tree_flatten(tower.parameters()))
+    print(
+        f"{mx.default_device()}; a tower of {args.depth} layers of {args.hidden_size} in {options.dtype}, "
+        f"{n_parameters / 1e6:.1f}M parameters"
+    )
+    header = ["megapixels", "patches", "tokens", "tower", "its memory", "reading tokens", "its memory"]
+    print(*table([header, *(row(m, tower, model, options.repeat) for m in options.megapixels)]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
