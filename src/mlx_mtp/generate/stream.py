@@ -22,6 +22,7 @@ from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
 from ..decoding.window import Token
 from ..images.prompt import place, read_images, vision_of
+from ..models.prompt_cache import n_tokens
 from ..prompt_store import PromptStore
 from .stored import stored_steps
 
@@ -99,14 +100,18 @@ def stream_generate(
     _check_draft_model(model, draft_model, mtp=mtp, copy_drafts=copy_drafts, has_images=len(images) > 0)
     if not mtp and (exact or draft_p_min):
         raise ValueError("exact and draft_p_min require mtp=True.")
+    drafts = mtp or asks_for_copies(copy_drafts)
     pictured = None
     if images:
         pictured = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
         prompt = pictured.tokens
         if prompt_store is None:
-            kwargs["prompt_cache"] = place(model, pictured, kwargs.get("prompt_cache"))
             kwargs["input_embeddings"] = pictured.embed(model)
-    if not mtp and not asks_for_copies(copy_drafts):
+            if drafts:
+                kwargs["images"] = pictured.spans(n_tokens(kwargs.get("prompt_cache") or []))
+            else:
+                kwargs["prompt_cache"] = place(model, pictured, kwargs.get("prompt_cache"))
+    if not drafts:
         if prompt_store is not None:
             raise ValueError("prompt_store requires mtp=True or copy_drafts.")
         if draft_model is not None and num_draft_tokens is not None:

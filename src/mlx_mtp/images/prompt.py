@@ -24,11 +24,13 @@ class ImagePrompt:
         tokens (List[int]): With ``<|image_pad|>`` once for each token of an image.
         images (List[ImageSpan]): Where these are.
         pixel_values (List[mx.array]): What ``Processor.preprocess_image`` returned for each.
+        vision (Vision): What they are read with.
     """
 
     tokens: list[int]
     images: list[ImageSpan]
     pixel_values: list[mx.array]
+    vision: Vision
 
     def spans(self, first: int = 0) -> list[ImageSpan]:
         """Where the images are in a text that has so many tokens before this prompt."""
@@ -40,7 +42,7 @@ class ImagePrompt:
         their keys are."""
         key = self.tokens[:]
         for image, pixels in zip(self.images, self.pixel_values):
-            key[image.start : image.end] = [Vision.key(pixels)] * (image.end - image.start)
+            key[image.start : image.end] = [self.vision.key(pixels)] * (image.end - image.start)
         return key
 
     def embed(self, model: Any, begin: int = 0) -> mx.array:
@@ -49,7 +51,7 @@ class ImagePrompt:
         for image, pixels in zip(self.images, self.pixel_values):
             if image.end > begin:
                 parts += [_embedded(model, self.tokens[at : image.start])] if at < image.start else []
-                rows = model.vision.encode(pixels).astype(parts[0].dtype if parts else _dtype(model))
+                rows = self.vision.encode(pixels).astype(parts[0].dtype if parts else _dtype(model))
                 parts.append(rows[max(begin - image.start, 0) :])
                 at = image.end
         if at < len(self.tokens):
@@ -104,7 +106,7 @@ def read_images(
             expanded += [token] * (rows * columns)
         else:
             expanded.append(token)
-    return ImagePrompt(expanded, spans, pixel_values)
+    return ImagePrompt(expanded, spans, pixel_values, vision)
 
 
 def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:

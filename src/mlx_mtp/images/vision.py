@@ -9,7 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
+from ..models.fingerprint import digest
 from ..models.vision import VisionArgs, VisionTower, make_tower, split_tower
 from .processor import Processor
 
@@ -97,9 +99,14 @@ class Vision:
         mx.eval(rows)
         return rows
 
-    @staticmethod
-    def key(pixel_values: mx.array) -> int:
-        """A negative number of 60 bits that stands for an image, in place of its tokens: two of one size have the same."""
-        digest = hashlib.sha256(str(pixel_values.shape).encode())
-        digest.update(np.ascontiguousarray(pixel_values).data)
-        return -1 - int(digest.hexdigest()[:15], 16)
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What tells the tower from others, see ``models/fingerprint.py``."""
+        parameters: Any = tree_flatten(self.tower.parameters())
+        return digest(parameters)
+
+    def key(self, pixel_values: mx.array) -> int:
+        """A negative number of 60 bits that stands for an image as this tower sees it, in place of its tokens."""
+        sha = hashlib.sha256(self.fingerprint + str(pixel_values.shape).encode())
+        sha.update(np.ascontiguousarray(pixel_values).data)
+        return -1 - int(sha.hexdigest()[:15], 16)

@@ -20,10 +20,11 @@ def fingerprint(model: Any) -> bytes:
     """
     parameters: Any = tree_flatten(model.parameters())
     head = [name.startswith(model.head_prefix) for name, _ in parameters]
-    return b"".join(_digest(p for p, is_head in zip(parameters, head) if is_head is part) for part in (False, True))
+    return b"".join(digest(p for p, is_head in zip(parameters, head) if is_head is part) for part in (False, True))
 
 
-def _digest(parameters: Iterable[tuple[str, mx.array]]) -> bytes:
+def digest(parameters: Iterable[tuple[str, mx.array]]) -> bytes:
+    """Of named tensors, [16]."""
     parameters = sorted(parameters)
     names = json.dumps([(name, p.shape, str(p.dtype)) for name, p in parameters])
     values = [p[_spread(p.shape)].flatten().view(mx.uint8) for _, p in parameters]

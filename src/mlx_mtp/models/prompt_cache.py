@@ -326,4 +326,4 @@ def _name(part: list[int]) -> str:
 
 def n_tokens(caches: list[Any]) -> int:
     """The number of tokens in the caches of a backbone."""
-    return max(getattr(c, "offset", 0) for c in caches)
+    return max((getattr(c, "offset", 0) for c in caches), default=0)

@@ -1,0 +1,103 @@
+"""The head's drafts behind images: how many are accepted, and how many where the head has not seen the images.
+
+    python -m benchmarks.images --model FOLDER --images FOLDER        pictures, and captions.json with {"file": caption}
+
+For each picture the model writes a caption, greedily, with plain mlx-lm and with drafts, which must be the same. The head takes
+an image's rows of the tower as embeddings, as in vLLM; "not seen" leaves its rows of the image out, as llama.cpp does.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from tqdm import tqdm
+
+import mlx_mtp
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.images.prompt import ImagePrompt, place, read_images
+from mlx_mtp.models.prompt_cache import PromptCache
+
+RUNS = ("images seen", "images not seen")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Drafts behind images.")
+    parser.add_argument("--model", required=True, help="A checkpoint with a vision tower.")
+    parser.add_argument("--images", required=True, type=Path, help="A folder of pictures with captions.json.")
+    parser.add_argument("--prompt", default='"""', help='What stands behind the picture (default: """).')
+    parser.add_argument("--num-draft-tokens", type=int, default=2)
+    parser.add_argument("--max-tokens", "-m", type=int, default=24)
+    args = parser.parse_args()
+    model, tokenizer = mlx_mtp.load(args.model)
+    captions = json.loads((args.images / "captions.json").read_text())
+    counts: defaultdict[str, mlx_mtp.DraftCounts] = defaultdict(mlx_mtp.DraftCounts)
+    n_right = n_same = 0
+    for name, caption in tqdm(captions.items(), disable=None):
+        tokens = tokenizer.encode(PLACEHOLDER + args.prompt)
+        prompt = read_images(model.vision, tokens, [args.images / name])
+        want = caption_of(plain(model, prompt, args.max_tokens), tokenizer)
+        n_right += want.strip().startswith(caption.strip())
+        texts = [drafted(model, tokenizer, prompt, run, counts[run], args) for run in RUNS]
+        n_same += all(text == want for text in texts)
+    n = len(captions)
+    print(f"{n} pictures: {n_right} captions right, {n_same} the same with drafts as without")
+    for run in RUNS:
+        rates = " ".join(f"{a / d:.2f}" for a, d in zip(counts[run].accepted, counts[run].drafted))
+        print(f"{run:16} accepted {sum(counts[run].accepted)} of {sum(counts[run].drafted)}, by position {rates}")
+
+
+def plain(model: Any, prompt: ImagePrompt, max_tokens: int) -> list[int]:
+    steps = generate_step(
+        mx.array(prompt.tokens),
+        model,
+        max_tokens=max_tokens,
+        prompt_cache=place(model, prompt, None),
+        input_embeddings=prompt.embed(model),
+    )
+    return [token for token, _ in steps]
+
+
+def drafted(
+    model: Any, tokenizer: Any, prompt: ImagePrompt, run: str, counts: mlx_mtp.DraftCounts, args: argparse.Namespace
+) -> str:
+    tokens, embeddings = mx.array(prompt.tokens), prompt.embed(model)
+    cache = place(model, prompt, None)
+    prefill(tokens[:-1], model, prompt_cache=cache, input_embeddings=embeddings[:-1])
+    if run == RUNS[1]:
+        forget_images(PromptCache(cache, len(model.layers)))
+    tokens = [
+        token
+        for token, *_ in mlx_mtp.mtp_generate_step(
+            tokens[-1:],
+            model,
+            max_tokens=args.max_tokens,
+            num_draft_tokens=args.num_draft_tokens,
+            prompt_cache=cache,
+            counts=counts,
+        )
+    ]
+    return caption_of(tokens, tokenizer)
+
+
+def forget_images(cache: PromptCache) -> None:
+    """Drop the head's rows whose embedding is an image's: row i has that of token i + 1."""
+    kept = [i for i in range(cache.head.offset) if not any(a.start <= i + 1 < a.end for a in cache.images)]
+    rows = mx.array(kept)
+    cache.head.keys, cache.head.values = (x[:, :, rows] for x in (cache.head.keys, cache.head.values))
+    cache.head.offset = len(kept)
+
+
+def caption_of(tokens: list[int], tokenizer: Any) -> str:
+    """Up to the end of the text or of the docstring."""
+    ends = [i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
+    text: str = tokenizer.decode(tokens[: ends[0]] if ends else tokens)
+    return text.partition('"""')[0]
+
+
+if __name__ == "__main__":
+    main()
