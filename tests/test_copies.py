@@ -16,7 +16,9 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.decoding.sequence import without_images
 from mlx_mtp.decoding.step_times import PLAIN_PLAN, Plan
+from mlx_mtp.models.positions import ImageSpan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies
@@ -416,3 +418,29 @@ def test_copies_are_off_where_the_number_of_drafts_is_given():
         counts = DraftCounts()
         mtp(REPEATS, model, max_tokens=20, counts=counts, **options)
         assert (sum(counts.copied) > 0) == copies
+
+
+@given(st.data())
+def test_images_are_never_copied(data):
+    """Numbers below 0 stand for the tokens of images. A copy ends where one begins."""
+    n_gram = data.draw(st.lists(st.integers(0, 1), min_size=N_GRAM, max_size=9))
+    follows = data.draw(st.lists(st.integers(0, 1) | st.integers(-9, -1), min_size=1, max_size=20))
+    drafter = CopyDrafter([*n_gram, *follows])
+    drafter.read(n_gram)
+    n_unread = data.draw(st.integers(0, 2))
+    offered = drafter.acceptance(n_unread)
+    for k in range(1, len(offered) + 1):
+        drafts, records = drafter.propose(k, n_unread)
+        assert len(drafts) == len(records) == k
+        assert max(drafts.tolist()) <= 1
+    if drafter.at is not None:
+        rest = drafter.text[drafter.at :]
+        whole = next((i for i, t in enumerate(rest) if t < 0), MAX_COPY_TOKENS + n_unread)
+        assert len(offered) == max(min(whole, MAX_COPY_TOKENS + n_unread) - n_unread, 0)
+
+
+def test_a_sequence_has_numbers_below_0_for_its_images():
+    images = [ImageSpan(2, 1, 2), ImageSpan(5, 2, 2)]
+    assert without_images([7, 7, 7, 7, 7, 7, 7], 0, images) == [7, 7, -3, -4, 7, -6, -7]
+    assert without_images([7, 7, 7, 7], 3, images) == [-4, 7, -6, -7]
+    assert without_images([7, 7], 9, images) == [7, 7]
