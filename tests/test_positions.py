@@ -37,9 +37,9 @@ def cache_for(j: int):
     return entries
 
 
-def greedy(j: int, **options) -> list[int]:
+def greedy(j: int, n: int = 24, **options) -> list[int]:
     p = image_prompt(j)
-    return [t for t, *_ in mtp_generate_step(p.tokens, image_model(), max_tokens=24, **p.options, **options)]
+    return [t for t, *_ in mtp_generate_step(p.tokens, image_model(), max_tokens=n, **p.options, **options)]
 
 
 def rest_of(want: list[int], cache, n: int) -> list[int]:
@@ -107,9 +107,9 @@ def test_greedy_tokens_are_those_of_transformers(j, depth):
 
 
 @pytest.mark.parametrize("j", PROMPTS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+@pytest.mark.parametrize("chunk", [1, 3])
 def test_a_chunk_may_split_an_image(j, chunk):
-    assert greedy(j, prefill_step_size=chunk, num_draft_tokens=3) == VALUES[f"greedy_{j}"].tolist()
+    assert greedy(j, 5, prefill_step_size=chunk, num_draft_tokens=3) == VALUES[f"greedy_{j}"][:5].tolist()
 
 
 @pytest.mark.parametrize("options", [dict(exact=True), dict(copy_drafts="auto", num_draft_tokens=2)], ids=str)
@@ -166,7 +166,7 @@ def test_several_turns(j, tmp_path):
     """A text in two parts, cut beside its images and inside, with the cache itself, a copy of it, or a file."""
     p, model, want = image_prompt(j), image_model(), VALUES[f"greedy_{j}"].tolist()
     n = len(p.tokens)
-    cuts = [i for image in p.images for i in (image.start - 1, image.start, image.start + 2, image.end, image.end + 1)]
+    cuts = [i for image in p.images for i in (image.start, image.start + 2, image.end)]
     for how, cut in enumerate(i for i in cuts if 0 < i < n):
         cache = make_prompt_cache(model)
         tokens, options = p.part(0, cut)
@@ -228,7 +228,7 @@ def test_text_may_not_go_on_inside_an_image():
 
 
 @pytest.mark.parametrize("together", [ENDING_WITH_TEXT, [3, 3]])
-@pytest.mark.parametrize("depth", [0, 1, 3, "auto"])
+@pytest.mark.parametrize("depth", [0, 3, "auto"])
 def test_a_batch(together, depth):
     """Of prompts with images and without, which join and leave one after the other."""
     model, generator = image_model(), BatchGenerator(image_model(), num_draft_tokens=depth)
@@ -260,11 +260,11 @@ def test_quantized_keys_and_values(j):
     p, model = image_prompt(j), image_model()
     quantized = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
     steps = generate_step(
-        p.tokens, model, prompt_cache=cache_for(j), input_embeddings=p.embeddings, max_tokens=24, **quantized
+        p.tokens, model, prompt_cache=cache_for(j), input_embeddings=p.embeddings, max_tokens=10, **quantized
     )
     want = [t for t, _ in steps]
-    for depth in (0, 1, 3):
-        assert greedy(j, num_draft_tokens=depth, **quantized) == want
+    for depth in (0, 2):
+        assert greedy(j, 10, num_draft_tokens=depth, **quantized) == want
 
 
 @pytest.mark.parametrize(
