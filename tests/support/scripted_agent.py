@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_mtp.server import __main__
 from mlx_mtp.server.engine import ResponseGenerator
-from tests.support import scripted_server  # noqa: F401  # a request then says what the model says
+from tests.support import scripted_server
 from tests.support.tool_texts import rendered
 
 COMMAND = "wc -l notes.txt > count.txt"
@@ -56,7 +56,7 @@ def encode_scripted(self: ResponseGenerator, tokenizer: Any, request: Any, args:
     return encode(self, tokenizer, request, args)
 
 
-ResponseGenerator._encode = encode_scripted
-
 if __name__ == "__main__":
+    scripted_server.install()  # a request then says what the model says
+    ResponseGenerator._encode = encode_scripted
     __main__.main()
