@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.conversation import fold_roles
-from tests.support.server_process import serve
+from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
@@ -25,7 +25,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     model = str(make_model(folder / "model"))
     flags = "--model", model, "--served-model-name", "tiny"
-    with serve(folder / "log", *flags, module="tests.support.scripted_server") as s:
+    with serve_scripted(folder / "log", *flags) as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 

@@ -15,7 +15,7 @@ from mlx_mtp.server.api import chat_completions, completions, messages, response
 from mlx_mtp.server.call_grammar import calls_in_lark
 from mlx_mtp.server.request import ApiError, Form
 from tests.support.decoding import mtp, plain
-from tests.support.server_process import serve
+from tests.support.server_process import serve_here
 from tests.support.tool_texts import SCHEMAS, THINKING, make_model, render
 
 PERSON = {
@@ -45,7 +45,7 @@ TOOLS = [
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     model = str(make_model(folder / "model"))
-    with serve(folder / "log", "--model", model, "--mtp", "--max-tokens", "80") as s:
+    with serve_here(folder / "log", "--model", model, "--mtp", "--max-tokens", "80") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 

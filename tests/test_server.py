@@ -27,7 +27,7 @@ from mlx_mtp.server.arguments import check, make_parser
 from tests.support import decoding
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
-from tests.support.server_process import ROOT, Server, serve
+from tests.support.server_process import ROOT, Server, serve, serve_here
 
 # A text that goes on.
 PROMPT = (
@@ -48,7 +48,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def without_mtp(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED) as s:
+    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED) as s:
         yield s
 
 
@@ -254,7 +254,7 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
 def test_copies_without_a_head(tmp_path, trained, text_of):
     model, tokenizer = trained
     want = text_of(plain(tokenizer.encode(REPEATS), model, max_tokens=24))
-    with serve(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
+    with serve_here(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
         for copies in ({}, {"copy_drafts": "off"}):
             status, answer = s.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24, **copies})
             assert (status, answer["choices"][0]["text"]) == (200, want)
@@ -347,7 +347,9 @@ def test_lists_models(server, client):
 def test_requires_the_key_and_serves_another_model(tmp_path):
     file = tmp_path / "key"
     file.write_text("sesame\n")
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--api-key-file", str(file), "--serve-model", OTHER) as s:
+    with serve_here(
+        tmp_path / "log", "--model", TRAINED, "--mtp", "--api-key-file", str(file), "--serve-model", OTHER
+    ) as s:
         client = OpenAI(base_url=s.url, api_key="sesame")
         assert [m.id for m in client.models.list()] == [TRAINED, OTHER]
         for key in ("", "sesam", "sesame2", "sésame"):
@@ -366,7 +368,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
 
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
+    with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
         assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [TRAINED]
         text_from(s, model=OTHER, max_tokens=5)
         status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})

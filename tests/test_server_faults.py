@@ -16,6 +16,7 @@ from mlx_mtp.server.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from scripts.attack.server import attack
 from tests.support.models import TRAINED
+from tests.support.scripted_server import serve_scripted
 from tests.support.server_process import serve
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -260,15 +261,7 @@ def test_slow_template_delays_neither_requests_nor_the_end(tmp_path):
 
 
 def test_failed_generation_affects_no_other(tmp_path):
-    with serve(
-        tmp_path / "log",
-        "--model",
-        TRAINED,
-        "--mtp",
-        "--max-tokens",
-        str(10**6),
-        module="tests.support.scripted_server",
-    ) as s:
+    with serve_scripted(tmp_path / "log", "--model", TRAINED, "--mtp", "--max-tokens", str(10**6)) as s:
         assert_error(*s.request(TEXT, {**GOOD, "temperature": 1.25}), 500)
         for temperature in (1, 0):
             assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == 200

@@ -30,7 +30,7 @@ from mlx_mtp.server.job import Delta
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.models import tiny_model
-from tests.support.server_process import serve
+from tests.support.server_process import serve_here
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -47,7 +47,7 @@ TURNS = ["Read a file.", "Now a list of files.", "And a dictionary of them, by n
 def test_agents_in_turn_read_only_what_is_new(tmp_path):
     """Ten places, which mlx-lm has, are too few for four agents."""
     dense = Path(__file__).parent / "data" / "dense"
-    with serve(tmp_path / "log", "--mtp", "--model", str(dense), "--chat-template", TEMPLATE) as s:
+    with serve_here(tmp_path / "log", "--mtp", "--model", str(dense), "--chat-template", TEMPLATE) as s:
         texts = [[{"role": "system", "content": agent}] for agent in AGENTS]
         seen = [0] * len(AGENTS)  # the length of each one's last prompt
         for turn in TURNS:

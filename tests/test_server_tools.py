@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from scripts.attack.answers import attack
-from tests.support.server_process import serve
+from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
@@ -15,11 +15,13 @@ ADD = render("add", {"a": 1, "b": 2})
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    with serve(
-        folder / "log", "--model", str(make_model(folder / "model")), module="tests.support.scripted_server"
-    ) as s:
+def model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "model"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model):
+    with serve_scripted(tmp_path_factory.mktemp("server") / "log", "--model", model) as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
@@ -155,11 +157,10 @@ def test_stop_words_end_the_content_alone(server):
     assert say(server, "A word and a wor", stop=["word!"])["message"]["content"] == "A word and a wor"
 
 
-def test_in_the_loop_of_mlx_lm(server, tmp_path):
+def test_in_the_loop_of_mlx_lm(tmp_path, model):
     """The same answers, where a request is generated alone."""
-    model = server.process.args[server.process.args.index("--model") + 1]
     flags = ["--model", model, "--kv-bits", "8", "--kv-group-size", "32"]
-    with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
+    with serve_scripted(tmp_path / "log", *flags) as s:
         choice = say(s, f"One.\nTwo.</think>\n\n{ADD}\nThree.\nFour.", thinking=True, stop="\n")
         assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three.")
         assert calls_in(choice) == [("add", {"a": 1, "b": 2})]

@@ -13,7 +13,7 @@ from mlx_mtp.server.budget import make_budget
 from mlx_mtp.server.thinking import Thinking
 from mlx_mtp.server.tool_calls import Text
 from tests.support.decoding import plain
-from tests.support.server_process import serve
+from tests.support.server_process import serve_here
 from tests.support.tool_texts import make_model
 
 FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
@@ -183,7 +183,7 @@ def test_drafts_change_nothing(loaded, budget):
 
 def test_the_server_keeps_to_it_also_behind_a_cached_prompt(folder, tmp_path):
     body = {"messages": ASK, "max_tokens": 30, "thinking_budget": 7, "logprobs": True}
-    with serve(tmp_path / "log", "--model", str(folder), "--mtp") as s:
+    with serve_here(tmp_path / "log", "--model", str(folder), "--mtp") as s:
         texts = []
         for _ in range(2):
             status, answer = s.request("/v1/chat/completions", body)

@@ -1,7 +1,8 @@
 """``mlx_mtp.server`` with a model that does a coding agent's work by a script.
 
 It reads ``notes.txt``, makes "three" of "two" in it, runs a command and ends, with the tools that the client offers. Which step
-comes next is told by the results of tools in the conversation. Where the client offers no tools, it says a title.
+comes next is told by the results of tools in the conversation. Where the client offers no tools, it edits as Aider reads it, or
+says a title.
 """
 
 import os
@@ -9,12 +10,13 @@ from typing import Any
 
 from mlx_mtp.server import __main__
 from mlx_mtp.server.engine import ResponseGenerator
-from tests.support import scripted_server  # noqa: F401  # a request then says what the model says
+from tests.support import scripted_server
 from tests.support.tool_texts import rendered
 
 COMMAND = "wc -l notes.txt > count.txt"
 PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n*** End Patch\n"
 SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
+BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\ntwo\n=======\nthree\n>>>>>>> REPLACE\n```\nIt is done."
 encode = ResponseGenerator._encode
 
 
@@ -41,7 +43,7 @@ def _shell(tools: dict[str, Any], command: str) -> tuple[str, dict[str, Any]]:
 
 def next_text(messages: list[Any], tools: list[Any] | None) -> str:
     if not tools:
-        return "A title."
+        return BLOCK if "SEARCH/REPLACE" in str(messages) else "A title."
     script = steps({tool["function"]["name"]: tool["function"] for tool in tools})
     n_done = sum(message["role"] == "tool" for message in messages)
     said = "It is done." if n_done >= len(script) else rendered("I go on.", script[n_done : n_done + 1])
@@ -54,7 +56,7 @@ def encode_scripted(self: ResponseGenerator, tokenizer: Any, request: Any, args:
     return encode(self, tokenizer, request, args)
 
 
-ResponseGenerator._encode = encode_scripted
-
 if __name__ == "__main__":
+    scripted_server.install()  # a request then says what the model says
+    ResponseGenerator._encode = encode_scripted
     __main__.main()

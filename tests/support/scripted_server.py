@@ -5,13 +5,19 @@
 - A temperature of 1.125: on each rank a token of its own.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx_lm import server as stock
 
 from mlx_mtp.server import __main__
 from mlx_mtp.server.engine import ResponseGenerator
+from tests.support.server_process import Server, serve_here
 
 make_sampler = ResponseGenerator._make_sampler
 
@@ -44,8 +50,20 @@ def choose(self, args):
     return samplers.get(args.sampling.temperature) or make_sampler(self, args)
 
 
-ResponseGenerator._make_sampler = choose
-stock._make_sampler = say  # of mlx-lm's own loop
+def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    put(ResponseGenerator, "_make_sampler", choose)
+    put(stock, "_make_sampler", say)  # of mlx-lm's own loop
+
+
+@contextmanager
+def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
+    """In this process; see ``serve_here``."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch.setattr)
+        with serve_here(log, *flags) as server:
+            yield server
+
 
 if __name__ == "__main__":
+    install()
     __main__.main()

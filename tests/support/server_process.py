@@ -2,18 +2,26 @@
 
 import http.client
 import json
+import logging
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from mlx_mtp.server.__main__ import make_generator
+from mlx_mtp.server.app import make_app
+from mlx_mtp.server.arguments import check, check_model, make_parser
+from mlx_mtp.server.http import Server as HTTPServer
+from mlx_mtp.server.http import listen
 
 from .launch import connected, free_ports
 
@@ -22,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Server:
-    processes: list[subprocess.Popen]  # by rank
+    processes: list[subprocess.Popen]  # by rank; none where it runs in this one
     port: int
     log: Path
 
@@ -114,6 +122,36 @@ def serve(
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def serve_here(log: Path, *flags: str) -> Iterator[Server]:
+    """As ``serve``, in threads of this process, which has imported everything: where no test asks anything of the process."""
+    args = make_parser().parse_args(["--port", "0", *flags])
+    check(args)
+    root, file = logging.root, logging.FileHandler(log)
+    level = root.level
+    root.addHandler(file)
+    root.setLevel(args.log_level)
+    generator = make_generator(args, None)
+    try:
+        generator.loaded.result()
+        check_model(args, generator.model_provider)
+        server = HTTPServer(make_app(generator, args.api_key, [*args.allowed_origins]), generator, args.log_level)
+        server.capture_signals = nullcontext  # those are the main thread's
+        with listen(args.host, args.port) as s:
+            thread = threading.Thread(target=server.run, args=([s],))
+            thread.start()
+            try:
+                yield Server([], s.getsockname()[1], log)
+            finally:
+                server.should_exit = True
+                thread.join()
+    finally:
+        generator.stop_and_join()
+        root.setLevel(level)
+        root.removeHandler(file)
+        file.close()
 
 
 def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.Popen:
