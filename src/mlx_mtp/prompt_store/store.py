@@ -324,14 +324,17 @@ class PromptStore:
         parent = (above.span.name or "") if is_span else node.span.name or ""
         found = disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
         with self._lock:
-            if node.path()[0] not in self._roots.values():
-                return False  # it was given up meanwhile
-            if found is not None and not piece.in_memory:
+            # What other threads have done meanwhile counts.
+            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.checkpoint):
+                return False
+            if piece.in_memory:
+                return True
+            if found is not None:
                 piece.arrays, piece.nbytes = found, arrays.nbytes(found)
                 self.nbytes += piece.nbytes
-            elif found is None and is_span:
+            elif is_span:
                 self._remove_below(node)
-            elif found is None:
+            else:
                 node.checkpoint = None
         return found is not None
 
