@@ -1,19 +1,37 @@
-"""Kill conversions at random moments: the target is absent or complete.
+"""Kill processes at random moments of writing, and look at what they leave.
 
-python -m scripts.kill [--moments 20] [--model PATH]
+    python -m scripts.kill             conversions: the target is absent or complete
+    python -m scripts.kill --servers   servers that share a small --prompt-cache-dir: see ``kill_servers``
+
+Exit status 1 where it is otherwise.
 """
 
 import argparse
+import inspect
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+
+from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
+from scripts.serve_many import MODULES, ask, plain_text, random_request
+from tests.support.checkpoints import first_layers
+from tests.support.server_process import Server, serve
+
+LIMIT = 10_000_000  # bytes of the folder: some texts
+TEXTS, AT_ONCE, ROUND = 40, 8, 10  # prompts in all, requests at a moment on each server, moments of one index
+LAYERS = 4  # of the model that is served
 
 
 def start_conversion(source: Path, target: Path) -> subprocess.Popen[bytes]:
@@ -21,31 +39,125 @@ def start_conversion(source: Path, target: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def kill_conversions(args: argparse.Namespace, folder: Path, rng: random.Random) -> None:
+    tic = time.perf_counter()
+    start_conversion(args.model, folder / "undisturbed").wait()
+    took = time.perf_counter() - tic
+    print(f"undisturbed: {took:.2f} s")
+    for i in range(args.moments):
+        target = folder / f"out-{i}"
+        process = start_conversion(args.model, target)
+        time.sleep(moment := rng.uniform(0.3, 1.1) * took)
+        how = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        process.send_signal(how)
+        process.wait()
+        outcome = "absent"
+        if target.exists():
+            mlx_mtp.load(str(target))  # reads every tensor
+            outcome = "complete"
+        parts = len(list(folder.glob(f".{target.name}.*")))
+        print(f"{how.name} after {moment:.2f} s: {outcome}" + (", a temporary folder is left" if parts else ""))
+
+
+def kill_servers(args: argparse.Namespace, folder: Path, rng: random.Random) -> int:
+    """Two servers answer requests, and at each moment one of them is killed; then files of the folder are damaged, and another
+    one starts. After every tenth moment the other one ends as well, and the index is damaged.
+
+    Returns:
+        int: The texts that are not mlx-lm's own, the requests to the living server that failed, and the moments at which the
+        folder was beyond its limit.
+    """
+    source = {name: inspect.getsource(import_module(name)) for name in MODULES}
+    path = shutil.copytree(args.model, folder / "model")
+    first_layers(path, LAYERS)
+    model, tokenizer = mlx_mtp.load(str(path))
+    bodies = [
+        random_request(rng, source) | {"temperature": 0.0, "max_tokens": rng.randint(1, 20)} for _ in range(TEXTS)
+    ]
+    texts = [plain_text(body, model, tokenizer) for body in tqdm(bodies, desc="alone", disable=None)]
+    prompts, logs, found = folder / "prompts", [folder / "living.log", folder / "killed.log"], Found()
+    flags = ["--mtp", "--model", str(path), "--prompt-cache-dir", str(prompts), "--prompt-cache-disk-bytes", str(LIMIT)]
+    for first in range(0, args.moments, ROUND):
+        with serve(logs[0], *flags) as living:
+            for _ in tqdm(range(first, min(first + ROUND, args.moments)), desc="moments", disable=None):
+                with serve(logs[1], *flags) as killed:
+                    kill_one(living, killed, bodies, texts, rng, found)
+                files = [file for file in prompts.iterdir() if ".safetensors" in file.name]
+                found.wrong += sum(map(size, files)) > LIMIT
+                found.wrong += has_traceback(logs[1])
+                for file in rng.sample(files, min(2, len(files))):
+                    damage(file, rng)
+            found.wrong += (living.stop(signal.SIGTERM) != 0) + has_traceback(logs[0])
+        damage(prompts / "index.sqlite", rng)
+    print(f"{args.moments} moments: {found}")
+    return found.wrong
+
+
+@dataclass
+class Found:
+    """Answers and states that are wrong, answers that killed servers did not end, and what these had read from disk."""
+
+    wrong: int = 0
+    lost: int = 0
+    bytes_read: int = 0
+
+
+def kill_one(
+    living: Server, killed: Server, bodies: Sequence[dict], texts: Sequence[str], rng: random.Random, found: Found
+) -> None:
+    """Kill a server while both answer."""
+    with ThreadPoolExecutor(2 * AT_ONCE) as pool:
+        plan = [(server, i) for server in (living, killed) for i in rng.sample(range(TEXTS), AT_ONCE)]
+        asked = [(server, i, pool.submit(ask, server, bodies[i], None)) for server, i in plan]
+        time.sleep(rng.uniform(0.0, 4.0))
+        found.bytes_read += int(killed.metrics()["mlx_mtp_prompt_cache_read_bytes_total"])
+        killed.process.kill()
+        killed.process.wait()
+        for server, i, answer in asked:
+            error = answer.exception()
+            if error is not None and server is killed:
+                found.lost += 1
+            elif error is not None or answer.result() != texts[i]:
+                found.wrong += 1
+                print(f"request {i}: {error or answer.result()!r}, not {texts[i]!r}", flush=True)
+
+
+def has_traceback(log: Path) -> bool:
+    text = log.read_text()
+    if found := "Traceback" in text:
+        print(text[text.index("Traceback") :][:3000])
+    return found
+
+
+def size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # the living server has dropped it
+        return 0
+
+
+def damage(file: Path, rng: random.Random) -> None:
+    """Change some bytes of a file, cut it, empty it, or put another one in its place."""
+    try:
+        data = bytearray(file.read_bytes())
+    except FileNotFoundError:
+        return
+    other = {"cut": data[: rng.randrange(len(data) + 1)], "empty": b"", "other": rng.randbytes(1000)}
+    for _ in range(rng.randint(1, 4) if data else 0):
+        data[rng.randrange(len(data))] ^= rng.randint(1, 255)
+    file.write_bytes(other.get(rng.choice(["bytes", *other]), data))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Kill conversions, or servers, at random moments.")
+    parser.add_argument("--servers", action="store_true", help="Servers that share a --prompt-cache-dir.")
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    random.seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        tic = time.perf_counter()
-        start_conversion(args.model, Path(folder) / "undisturbed").wait()
-        took = time.perf_counter() - tic
-        print(f"undisturbed: {took:.2f} s")
-        for i in range(args.moments):
-            target = Path(folder) / f"out-{i}"
-            process = start_conversion(args.model, target)
-            time.sleep(moment := random.uniform(0.3, 1.1) * took)
-            how = random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-            process.send_signal(how)
-            process.wait()
-            outcome = "absent"
-            if target.exists():
-                mlx_mtp.load(str(target))  # reads every tensor
-                outcome = "complete"
-            parts = len(list(Path(folder).glob(f".{target.name}.*")))
-            print(f"{how.name} after {moment:.2f} s: {outcome}" + (", a temporary folder is left" if parts else ""))
+        kill = kill_servers if args.servers else kill_conversions
+        sys.exit(bool(kill(args, Path(folder), random.Random(args.seed))))
 
 
 if __name__ == "__main__":

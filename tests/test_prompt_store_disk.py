@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -123,6 +124,65 @@ def test_what_memory_gave_up_is_read_from_disk(tmp_path):
         fetched, n = store.fetch(text)
         assert n == 50
         assert_same_next(store.model, fetched, read(store.model, text[:50]))
+
+
+def test_what_was_loaded_needs_no_disk(tmp_path, monkeypatch):
+    fill(tmp_path)
+    with stored(tmp_path) as store:
+        store.load([*TEXT, 7])
+        held, n_read = store.nbytes, store.disk.bytes_read
+        monkeypatch.setattr(folder.Folder, "read", None)
+        assert store.fetch([*TEXT, 7])[1] == len(TEXT)
+        assert (store.nbytes, store.disk.bytes_read) == (held, n_read)
+        store.load([30])
+        store.trim_to(0)
+        assert store.nbytes == 0
+    PromptStore(model_of("qwen3_5"), ROOM).load(TEXT)  # without a folder, nothing is to be done
+
+
+def test_others_go_on_while_a_text_is_loaded(tmp_path, monkeypatch):
+    fill(tmp_path)
+    begun, go_on, read_file = threading.Event(), threading.Event(), folder.Folder.read
+
+    def slow(*args):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go_on.wait(30)
+        return read_file(*args)
+
+    with stored(tmp_path) as store:
+        monkeypatch.setattr(folder.Folder, "read", slow)
+        loading = threading.Thread(target=store.load, args=([*TEXT, 7],))
+        loading.start()
+        assert begun.wait(30)
+        other = [9, *TEXT]
+        read(store.model, other, store=store)
+        for text in (other, TEXT):  # also the one that is being loaded
+            assert store.fetch([*text, 7])[1] == len(text)
+        held = store.nbytes
+        go_on.set()
+        loading.join()
+        assert store.nbytes == held
+        store.trim_to(0)
+        assert store.nbytes == 0
+
+
+def test_nothing_is_left_of_what_cannot_be_loaded(tmp_path, caplog):
+    """The part before a damaged one is of no use, unless a checkpoint is there."""
+    fill(tmp_path, cuts=(4, 9))
+    with stored(tmp_path) as store:
+        first, second, last = next(iter(store_of(store, TEXT))).path()[1:]
+        first.checkpoint = second.checkpoint = None
+        (tmp_path / f"{last.span.name}.safetensors").write_bytes(b"")
+        store.load([*TEXT, 7])
+        assert (store.nbytes, store.fetch([*TEXT, 7])[1]) == (0, 0)
+    assert len(caplog.records) == 1
+
+
+def store_of(store, text):
+    """The nodes at the end of a text."""
+    store.fetch([text[0] + 1])  # reads the index
+    return [node for node in store._nodes() if node.length == len(text)]
 
 
 def any_unwritten(store):

@@ -1,5 +1,6 @@
 """The prompt store of the server: what a request reads, that its answer is the same, and that none fails for it."""
 
+import threading
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_mtp.models.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
+from mlx_mtp.prompt_store.folder import Folder
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.caches import Stores, WholeCaches, make_caches
 from mlx_mtp.server.request import Prompt
@@ -72,6 +74,22 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
     with Engine(*flags) as engine:
         engine.ask(messages, max_tokens=12)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")} == files
+
+
+def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
+    """A running answer does not wait for another one's text."""
+    flags, threads, read_file = ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)], set(), Folder.read
+    with Engine(*flags) as engine:
+        engine.ask(MESSAGES, max_tokens=2)
+
+    def note(*args):
+        threads.add(threading.current_thread().name)
+        return read_file(*args)
+
+    monkeypatch.setattr(Folder, "read", note)
+    with Engine(*flags) as engine:
+        assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
+    assert threads == {"prompt-store-reader_0"}
 
 
 def test_a_batch_goes_on_from_the_store(model):

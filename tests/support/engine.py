@@ -9,7 +9,7 @@ from mlx_lm import server as stock
 
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import Caches, make_caches
+from mlx_mtp.server.caches import make_caches
 from mlx_mtp.server.engine import ResponseGenerator
 from mlx_mtp.server.job import Delta
 from mlx_mtp.server.metrics import Metrics
@@ -44,13 +44,12 @@ class Engine:
     """
     Args:
         flags (str): Of ``mlx_mtp.server``.
-        caches (Caches, optional): In place of those that the flags ask for.
     """
 
-    def __init__(self, *flags: str, caches: Caches | None = None):
+    def __init__(self, *flags: str):
         args = make_parser().parse_args(flags)
         check(args)
-        self.generator = Scripted(ModelProvider(args), caches or make_caches(args, None), Metrics())
+        self.generator = Scripted(ModelProvider(args), make_caches(args, None), Metrics())
         try:
             self.generator.loaded.result()
         except BaseException:

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class Disk:
         on_done (Callable[[Work, Outcome, str], None]): Is told what became of it, and the file's name.
 
     Attributes:
+        reader (ThreadPoolExecutor): The one thread that reads before a text is asked for: MLX's streams are a thread's own.
         bytes_written (int): By this process.
         bytes_read (int): By this process.
     """
@@ -75,6 +77,7 @@ class Disk:
     ):
         self.folder, self.next_work, self.on_done = folder, next_work, on_done
         self.bytes_written = self.bytes_read = 0
+        self.reader = ThreadPoolExecutor(1, "prompt-store-reader")
         self._touched: set[str] = set()
         self._wake = threading.Event()
         self._deadline: float | None = None  # once it is closed
@@ -126,8 +129,11 @@ class Disk:
 
     def close(self, seconds: float) -> None:
         """Write what is left, as far as it takes no longer than this."""
+        if self._deadline is None:
+            self.reader.submit(mx.clear_streams)
         self._deadline = time.monotonic() + seconds
         self.wake()
+        self.reader.shutdown()
         self._thread.join(seconds + LAST_PIECE)
         if not self._thread.is_alive():
             self.folder.close()

@@ -118,6 +118,16 @@ class PromptStore:
                     return entries, found[1].length
             return make_prompt_cache(self.model), 0
 
+    def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
+        """Have in memory what ``fetch`` will need of this text. While files are read, other threads go on.
+
+        Args:
+            tokens (Sequence[int]): As in ``fetch``.
+            kv (Tuple[int, int, int], optional): As in ``fetch``.
+        """
+        if (disk := self.disk) is not None:
+            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), kv).result()
+
     def n_common(self, tokens: Sequence[int]) -> int:
         """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
         text = np.asarray(tokens, np.int64)
@@ -241,16 +251,15 @@ class PromptStore:
 
     def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
         """A prompt cache that ends at a node's checkpoint; ``None`` if a file of it is no longer there or damaged."""
-        checkpoint, path = node.checkpoint, node.path()[1:]
-        assert checkpoint is not None
-        if not all(self._load(n, n.span, format) for n in path) or not self._load(node, checkpoint, format):
+        (_, checkpoint), *path = pieces = _pieces(node)
+        if not self._load_all(pieces, format):
             return None
         node.used, node.uses = self._now, node.uses + 1
         self.counts.hits += 1
         self.counts.tokens += node.length
         if self.disk is not None:
-            self.disk.touch([piece.name for piece in (checkpoint, *(n.span for n in path)) if piece.name is not None])
-        spans = [n.span.arrays for n in path]
+            self.disk.touch([piece.name for _, piece in pieces if piece.name is not None])
+        spans = [piece.arrays for _, piece in path]
         entries = arrays.make_cache(self.model, format, text[: node.length], spans, checkpoint.arrays)
         entries[-1].origin = weakref.ref(node)
         self.trim_to(self.max_bytes, self.max_checkpoints)  # what was read from disk is held as well
@@ -267,6 +276,18 @@ class PromptStore:
                 self._last_entry[format] = entry.id
                 self._add_entry(self._root(format), entry)
 
+    def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
+        with self._lock:
+            self._check_model()
+            self._read_index(kv)
+            if (found := self._deepest(text, kv)) is None:
+                return
+            format, node = found
+            node.used = self._now  # it stays until it is fetched
+            pieces = _pieces(node)
+        self._load_all(pieces, format)
+        self.trim_to(self.max_bytes, self.max_checkpoints)
+
     def _add_entry(self, root: Node, entry: Entry) -> None:
         parent = self._spans.get(entry.parent, None if entry.parent else root)
         if parent is None or entry.name in self._spans:
@@ -282,22 +303,39 @@ class PromptStore:
             self._keys[format] = key_of(self.model, format)
         return self._keys[format]
 
+    def _load_all(self, pieces: list[tuple[Node, Piece]], format: Format) -> bool:
+        """Have a prompt cache's pieces in memory, or none that is of no other use -> whether that was possible."""
+        if all(self._load(node, piece, format) for node, piece in pieces):
+            return True
+        with self._lock:
+            for node, _ in pieces[::-1]:
+                if node.parent is not None and not _in_memory(node):
+                    self._free(_only_for(node))
+        return False
+
     def _load(self, node: Node, piece: Piece, format: Format) -> bool:
         """Have a node's span or checkpoint in memory -> whether that was possible."""
         if piece.in_memory:
             return True
-        if self.disk is None or node.parent is None:
+        disk, above = self.disk, node.parent
+        if disk is None or above is None:
             return False
         is_span = piece is node.span
-        parent = (node.parent.span.name or "") if is_span else node.span.name or ""
-        found = self.disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
-        if found is not None:
-            piece.arrays, piece.nbytes = found, arrays.nbytes(found)
-            self.nbytes += piece.nbytes
-        elif is_span:
-            self._remove_below(node)
-        else:
-            node.checkpoint = None
+        parent = (above.span.name or "") if is_span else node.span.name or ""
+        found = disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
+        with self._lock:
+            # What other threads have done meanwhile counts.
+            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.checkpoint):
+                return False
+            if piece.in_memory:
+                return True
+            if found is not None:
+                piece.arrays, piece.nbytes = found, arrays.nbytes(found)
+                self.nbytes += piece.nbytes
+            elif is_span:
+                self._remove_below(node)
+            else:
+                node.checkpoint = None
         return found is not None
 
     def _remove_below(self, top: Node) -> None:
@@ -379,14 +417,25 @@ class PromptStore:
         """Free a checkpoint, and the spans that no other one needs."""
         assert node.checkpoint is not None
         spare = _only_for(node)
-        for piece in (node.checkpoint, *(n.span for n in spare)):
-            self.nbytes -= piece.nbytes
-            piece.arrays = None
+        self.nbytes -= node.checkpoint.nbytes
+        node.checkpoint.arrays = None
         if node.checkpoint.name is None:
             node.checkpoint = None
+        self._free(spare)
+
+    def _free(self, spare: list[Node]) -> None:
+        """Free the spans of these nodes, the lowest first."""
         for n in spare:
+            self.nbytes -= n.span.nbytes
+            n.span.arrays = None
             if n.span.name is None:
                 n.remove()
+
+
+def _pieces(node: Node) -> list[tuple[Node, Piece]]:
+    """What a prompt cache that ends at a node's checkpoint is made of: the checkpoint, and the spans from the first on."""
+    assert node.checkpoint is not None
+    return [(node, node.checkpoint), *((n, n.span) for n in node.path()[1:])]
 
 
 def _in_memory(node: Node) -> bool:

@@ -51,6 +51,9 @@ class Caches(Protocol):
     def release(self) -> None:
         """No model is loaded any more."""
 
+    def load(self, key: ModelKey, tokens: list[int]) -> None:
+        """A prompt of this model will be fetched. In any thread: what takes long is done here."""
+
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to go on from, if there is one, and the tokens in it; leaves the prompt's segments behind these."""
 
@@ -87,6 +90,9 @@ class WholeCaches:
         self.key = key
 
     def release(self) -> None:
+        pass
+
+    def load(self, key: ModelKey, tokens: list[int]) -> None:
         pass
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
@@ -149,6 +155,15 @@ class Stores:
 
     def release(self) -> None:
         self.store.model = None  # its weights make space for those of the next one
+
+    def load(self, key: ModelKey, tokens: list[int]) -> None:
+        store = self.stores.get(key)
+        if store is None or store.disk is None:
+            return
+        try:
+            store.load(tokens[:-1], self.kv)
+        except Exception:  # as where another model is loaded meanwhile
+            logging.debug("A text was not read from disk before it is needed.", exc_info=True)
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         tokens = prompt.tokens

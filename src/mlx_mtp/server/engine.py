@@ -150,6 +150,8 @@ class ResponseGenerator(stock.ResponseGenerator):
             ApiError: It cannot be generated.
         """
         request.encoded = await self._encode_request(request, args)
+        if self.cli_args.prompt_cache_dir is not None:
+            await in_thread(self.caches.load, self.model_provider.key_of(args.model), request.encoded.tokens)
         context = answer = None
         async for response in self._submit(request, args):
             if isinstance(response, stock.GenerationContext):
@@ -580,7 +582,7 @@ class ResponseGenerator(stock.ResponseGenerator):
     def _let_go(self) -> None:
         """In the thread that owns the arrays' streams; the streams' threads must not outlast it."""
         self.model_provider.reset()
-        del self.prompt_cache, self.caches
+        del self.prompt_cache
         gc.collect()
         mx.clear_streams()
 

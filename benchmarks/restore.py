@@ -1,0 +1,86 @@
+"""Measure how long the prompt store takes to restore a text, beside reading it.
+
+    python -m benchmarks.restore
+    python -m benchmarks.restore --model PATH_OR_REPO --tokens 4096 16384 65536
+
+Each text is read once, with the cuts of a prompt. Then it is fetched from memory, and by another store from disk, whose files
+the system has in its cache by then.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import mlx_mtp
+from mlx_mtp import PromptStore, cli
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.prompt_store.cuts import choose_cuts
+
+ROOT = Path(__file__).parents[1]
+
+
+def text(tokenizer: Any, n: int) -> list[int]:
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    tokens: list[int] = tokenizer.encode(f"# {n} tokens\n{source[: 10 * n]}")
+    if len(tokens) < n:
+        raise ValueError(f"The text has {len(tokens)} tokens, not {n}.")
+    return tokens[:n]
+
+
+def read(model: Any, tokens: list[int], store: PromptStore) -> None:
+    prompt_cache, n = store.fetch(tokens[:-1])
+    for cut in choose_cuts([], len(tokens)):
+        prefill(mx.array(tokens[n:cut]), model, prompt_cache=prompt_cache)
+        store.insert(tokens[:cut], prompt_cache)
+        n = cut
+
+
+def seconds(f: Callable[[], Any]) -> float:
+    tic = time.perf_counter()
+    f()
+    return time.perf_counter() - tic
+
+
+def measure(model: Any, tokens: list[int], repeat: int) -> tuple[int, float, float, float]:
+    """Bytes, and the seconds of reading, of restoring from memory and from disk."""
+
+    def fetch(store: PromptStore) -> None:
+        assert store.fetch(tokens[:-1])[1] == len(tokens) - 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        with PromptStore(model, folder=folder) as store:
+            took = seconds(lambda: read(model, tokens, store))
+            memory = statistics.median(seconds(lambda: fetch(store)) for _ in range(repeat))
+            n_bytes = store.nbytes
+        disk = []
+        for _ in range(repeat):
+            with PromptStore(model, folder=folder) as store:
+                disk.append(seconds(lambda s=store: fetch(s)))
+        return n_bytes, took, memory, statistics.median(disk)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure how long restoring a text takes, beside reading it.")
+    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--repeat", type=int, default=3, help="Of restoring (default: 3).")
+    args = parser.parse_args()
+    model, tokenizer = mlx_mtp.load(args.model)
+    read(model, text(tokenizer, args.tokens[0]), PromptStore(model, 0))  # what is compiled is compiled
+    rows = [["tokens", "MB", "reading", "from memory", "ratio", "from disk", "ratio"]]
+    for n in args.tokens:
+        n_bytes, took, memory, disk = measure(model, text(tokenizer, n), args.repeat)
+        ratios = [cell for t in (memory, disk) for cell in (f"{1e3 * t:.1f} ms", f"{took / t:.0f}")]
+        rows.append([f"{n:,}", f"{n_bytes / 1e6:.0f}", f"{took:.2f} s", *ratios])
+    print("\n".join(cli.table(rows)))
+
+
+if __name__ == "__main__":
+    main()
