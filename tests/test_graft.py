@@ -215,6 +215,10 @@ def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
             "makes rows of 8, its model takes 192",
         ),
         (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), r"blocks\.2"),
+        (
+            lambda f: configure(f, vision_config=VISION_CONFIG | {"hidden_size": "a"}),
+            "vision_config of .* is not usable",
+        ),
         (lambda f: (f / "preprocessor_config.json").write_text("{"), "image settings of .*out are not usable"),
         (
             lambda f: configure(f, text_config={"hidden_size": 191}),
