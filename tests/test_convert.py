@@ -198,7 +198,9 @@ def test_the_tower_is_kept_as_it_was(seeing):
             == json.loads((original / "config.json").read_text())[name]
         )
     assert (out / "preprocessor_config.json").read_bytes() == (original / "preprocessor_config.json").read_bytes()
-    assert ModelCard.load(out / "README.md").data.pipeline_tag == "image-text-to-text"
+    card = ModelCard.load(out / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert f"mlx_mtp.generate --model {out} --image" in card.text
 
 
 def test_an_image_has_the_same_rows_after_conversions(seeing, tmp_path):
@@ -226,7 +228,9 @@ def test_no_vision_leaves_it_out(seeing, tmp_path, options):
     assert tower_of(tmp_path / "without") == {}
     assert "vision_config" not in json.loads((tmp_path / "without" / "config.json").read_text())
     assert not list((tmp_path / "without").glob("*processor_config.json"))
-    assert ModelCard.load(tmp_path / "without" / "README.md").data.pipeline_tag == "text-generation"
+    card = ModelCard.load(tmp_path / "without" / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert "--image" not in card.text
 
 
 def test_the_commands_flags_are_the_functions_arguments():

@@ -165,6 +165,7 @@ def test_grafts_a_tower(blind, tmp_path):
     assert index["weight_map"].keys() == tensors(full).keys()
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in tensors(full).values())
     assert (tmp_path / "out" / "model.safetensors").samefile(without / "model.safetensors")
+    assert f"--model {tmp_path / 'out'} --image" in (tmp_path / "out" / "README.md").read_text()
     convert(str(tmp_path / "out"), str(tmp_path / "again"))
     assert_same_tensors(tmp_path / "again", full)
 
