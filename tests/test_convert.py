@@ -200,7 +200,7 @@ def test_the_tower_is_kept_as_it_was(seeing):
     assert (out / "preprocessor_config.json").read_bytes() == (original / "preprocessor_config.json").read_bytes()
     card = ModelCard.load(out / "README.md")
     assert card.data.pipeline_tag == "image-text-to-text"
-    assert f"mlx_mtp.generate --model {out} --image" in card.text
+    assert f"mlx_mtp.generate --mtp --model {out} --image" in card.text
 
 
 def test_an_image_has_the_same_rows_after_conversions(seeing, tmp_path):

@@ -30,7 +30,7 @@ IMAGES = """
 This checkpoint keeps the model's vision tower:
 
 ```sh
-mlx_mtp.generate --model {name} --image picture.png --prompt 'What is this?'
+mlx_mtp.generate --mtp --model {name} --image picture.png --prompt 'What is this?'
 ```
 """
 
