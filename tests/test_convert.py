@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from unittest.mock import create_autospec
@@ -22,7 +23,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import acceptance, card, conversion, convert
-from mlx_mtp.convert.__main__ import main
+from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.models.mtp import split_head
 from mlx_mtp.models.vision import PATCH_KERNEL, split_tower
@@ -197,7 +198,9 @@ def test_the_tower_is_kept_as_it_was(seeing):
             == json.loads((original / "config.json").read_text())[name]
         )
     assert (out / "preprocessor_config.json").read_bytes() == (original / "preprocessor_config.json").read_bytes()
-    assert ModelCard.load(out / "README.md").data.pipeline_tag == "image-text-to-text"
+    card = ModelCard.load(out / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert f"mlx_mtp.generate --mtp --model {out} --image" in card.text
 
 
 def test_an_image_has_the_same_rows_after_conversions(seeing, tmp_path):
@@ -225,7 +228,16 @@ def test_no_vision_leaves_it_out(seeing, tmp_path, options):
     assert tower_of(tmp_path / "without") == {}
     assert "vision_config" not in json.loads((tmp_path / "without" / "config.json").read_text())
     assert not list((tmp_path / "without").glob("*processor_config.json"))
-    assert ModelCard.load(tmp_path / "without" / "README.md").data.pipeline_tag == "text-generation"
+    card = ModelCard.load(tmp_path / "without" / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert "--image" not in card.text
+
+
+def test_the_commands_flags_are_the_functions_arguments():
+    args = vars(make_parser().parse_args([]))
+    assert args.keys() - {"recipe", "inspect"} == signature(convert).parameters.keys()
+    assert args["vision"] is True
+    assert vars(make_parser().parse_args(["--no-vision"]))["vision"] is False
 
 
 def test_a_damaged_tower_leaves_nothing(tmp_path):
@@ -495,7 +507,7 @@ def test_signal_leaves_nothing_or_a_complete_folder(moment, sent, status, comple
     owner, name = ("mx", "save_safetensors") if moment == "while writing" else ("pathlib.Path", "rename")
     program = f"""
 import os, pathlib, signal, mlx.core as mx
-from mlx_mtp.convert.__main__ import main
+from mlx_mtp.convert.__main__ import main, make_parser
 signal.signal(signal.SIGINT, signal.default_int_handler)
 original = {owner}.{name}
 def signalled(*args, **kwargs):

@@ -165,6 +165,7 @@ def test_grafts_a_tower(blind, tmp_path):
     assert index["weight_map"].keys() == tensors(full).keys()
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in tensors(full).values())
     assert (tmp_path / "out" / "model.safetensors").samefile(without / "model.safetensors")
+    assert f"--model {tmp_path / 'out'} --image" in (tmp_path / "out" / "README.md").read_text()
     convert(str(tmp_path / "out"), str(tmp_path / "again"))
     assert_same_tensors(tmp_path / "again", full)
 
@@ -215,6 +216,10 @@ def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
             "makes rows of 8, its model takes 192",
         ),
         (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), r"blocks\.2"),
+        (
+            lambda f: configure(f, vision_config=VISION_CONFIG | {"hidden_size": "a"}),
+            "vision_config of .* is not usable",
+        ),
         (lambda f: (f / "preprocessor_config.json").write_text("{"), "image settings of .*out are not usable"),
         (
             lambda f: configure(f, text_config={"hidden_size": 191}),

@@ -24,6 +24,15 @@ mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.
 
 mlx-lm 0.32.0 and later loads the checkpoint and ignores the head.
 """
+IMAGES = """
+## Images
+
+This checkpoint keeps the model's vision tower:
+
+```sh
+mlx_mtp.generate --mtp --model {name} --image picture.png --prompt 'What is this?'
+```
+"""
 
 
 def write_card(

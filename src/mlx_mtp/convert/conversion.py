@@ -20,7 +20,7 @@ from ..images.vision import CONFIG_FILES, Vision
 from ..models.protocol import MTPModel
 from ..models.vision import PREFIX
 from .acceptance import print_cost
-from .card import USAGE, upload, write_card
+from .card import IMAGES, USAGE, upload, write_card
 from .graft import graft
 from .quantization import MTP_GROUP_SIZE, Quantization, QuantPredicate, cast
 from .shards import max_shard_bytes, write_model
@@ -133,7 +133,7 @@ def convert_weights(
     model, config = how.apply(model, config)
     images = find_vision(source, config) if vision else None
     _record_head(config, model if mtp else None, hf_path, commit)
-    usage = USAGE.format(name=name or target) if mtp else ""
+    usage = (USAGE + IMAGES * (images is not None)).format(name=name or target) if mtp else ""
     with atomic_directory(target) as folder:
         write_model(folder, model, config, max_shard_bytes(source), {} if images is None else _tower_tensors(images))
         _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)

@@ -19,7 +19,7 @@ from ..models.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from ..models.vision import PREFIX, VisionArgs, make_tower, split_tower
 from .acceptance import check_acceptance
-from .card import USAGE
+from .card import IMAGES, USAGE
 
 DTYPES = ("BF16", "F16", "F32")
 
@@ -67,9 +67,8 @@ def graft(
             head, origin = _head(donor, receiver, config, model, dtype, folder)
         write_weights(folder, receiver, head, tower)
         write_config(folder, config, head, origin)
-        if head:
-            with (folder / "README.md").open("a") as f:
-                f.write(USAGE.format(name=name or target))
+        with (folder / "README.md").open("a") as f:
+            f.write((USAGE * bool(head) + IMAGES * bool(tower)).format(name=name or target))
         if mtp_from is not None and not skip_check:
             check_acceptance(folder, mtp_from, model)
 

@@ -77,8 +77,13 @@ class Vision:
 
     @cached_property
     def _args(self) -> VisionArgs:
-        args = VisionArgs.from_dict(self.config["vision_config"])
-        if args.out_hidden_size != (n := self.config["text_config"]["hidden_size"]):
+        try:
+            args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
+        except (KeyError, TypeError) as e:  # text where a number belongs
+            raise ValueError(
+                f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
+            ) from e
+        if args.out_hidden_size != n:
             raise ValueError(
                 f"The vision tower of {self.folder} makes rows of {args.out_hidden_size}, its model takes {n}."
             )
