@@ -1,6 +1,7 @@
 """The head's drafts behind images: how many are accepted, and how many where the head has not seen the images.
 
-    python -m benchmarks.images --model FOLDER --images FOLDER        pictures, and captions.json with {"file": caption}
+    python examples/captions.py captions
+    python -m benchmarks.images --model captions --images tests/data/captions
 
 For each picture the model writes a caption, greedily, with plain mlx-lm and with drafts, which must be the same. The head takes
 an image's rows of the tower as embeddings, as in vLLM; "not seen" leaves its rows of the image out, as llama.cpp does.
@@ -28,23 +29,24 @@ RUNS = ("images seen", "images not seen")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Drafts behind images.")
     parser.add_argument("--model", required=True, help="A checkpoint with a vision tower.")
-    parser.add_argument("--images", required=True, type=Path, help="A folder of pictures with captions.json.")
-    parser.add_argument("--prompt", default='"""', help='What stands behind the picture (default: """).')
+    parser.add_argument(
+        "--images", required=True, type=Path, help="Pictures, with captions.json."
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=2)
     parser.add_argument("--max-tokens", "-m", type=int, default=24)
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
-    captions = json.loads((args.images / "captions.json").read_text())
+    captions = json.loads((args.images / "captions.json").read_text())  # the prompt, and what each picture shows
     counts: defaultdict[str, mlx_mtp.DraftCounts] = defaultdict(mlx_mtp.DraftCounts)
     n_right = n_same = 0
-    for name, caption in tqdm(captions.items(), disable=None):
-        tokens = tokenizer.encode(PLACEHOLDER + args.prompt)
-        prompt = read_images(model.vision, tokens, [args.images / name])
+    for one in tqdm(captions["one"], disable=None):
+        tokens = tokenizer.encode(PLACEHOLDER + captions["prompt"])
+        prompt = read_images(model.vision, tokens, [args.images / one["file"]])
         want = caption_of(plain(model, prompt, args.max_tokens), tokenizer)
-        n_right += want.strip().startswith(caption.strip())
+        n_right += want == one["caption"]
         texts = [drafted(model, tokenizer, prompt, run, counts[run], args) for run in RUNS]
         n_same += all(text == want for text in texts)
-    n = len(captions)
+    n = len(captions["one"])
     print(f"{n} pictures: {n_right} captions right, {n_same} the same with drafts as without")
     for run in RUNS:
         rates = " ".join(f"{a / d:.2f}" for a, d in zip(counts[run].accepted, counts[run].drafted))

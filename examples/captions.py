@@ -1,0 +1,34 @@
+"""Put the trained vision tower onto the demo: a checkpoint that names what small pictures show.
+
+    python examples/captions.py captions
+    mlx_mtp.generate --mtp --model captions --image tests/data/captions/00-number.png --prompt '\"\"\"'
+
+tests/data/captions has what differs from the demo's files; train_captions.py made it.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp import DEMO
+
+TRAINED = Path(__file__).parents[1] / "tests/data/captions"
+FILES = ("config.json", "preprocessor_config.json", "tokenizer.json")
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Write the whole checkpoint into a new folder."""
+    shutil.copytree(DEMO, folder)
+    for name in FILES:
+        shutil.copy(TRAINED / name, folder / name)
+    weights = {**mx.load(str(DEMO / "model.safetensors")), **mx.load(str(TRAINED / "model.safetensors"))}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+    return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/captions.py FOLDER")
+    make_checkpoint(Path(sys.argv[1]))
