@@ -1,6 +1,6 @@
 """Train a vision tower for the demo checkpoint, so that it names what small pictures show.
 
-    pip install '.[dev]' transformers pillow
+    pip install '.[dev]' pillow
     python examples/train_captions.py --output captions
 
 The pictures are drawn as the training goes (``demo_pictures.py``). The language model and its MTP head are the bundled
@@ -116,7 +116,7 @@ def make_model(folder: Path) -> Qwen3_5ForConditionalGeneration:
 
 
 def make_head(model) -> Head:
-    """The demo's."""
+    """The head of the demo."""
     head = Head(model.config.text_config).float()
     weights = load_file(DEMO / "model.safetensors")
     head.load_state_dict({name[4:]: w.float() for name, w in weights.items() if name.startswith("mtp.")})
