@@ -23,7 +23,8 @@ def make_checkpoint(folder: Path) -> Path:
     shutil.copytree(DEMO, folder)
     for name in FILES:
         shutil.copy(TRAINED / name, folder / name)
-    weights = {**mx.load(str(DEMO / "model.safetensors")), **mx.load(str(TRAINED / "model.safetensors"))}
+    parts = [DEMO / "model.safetensors", TRAINED / "model.safetensors", TRAINED / "head.safetensors"]
+    weights = {name: w for part in parts for name, w in mx.load(str(part)).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
     return folder
 

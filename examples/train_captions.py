@@ -1,6 +1,6 @@
 """Train a vision tower for the demo checkpoint, so that it names what small pictures show.
 
-    pip install '.[dev]' transformers pillow
+    pip install '.[dev]' pillow
     python examples/train_captions.py --output captions
 
 The pictures are drawn as the training goes (``demo_pictures.py``). The language model and its MTP head are the bundled
@@ -9,12 +9,14 @@ that, put before the beginning of a docstring, make the demo write the caption:
 
     <|vision_start|> rows of the picture <|vision_end|> \"\"\"A large red circle.\"\"\"
 
-There are three stages, because a step through the language model costs several times one of the tower alone:
+There are four stages, because a step through the language model costs several times one of the tower alone:
 
 1. codes: for each symbol of a caption (a digit, a word, a coloured shape) at each place, a row that makes the demo write
    it; no picture is looked at, and the demo's attention learns to read them
 2. tower: it learns to give a picture's codes
 3. together: tower and attention learn from what the demo then writes, one or two pictures in a text
+4. head: the demo's MTP head learns to guess what the demo writes of pictures, three drafts deep; it is kept in a file of its
+   own, so that both heads can be tried
 
 The image's special tokens are four of the bytes that UTF-8 never has: their embeddings exist, and no text produces them.
 The result is the tensors that were trained, in bfloat16, and the files that differ from the demo's. The state of each
@@ -35,7 +37,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
 from tqdm import tqdm
-from transformers import Qwen2VLImageProcessorPil, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from train_demo import DEPTH, HEAD_WEIGHTS, Head
+from transformers import DynamicCache, Qwen2VLImageProcessorPil, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -110,6 +113,14 @@ def make_model(folder: Path) -> Qwen3_5ForConditionalGeneration:
         if p.ndim > 1:  # the library's initial weights are of 0.02, with which so small a tower learns slowly
             nn.init.normal_(p, std=0.5 if "pos_embed" in name else p[0].numel() ** -0.5)
     return model.float().requires_grad_(False)
+
+
+def make_head(model) -> Head:
+    """The head of the demo."""
+    head = Head(model.config.text_config).float()
+    weights = load_file(DEMO / "model.safetensors")
+    head.load_state_dict({name[4:]: w.float() for name, w in weights.items() if name.startswith("mtp.")})
+    return head
 
 
 def trained_tensors(model) -> tuple[dict, dict]:
@@ -214,8 +225,8 @@ def symbols_of(pictures: list, grids) -> tuple[torch.Tensor, torch.Tensor]:
 class Losses:
     """The loss of each stage for a step's number, which alone decides what is drawn: a resumed run sees the same."""
 
-    def __init__(self, model, captions: Captions, codes: nn.Parameter, seed: int):
-        self.model, self.captions, self.codes, self.seed = model, captions, codes, seed
+    def __init__(self, model, captions: Captions, codes: nn.Parameter, head: Head, seed: int):
+        self.model, self.captions, self.codes, self.head, self.seed = model, captions, codes, head, seed
 
     def draw(self, stage: int, step: int, n: int, most: int = 1) -> list[list]:
         """n rows of one to ``most`` pictures."""
@@ -244,6 +255,48 @@ class Losses:
 
     def together(self, step: int):
         return F.cross_entropy(*answers(self.model, *self.captions.batch(self.draw(3, step, 12, 2))))
+
+    def of_head(self, step: int):
+        losses, _ = self.drafts(*self.captions.batch(self.draw(4, step, 12, 2)))
+        return sum(w * loss for w, loss in zip(HEAD_WEIGHTS, losses))
+
+    def drafts(self, inputs: dict, targets: torch.Tensor) -> tuple[list, list]:
+        """-> for each draft its loss, and the share that is the model's own choice.
+
+        Row i takes the embedding of position i + 1, an image's row where that is an image's, and hidden state i, at the
+        positions of i. Draft d + 1 of row i sees the rows up to i and the drafts of row i alone, as in decoding.
+        """
+        with torch.no_grad():
+            embeddings, positions, hidden = self.backbone(inputs)
+            choice = F.linear(hidden, self.model.lm_head.weight)  # [B, T, V]
+        T = hidden.shape[1] - DEPTH
+        rows = torch.arange(T)
+        causal, own = rows[:, None] >= rows[None, :], rows[:, None] == rows[None, :]
+        h, cache, losses, shares = hidden[:, :T], DynamicCache(), [], []
+        for d in range(DEPTH):
+            mask = torch.cat([causal] + [own] * d, dim=1)[None, None]
+            rotary = self.model.model.language_model.rotary_emb(h, positions[:, :, d : d + T])
+            h = self.head(embeddings[:, d + 1 : d + 1 + T], h, rotary, mask, cache)
+            said = targets[:, d + 1 : d + 1 + T] != -100  # the model writes what the draft guesses
+            logits, wanted = F.linear(h[said], self.model.lm_head.weight), choice[:, d + 1 : d + 1 + T][said]
+            losses.append(F.cross_entropy(logits, wanted.softmax(-1)))
+            shares.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
+        return losses, shares
+
+    def backbone(self, inputs: dict):
+        """-> embeddings with the images' rows [B, T, H], positions [3, B, T], hidden states [B, T, H]."""
+        model, ids = self.model.model, inputs["input_ids"]
+        rows = model.visual(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+        embeddings = model.get_input_embeddings()(ids).masked_scatter((ids == self.captions.image)[..., None], rows)
+        positions, _ = model.get_rope_index(ids, inputs["mm_token_type_ids"], inputs["image_grid_thw"])
+        hidden = model.language_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+        return embeddings, positions, hidden.last_hidden_state
+
+    @torch.no_grad()
+    def acceptance(self) -> str:
+        rng = random.Random(4)
+        _, shares = self.drafts(*self.captions.batch([[draw_picture(rng, True)] for _ in range(50)]))
+        return "drafts that are the model's choice " + ", ".join(f"{share:.3f}" for share in shares)
 
 
 @torch.no_grad()
@@ -380,7 +433,9 @@ def learning_rate(step: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a vision tower for the demo of mlx_mtp.")
     parser.add_argument("--output", type=Path, default=Path("captions"), help="Folder (default: captions).")
-    parser.add_argument("--steps", type=int, nargs=3, default=(200, 5300, 150), help="Of the stages (200 5300 150).")
+    parser.add_argument(
+        "--steps", type=int, nargs=4, default=(200, 5300, 150, 200), help="Of the stages (200 5300 150 200)."
+    )
     parser.add_argument("--threads", type=int, default=1, help="Threads of PyTorch (default: 1).")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -394,8 +449,9 @@ def main() -> None:
     model, captions = make_model(args.output), Captions(args.output)
     codes, (tower, attention) = make_codes(model, captions), trained_tensors(model)
     print(f"{sum(p.numel() for p in tower.values()):,} parameters in the tower")
-    losses = Losses(model, captions, codes, args.seed)
-    n_codes, n_tower, n_together = args.steps
+    head = make_head(model)
+    losses = Losses(model, captions, codes, head, args.seed)
+    n_codes, n_tower, n_together, n_head = args.steps
 
     def share(batch):
         return lambda: evaluate(model, batch, 50)
@@ -408,6 +464,11 @@ def main() -> None:
         50, share(captions.batch)
     )
     export(model, captions, args.output, 24)
+    print(losses.acceptance())
+    learned = {f"mtp.{name}": p for name, p in head.named_parameters()}
+    Stage(args.output / "head.pt", learned, n_head, (0.005, 1e-3), losses.of_head).train(50, losses.acceptance)
+    weights = {name: p.data.to(torch.bfloat16) for name, p in learned.items()}
+    save_file(weights, args.output / "head.safetensors", metadata={"format": "pt"})
     print(f"written: {args.output}; the files *.pt can be deleted")
 
 
