@@ -34,6 +34,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
 
+TIMEOUT = 3600  # seconds for an answer, also on a machine that does much else
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 
 
@@ -53,7 +54,7 @@ def random_request(rng: random.Random, source: dict[str, str], longest: int = 20
 
 def ask(server: Server, body: dict, hang_up_after: int | None) -> str | None:
     """The text of a request; None if its client hangs up, after this number of bytes."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
