@@ -10,6 +10,7 @@ an image's rows of the tower as embeddings, as in vLLM; "not seen" leaves its ro
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ RUNS = ("images seen", "images not seen")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Drafts behind images.")
     parser.add_argument("--model", required=True, help="A checkpoint with a vision tower.")
-    parser.add_argument(
-        "--images", required=True, type=Path, help="Pictures, with captions.json."
-    )
+    parser.add_argument("--images", required=True, type=Path, help="Pictures, with captions.json.")
     parser.add_argument("--num-draft-tokens", type=int, default=2)
     parser.add_argument("--max-tokens", "-m", type=int, default=24)
     args = parser.parse_args()
@@ -42,10 +41,9 @@ def main() -> None:
     for one in tqdm(captions["one"], disable=None):
         tokens = tokenizer.encode(PLACEHOLDER + captions["prompt"])
         prompt = read_images(model.vision, tokens, [args.images / one["file"]])
-        want = caption_of(plain(model, prompt, args.max_tokens), tokenizer)
-        n_right += want == one["caption"]
-        texts = [drafted(model, tokenizer, prompt, run, counts[run], args) for run in RUNS]
-        n_same += all(text == want for text in texts)
+        want = plain(model, prompt, tokenizer.eos_token_ids, args.max_tokens)
+        n_right += tokenizer.decode(want).partition(captions["prompt"])[0] == one["caption"]
+        n_same += all(drafted(model, prompt, run, counts[run], args, len(want)) == want for run in RUNS)
     n = len(captions["one"])
     print(f"{n} pictures: {n_right} captions right, {n_same} the same with drafts as without")
     for run in RUNS:
@@ -53,7 +51,8 @@ def main() -> None:
         print(f"{run:16} accepted {sum(counts[run].accepted)} of {sum(counts[run].drafted)}, by position {rates}")
 
 
-def plain(model: Any, prompt: ImagePrompt, max_tokens: int) -> list[int]:
+def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: int) -> list[int]:
+    """The tokens of an answer, the one that ends it included."""
     steps = generate_step(
         mx.array(prompt.tokens),
         model,
@@ -61,29 +60,26 @@ def plain(model: Any, prompt: ImagePrompt, max_tokens: int) -> list[int]:
         prompt_cache=place(model, prompt, None),
         input_embeddings=prompt.embed(model),
     )
-    return [token for token, _ in steps]
+    tokens = []
+    for token, _ in steps:
+        tokens.append(token)
+        if token in ends:
+            break
+    return tokens
 
 
 def drafted(
-    model: Any, tokenizer: Any, prompt: ImagePrompt, run: str, counts: mlx_mtp.DraftCounts, args: argparse.Namespace
-) -> str:
-    tokens, embeddings = mx.array(prompt.tokens), prompt.embed(model)
-    cache = place(model, prompt, None)
+    model: Any, prompt: ImagePrompt, run: str, counts: mlx_mtp.DraftCounts, args: argparse.Namespace, n: int
+) -> list[int]:
+    tokens, embeddings, cache = mx.array(prompt.tokens), prompt.embed(model), place(model, prompt, None)
     prefill(tokens[:-1], model, prompt_cache=cache, input_embeddings=embeddings[:-1])
     if run == RUNS[1]:
         forget_images(PromptCache(cache, len(model.layers)))
-    tokens = [
-        token
-        for token, *_ in mlx_mtp.mtp_generate_step(
-            tokens[-1:],
-            model,
-            max_tokens=args.max_tokens,
-            num_draft_tokens=args.num_draft_tokens,
-            prompt_cache=cache,
-            counts=counts,
-        )
-    ]
-    return caption_of(tokens, tokenizer)
+    k = args.num_draft_tokens
+    steps = mlx_mtp.mtp_generate_step(
+        tokens[-1:], model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, counts=counts
+    )
+    return [token for token, *_ in steps]
 
 
 def forget_images(cache: PromptCache) -> None:
@@ -92,13 +88,6 @@ def forget_images(cache: PromptCache) -> None:
     rows = mx.array(kept)
     cache.head.keys, cache.head.values = (x[:, :, rows] for x in (cache.head.keys, cache.head.values))
     cache.head.offset = len(kept)
-
-
-def caption_of(tokens: list[int], tokenizer: Any) -> str:
-    """Up to the end of the text or of the docstring."""
-    ends = [i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
-    text: str = tokenizer.decode(tokens[: ends[0]] if ends else tokens)
-    return text.partition('"""')[0]
 
 
 if __name__ == "__main__":
