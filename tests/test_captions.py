@@ -54,7 +54,7 @@ def text_of(model, tokenizer, prompt, images, n: int = N, **options) -> str:
     return "".join(r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=n, images=images, **options))
 
 
-@pytest.mark.parametrize("k", range(0, len(ONE), 3))
+@pytest.mark.parametrize("k", range(0, len(ONE), 6))
 @pytest.mark.parametrize("options", [dict(mtp=False), dict(num_draft_tokens=2)], ids=["plain", "2 drafts"])
 def test_answers_are_those_of_transformers(k, options, exact):
     answer = text_of(*exact, PROMPT, [FOLDER / ONE[k]["file"]], **options)
@@ -62,7 +62,7 @@ def test_answers_are_those_of_transformers(k, options, exact):
     assert len(answer) > 0
 
 
-@pytest.mark.parametrize("two", TWO, ids=range(len(TWO)))
+@pytest.mark.parametrize("two", TWO[::3], ids=range(len(TWO[::3])))
 def test_a_second_picture_is_not_mistaken_for_the_first(two, exact):
     model, tokenizer = exact
     captions = {one["file"]: one["caption"] for one in ONE}
@@ -73,16 +73,18 @@ def test_a_second_picture_is_not_mistaken_for_the_first(two, exact):
 
 
 def test_captions_are_right(usual):
-    """With plain mlx-lm's loop, with drafts of each depth, all at once, and behind a prompt store, of which a half is saved."""
+    answers = [text_of(*usual, PROMPT, [FOLDER / one["file"]]) for one in ONE]
+    assert sum(caption_of(a) == one["caption"] for a, one in zip(answers, ONE)) >= RIGHT * len(ONE)
+
+
+def test_captions_are_the_same_however_they_are_decoded(usual):
+    """With plain mlx-lm's loop, drafts, all at once, and behind a prompt store."""
     model, tokenizer = usual
-    images = [FOLDER / one["file"] for one in ONE]
-    answers = {
-        options: [text_of(model, tokenizer, PROMPT, [image], **dict([options])) for image in images]
-        for options in (("mtp", False), ("num_draft_tokens", 1), ("num_draft_tokens", 4))
-    }
-    want = answers["mtp", False]
-    assert sum(caption_of(a) == one["caption"] for a, one in zip(want, ONE)) >= RIGHT * len(ONE)
-    assert all(texts == want for texts in answers.values())
+    images = [FOLDER / one["file"] for one in ONE[::5]]
+    want = [text_of(model, tokenizer, PROMPT, [image], mtp=False) for image in images]
+    for options in (dict(num_draft_tokens=1), dict(num_draft_tokens=4), dict(prompt_store=PromptStore(model))):
+        for _ in range(1 + ("prompt_store" in options)):
+            assert [text_of(model, tokenizer, PROMPT, [image], **options) for image in images] == want
 
     tokens = tokenizer.encode(PROMPT)
     generator = BatchGenerator(model, max_tokens=N, stop_tokens=[[t] for t in tokenizer.eos_token_ids])
@@ -96,16 +98,12 @@ def test_captions_are_right(usual):
             texts[r.uid] += [r.token] if r.finish_reason != "stop" else []
     assert [tokenizer.decode(texts[uid]) for uid in uids] == want
 
-    store = PromptStore(model)
-    for _ in range(2):
-        assert [text_of(model, tokenizer, PROMPT, [image], prompt_store=store) for image in images] == want
-
 
 def test_the_server_says_the_same(folder, usual):
     model, tokenizer = usual
     flags = ["--model", str(folder), "--mtp", "--chat-template", "{{ messages[0].content }}"]
     chats, want = [], []
-    for one in ONE[::4]:
+    for one in ONE[::8]:
         url = "data:image/png;base64," + base64.b64encode((FOLDER / one["file"]).read_bytes()).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUOTES}]
         chats.append(([{"role": "user", "content": content}], None))
@@ -130,6 +128,6 @@ def test_sampled_captions_keep_to_their_seed(usual):
         steps = mtp_generate_step(mx.array(prompt.tokens), model, sampler=sampler, num_draft_tokens=depth, **given)
         return [token for token, *_ in steps]
 
-    texts = [sampled(seed, 0) for seed in range(4)]
+    texts = [sampled(seed, 0) for seed in range(2)]
     assert len({*map(tuple, texts)}) > 1
-    assert [sampled(seed, 3) for seed in range(4)] == texts
+    assert [sampled(seed, 3) for seed in range(2)] == texts
