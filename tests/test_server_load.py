@@ -181,7 +181,10 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     monkeypatch.setattr(engine, "KEEP_ALIVE", 0.005)
     g, told = generator_of(), []
     g.model_provider = SimpleNamespace(
-        resolve=lambda model: model, key_of=lambda _: "a key", tokenizers={"a key": "a tokenizer"}
+        resolve=lambda model: model,
+        key_of=lambda _: "a key",
+        tokenizers={"a key": "a tokenizer"},
+        cli_args=SimpleNamespace(prompt_cache_dir=None),
     )
     g._encode = lambda *_: "a prompt"
     context, step = GenerationContext(False, False, None, None, "normal", [1]), Delta([], 1, 0.0, (), "stop")
