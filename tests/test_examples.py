@@ -40,13 +40,14 @@ def test_notebook_runs_and_shows_what_is_committed():
     fresh.cells.insert(
         0, nbformat.v4.new_code_cell("import mlx_mtp.benchmark.parts\nmlx_mtp.benchmark.parts.N_CALLS = 1")
     )
-    NotebookClient(fresh, timeout=300, kernel_name="python3").execute()  # raises where a cell does
+    beside = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(fresh, timeout=300, kernel_name="python3", resources=beside).execute()  # raises where a cell does
     assert shown(fresh).count("the same tokens: True") == 2
     assert "all runs: the tokens of plain mlx-lm: True" in shown(fresh)
     # All but the measured figures is the same.
     figures = re.compile(r" *[\d.]+")
     assert figures.sub("#", shown(fresh)) == figures.sub("#", shown(committed))
-    assert len(pictures(fresh)) == len(pictures(committed)) == 1
+    assert len(pictures(fresh)) == len(pictures(committed)) == 3
 
 
 def test_notebook_was_run_in_order_and_shows_no_paths():
