@@ -149,9 +149,10 @@ class ResponseGenerator(stock.ResponseGenerator):
         Raises:
             ApiError: It cannot be generated.
         """
-        request.encoded = await self._encode_request(request, args)
-        if self.cli_args.prompt_cache_dir is not None:
-            await in_thread(self.caches.load, self.model_provider.key_of(args.model), request.encoded.tokens)
+        prompt = request.encoded = await self._encode_request(request, args)
+        if self.cli_args.prompt_cache_dir is not None and prompt.pictured is None:
+            # With images, the generation thread reads the files: their keys need the tower, which it alone runs.
+            await in_thread(self.caches.load, self.model_provider.key_of(args.model), prompt.tokens)
         context = answer = None
         async for response in self._submit(request, args):
             if isinstance(response, stock.GenerationContext):
