@@ -20,6 +20,7 @@ from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, im
 from tests.support.models import tiny_model
 
 TOLERANCE = 5e-4
+VIDEO_TOKEN = json.loads((FOLDER / "config.json").read_text())["video_token_id"]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,7 @@ def test_what_does_not_go(model, tokenizer):
     cases = [
         (model, tokens, pictures(0)[:1], {}, "2 placeholders .* for 1 images"),
         (model, [1, 2], pictures(0)[:1], {}, "0 placeholders .* for 1 images"),
+        (model, [*tokens, VIDEO_TOKEN], pictures(0), {}, "videos are not supported"),
         (plain, tokens, pictures(0), {}, "has no vision tower"),
         (model, tokens, pictures(0), dict(draft_model=plain, mtp=False), "omit draft_model"),
         (model, tokens, ["no.png", "no.png"], {}, "no image no.png"),

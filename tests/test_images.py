@@ -9,7 +9,6 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mlx_mtp.images import open as opening
 from mlx_mtp.images.open import FORMATS, decode_url, open_image
-from mlx_mtp.images.processor import PLACEHOLDER, Processor
+from mlx_mtp.images.processor import Processor
 from mlx_mtp.images.vision import Vision
 from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
 
@@ -287,30 +286,6 @@ def test_settings_are_the_files(tmp_path):
     assert Vision(tmp_path, config, []).processor == Processor.from_config(PREPROCESSOR)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": newer}))
     assert Vision(tmp_path, config, []).processor.max_pixels == 512
-
-
-def test_each_placeholder_becomes_the_tokens_of_its_image():
-    processor = Processor.from_config(PREPROCESSOR)
-    images = [picture(16, 16), picture(32, 16)]
-    text, pixels = processor(f"a{PLACEHOLDER}b{PLACEHOLDER}c", images=images)
-    pad = processor.image_token
-    assert text == f"a<|vision_start|>{pad * 4}<|vision_end|>b<|vision_start|>{pad * 8}<|vision_end|>c"
-    assert [p.shape for p in pixels] == [(2, 2, 4, 96), (2, 4, 4, 96)]
-    assert mx.array_equal(pixels[1], processor.preprocess_image(images[1]))
-
-
-@pytest.mark.parametrize(
-    ("text", "n", "message"),
-    [
-        ("a", 1, r"The text has 0 <\|image_pad\|> for 1 images"),
-        (PLACEHOLDER * 2, 1, r"The text has 2 <\|image_pad\|> for 1 images"),
-        (PLACEHOLDER + "<|image_pad|>", 1, r"The text has 2 <\|image_pad\|> for 1 images"),
-        ("<|vision_start|><|video_pad|><|vision_end|>", 0, "videos are not supported"),
-    ],
-)
-def test_placeholders_that_do_not_fit_the_images(text, n, message):
-    with pytest.raises(ValueError, match=message):
-        Processor.from_config(PREPROCESSOR)(text, images=[picture()] * n)
 
 
 @pytest.mark.parametrize("pixels", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8)])

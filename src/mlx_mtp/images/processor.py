@@ -1,9 +1,9 @@
 """Images to the patches that the vision tower takes, as transformers' ``Qwen2VLImageProcessorPil`` makes them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,8 +29,6 @@ class Processor:
         min_pixels, max_pixels (int): An image with fewer or more is resized.
         merge_size (int): The patches of a token form a square of this side.
     """
-
-    image_token: ClassVar[str] = IMAGE_TOKEN
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -129,30 +127,6 @@ class Processor:
         scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
         mean, std = (np.array(a, np.float32)[:, None] for a in (self.image_mean, self.image_std))
         return (scaled - mean) / std
-
-    def __call__(self, text: str, *, images: "Sequence[Array | Image]") -> tuple[str, list[mx.array]]:
-        """Expand each placeholder of the chat template to the tokens of one image.
-
-        Args:
-            text (str): A prompt with ``<|vision_start|><|image_pad|><|vision_end|>`` for each image.
-
-        Returns:
-            Tuple[str, List[mx.array]]: The prompt, and what ``preprocess_image`` returns for each image.
-
-        Raises:
-            ValueError: There are more or fewer placeholders than images, or one of a video.
-        """
-        if VIDEO_TOKEN in text:
-            raise ValueError(f"The text has {VIDEO_TOKEN}, and videos are not supported: send single images.")
-        head, *parts = text.split(PLACEHOLDER)
-        if len(parts) != len(images) or any(IMAGE_TOKEN in part for part in (head, *parts)):
-            raise ValueError(f"The text has {text.count(IMAGE_TOKEN)} {IMAGE_TOKEN} for {len(images)} images.")
-        pixel_values = [self.preprocess_image(image) for image in images]
-        expanded = [head]
-        for pixels, part in zip(pixel_values, parts, strict=True):
-            n = pixels.shape[0] * pixels.shape[1]
-            expanded += [PLACEHOLDER.replace(IMAGE_TOKEN, IMAGE_TOKEN * n), part]
-        return "".join(expanded), pixel_values
 
 
 def from_array(pixels: Array) -> Any:
