@@ -12,6 +12,7 @@ import pytest
 
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import parse_json
+from mlx_mtp.server.app import MAX_BODY
 from mlx_mtp.server.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from scripts.attack.server import attack
@@ -175,13 +176,13 @@ def test_accepts_fields_that_change_nothing(changes):
     assert (request.messages, request.tools) == (ASK["messages"], None)
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_is_refused_by_name(kind):
+@pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
+def test_a_part_that_is_neither_text_nor_image_is_refused_by_name(kind):
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}]
     with pytest.raises(ApiError) as e:
         read({"messages": messages})
     assert (e.value.status, e.value.param) == (400, "messages")
-    assert e.value.message == f"messages[0].content: {kind} is not supported: send text."
+    assert e.value.message == f"messages[0].content: {kind} is not supported: send text or images."
 
 
 @pytest.mark.parametrize("tools", ["f", [5], [{}], [{"function": "f"}]], ids=str)
@@ -296,7 +297,7 @@ def test_rejects_invalid_json(server, raw):
 
 
 def test_rejects_large_bodies(server):
-    assert_error(*server.request(TEXT, b" " * (17 << 20)), 413)
+    assert_error(*server.request(TEXT, b" " * (MAX_BODY + 1)), 413)
 
 
 @pytest.mark.parametrize(

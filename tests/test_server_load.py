@@ -28,7 +28,7 @@ from mlx_mtp.server.caches import WholeCaches
 from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
 from mlx_mtp.server.job import Delta
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.request import ApiError, Request
+from mlx_mtp.server.request import ApiError, Prompt, Request
 from tests.support.models import tiny_model
 from tests.support.server_process import serve_here
 
@@ -73,7 +73,7 @@ def test_bytes_of_running_requests_count():
     caches = WholeCaches(LRUPromptCache())
     caches.use(("model", None, None), None, None, 1000)
     g = generator_of(caches=caches, scheduler=SimpleNamespace(nbytes=500), max_cache_bytes=1000)
-    job = SimpleNamespace(request=SimpleNamespace(encoded=object()))
+    job = SimpleNamespace(request=SimpleNamespace(encoded=Prompt([], [], [], "")))
     for i in range(6):
         g._save(job, [i], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
     assert (len(caches.lru), caches.lru.nbytes) == (5, 500)
