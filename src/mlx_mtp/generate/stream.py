@@ -22,7 +22,7 @@ from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
 from ..decoding.window import Token
 from ..images.prompt import place, read_images, vision_of
-from ..models.prompt_cache import n_tokens
+from ..models.prompt_cache import n_tokens, positions_of
 from ..prompt_store import PromptStore
 from .stored import stored_steps
 
@@ -97,7 +97,8 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
-    _check_draft_model(model, draft_model, mtp=mtp, copy_drafts=copy_drafts, has_images=len(images) > 0)
+    if draft_model is not None:
+        _check_draft_model(model, mtp, copy_drafts, images, kwargs.get("prompt_cache"))
     if not mtp and (exact or draft_p_min):
         raise ValueError("exact and draft_p_min require mtp=True.")
     drafts = mtp or asks_for_copies(copy_drafts)
@@ -140,21 +141,20 @@ def stream_generate(
 
 
 def _check_draft_model(
-    model: nn.Module, draft_model: nn.Module | None, *, mtp: bool, copy_drafts: CopyDrafts | None, has_images: bool
+    model: nn.Module, mtp: bool, copy_drafts: CopyDrafts | None, images: Sequence[Any], prompt_cache: list[Any] | None
 ) -> None:
     """
     Raises:
         ValueError: A draft model does not go with the other options.
     """
-    if draft_model is None:
-        return
     if mtp:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if getattr(model, "ranks", None) is not None:
         raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
     if asks_for_copies(copy_drafts):
         raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
-    if has_images:
+    # mlx-lm's speculative loop passes on the layers' caches alone, which do not tell where images are.
+    if images or positions_of(prompt_cache, len(model.layers)) is not None:
         raise ValueError("A draft model takes no images: omit draft_model.")
 
 
