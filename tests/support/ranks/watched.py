@@ -50,7 +50,7 @@ DEEDS = {
     "exit": lambda: sys.exit(0),
     "exit 2": lambda: sys.exit(2),
     "sleep": lambda: time.sleep(0.5),
-    "hold the lock": lambda: ctypes.PyDLL(None).usleep(1_000_000),
+    "hold the lock": lambda: ctypes.PyDLL(None).sleep(3),
     "hold the lock for ever": lambda: ctypes.PyDLL(None).sleep(600),
     "fork and wait": lambda: (os.fork() or (time.sleep(2), os._exit(0)), wait()),
 }
