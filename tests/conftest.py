@@ -43,3 +43,21 @@ def trained():
     from tests.support.models import TRAINED
 
     return mlx_mtp.load(TRAINED)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """OpenAI's own, of the module's server."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    """Anthropic's own."""
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        yield client

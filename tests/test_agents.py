@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import anthropic
 import openai
 import pytest
-from openai import OpenAI
 
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.conversation import fold_roles
@@ -28,18 +27,6 @@ def server(tmp_path_factory):
     with serve_scripted(folder / "log", *flags) as s:
         yield s
         assert "Traceback" not in s.log.read_text()
-
-
-@pytest.fixture(scope="module")
-def claude(server):
-    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def said(text: str, **kwargs) -> dict:

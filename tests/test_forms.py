@@ -3,11 +3,9 @@
 import json
 from types import SimpleNamespace
 
-import anthropic
 import mlx.core as mx
 import pytest
 from mlx_lm.tool_parsers import json_tools
-from openai import OpenAI
 
 import mlx_mtp
 from mlx_mtp.server import form
@@ -48,19 +46,6 @@ def server(tmp_path_factory):
     with serve_here(folder / "log", "--model", model, "--mtp", "--max-tokens", "80") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(server):
-    url = server.url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def is_person(text: str) -> bool:

@@ -57,18 +57,6 @@ def server(tmp_path_factory):
         assert "Traceback" not in s.log.read_text()
 
 
-@pytest.fixture(scope="module")
-def claude(server):
-    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def block(image: bytes) -> dict:
     return {
         "type": "image",
