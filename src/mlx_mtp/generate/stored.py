@@ -1,6 +1,6 @@
 """Generation with a prompt store: what it has of the prompt is not read again, and what is read is kept there."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any
 
@@ -59,7 +59,14 @@ def stored_steps(
         own = embeddings[begin - n_stored : end - n_stored]
         return prompt[begin:end], {"input_embeddings": own, "images": pictured.images}
 
-    n = _read(store, text, cuts, (cache, n_stored), part, kv, model, stream, options)
+    n = n_stored
+    progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
+    # Of a part, as of the whole.
+    options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
+    for cut in (cut for cut in cuts if cut > n_stored):
+        _read(*part(n, cut), model, stream, cache, options)
+        n = cut
+        store.insert(text[:n], cache, kv)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
     rest, given = part(n, len(tokens))
     try:
@@ -76,43 +83,12 @@ def stored_steps(
 
 
 def _read(
-    store: PromptStore,
-    text: list[int],
-    cuts: list[int],
-    stored: tuple[list[Any], int],
-    part: Callable[[int, int], tuple[mx.array, dict[str, Any]]],
-    kv: KVOptions | None,
-    model: Any,
-    stream: Any,
-    options: dict[str, Any],
-) -> int:
-    """Read a prompt up to its last cut behind what is stored -> the number of tokens in its prompt cache."""
-    cache, n = stored
-    progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
-    shared = {name: options[name] for name in ("prefill_step_size", *KV_DEFAULTS) if name in options}
-
-    def tell(n_read: int, _: int) -> None:
-        progress(n + n_read, len(text))
-
-    options["prompt_progress_callback"] = tell
-    for cut in cuts:
-        if cut > n:
-            tokens, given = part(n, cut)
-            # The text comes along for who copies from it, and no draft is made.
-            prefill(
-                tokens,
-                model,
-                stream=stream,
-                prompt_cache=cache,
-                num_draft_tokens=0,
-                copy_drafts="auto",
-                prompt_progress_callback=tell,
-                **shared,
-                **given,
-            )
-            n = cut
-            store.insert(text[:n], cache, kv)
-    return n
+    tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
+) -> None:
+    """Read a part of a prompt. The text comes along for who copies from it, and no draft is made."""
+    names = ("prefill_step_size", "prompt_progress_callback", *KV_DEFAULTS)
+    shared = {name: options[name] for name in names if name in options}
+    prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
 
 
 def _kv_options(options: dict[str, Any]) -> KVOptions | None:

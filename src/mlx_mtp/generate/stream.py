@@ -101,6 +101,10 @@ def stream_generate(
         _check_draft_model(model, mtp, copy_drafts, images, kwargs.get("prompt_cache"))
     if not mtp and (exact or draft_p_min):
         raise ValueError("exact and draft_p_min require mtp=True.")
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
     drafts = mtp or asks_for_copies(copy_drafts)
     pictured = None
     if images:
@@ -126,10 +130,6 @@ def stream_generate(
             for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
                 yield GenerationResponse(**vars(r))
         return
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
     kwargs |= {
         "num_draft_tokens": num_draft_tokens if mtp else 0,
         "copy_drafts": copy_drafts,
@@ -163,8 +163,6 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
     if isinstance(prompt, mx.array):
         return prompt
     if isinstance(prompt, str):
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
         add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     return mx.array(prompt)  # type: ignore[arg-type]  # mypy cannot tell an array from the rest

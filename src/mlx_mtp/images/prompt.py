@@ -47,26 +47,13 @@ class ImagePrompt:
 
     def embed(self, model: Any, begin: int = 0) -> mx.array:
         """The embeddings of the tokens from one on, [T, H]. Images before it are not looked at."""
-        parts, at = [], begin
+        embeddings = model.model.embed_tokens(mx.array(self.tokens[begin:]))
         for image, pixels in zip(self.images, self.pixel_values):
             if image.end > begin:
-                parts += [_embedded(model, self.tokens[at : image.start])] if at < image.start else []
-                rows = self.vision.encode(pixels).astype(parts[0].dtype if parts else _dtype(model))
-                parts.append(rows[max(begin - image.start, 0) :])
-                at = image.end
-        if at < len(self.tokens):
-            parts.append(_embedded(model, self.tokens[at:]))
-        embeddings = mx.concatenate(parts)
+                rows = self.vision.encode(pixels)[max(begin - image.start, 0) :]
+                embeddings[max(image.start - begin, 0) : image.end - begin] = rows.astype(embeddings.dtype)
         mx.eval(embeddings)  # here, not in the thread and stream that read the prompt
         return embeddings
-
-
-def _embedded(model: Any, tokens: list[int]) -> mx.array:
-    return model.model.embed_tokens(mx.array(tokens))
-
-
-def _dtype(model: Any) -> mx.Dtype:
-    return _embedded(model, [0]).dtype
 
 
 def read_images(

@@ -42,6 +42,11 @@ class ImageSpan(NamedTuple):
     def end(self) -> int:
         return self.start + self.rows * self.columns
 
+    @property
+    def shift(self) -> int:
+        """What it adds to the positions of the text behind it, less its number of tokens."""
+        return max(self.rows, self.columns) - self.rows * self.columns
+
 
 def check_images(images: Sequence[ImageSpan]) -> None:
     """
@@ -70,7 +75,7 @@ class Positions:
     @property
     def shift(self) -> int:
         """What to add to an index behind all images to have the position."""
-        return self.first + sum(max(i.rows, i.columns) - i.rows * i.columns for i in self.images)
+        return self.first + sum(image.shift for image in self.images)
 
     def are_plain(self, begin: int) -> bool:
         """Whether all images end before an index."""
@@ -85,7 +90,7 @@ class Positions:
             inside = (tokens >= image.start) & (tokens < image.end)
             cells = tokens[inside] - image.start
             ids[:, inside] = image.start + shift + np.stack([0 * cells, cells // image.columns, cells % image.columns])
-            shift += max(image.rows, image.columns) - image.rows * image.columns
+            shift += image.shift
             ids[:, tokens >= image.end] = tokens[tokens >= image.end] + shift
         return ids
 
@@ -151,10 +156,14 @@ class MRoPE(nn.Module):
         n = self.rope.dims // 2
         frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
         angles = position_ids[mx.array(self._axes)].T * frequencies  # [T, n]
-        cos, sin = mx.cos(angles), mx.sin(angles)
-        a, b = (x[..., i : i + n].astype(mx.float32) for i in (0, n))
-        rotated = mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        return mx.concatenate([rotated.astype(x.dtype), x[..., 2 * n :]], axis=-1)
+        rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
+        return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """The halves of x [..., T, d] as pairs, by angles [T, d / 2]; in float32, rounded once."""
+    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def add_mrope(attention: Any, rope_parameters: dict[str, Any] | None) -> None:

@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
+from .positions import rotate
+
 T = TypeVar("T")
 
 PREFIX = "vision_tower."  # of its tensors in MLX conversions
@@ -91,7 +93,7 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
         N, D = x.shape
         q, k, v = self.qkv(x).reshape(1, N, 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)  # [1, H, N, d]
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (fused := next((d for d in FUSED_HEAD_DIMS if d >= self.head_dim), self.head_dim)) > self.head_dim:
             zeros = [(0, 0)] * 3 + [(0, fused - self.head_dim)]
             q, k, v = (mx.pad(a, zeros) for a in (q, k, v))  # changes neither scores nor sums
@@ -110,12 +112,6 @@ def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
             rows = mx.depends([rows], [out[-1]])[0]  # else MLX computes the scores of all first
         out.append(mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale))
     return mx.concatenate(out, axis=2)
-
-
-def _rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """RoPE over a whole head, whose halves are the pairs: [..., N, d] by angles [N, d / 2]."""
-    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class MLP(nn.Module):

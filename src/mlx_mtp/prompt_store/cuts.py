@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 LAST = 4  # messages that end in a cut
-LINE = (
-    64  # tokens before a place where texts part: others part a little earlier, as where the time is one of two digits
-)
+LINE = 64  # tokens before a place where texts part: others part a little earlier, as when an hour gets two digits
 NEAR = 2 * LINE  # tokens after another cut, where one more would save little
 EVERY = 4096  # tokens at most between two cuts, so that an edit in the middle costs no more
 OPENING = "<|im_start|>"  # of a message, in the chat templates of these models

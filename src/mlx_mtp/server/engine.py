@@ -249,7 +249,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             ApiError: The model takes no images.
             ValueError: One of them cannot be read.
         """
-        if tokenizer.vision is None or not cli.drafts(self.cli_args):
+        if tokenizer.vision is None:
             raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
         images = [fetch(url, f"Image {i}", self.cli_args) for i, url in enumerate(request.images, 1)]
         request.images = []  # they may be large

@@ -10,6 +10,7 @@ from mlx_lm import server as stock
 
 from .. import cli
 from ..checkpoint.load import load
+from ..models.mixin import MTPMixin
 from .prompt import BoundedTokenizer
 from .request import ApiError
 
@@ -68,7 +69,7 @@ class ModelProvider(stock.ModelProvider):
         args = vars(self.model.args)
         context_length = args.get("text_config", args).get("max_position_embeddings")
         self.tokenizers.pop(self.model_key, None)
-        vision = None if self.is_distributed else getattr(self.model, "vision", None)
+        vision = self.model.vision if isinstance(self.model, MTPMixin) and not self.is_distributed else None
         self.tokenizers[self.model_key] = BoundedTokenizer(self.tokenizer, context_length, vision)
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
