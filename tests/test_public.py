@@ -19,7 +19,7 @@ ARROWS = {
     "distributed": set(),
     "models": {"distributed"},
     "images": {"models"},
-    "checkpoint": {"distributed", "images", "models"},
+    "checkpoint": {"decoding", "distributed", "images", "models", "prompts"},  # it tries heads that it has fetched
     "decoding": {"distributed", "models"},
     "prompt_store": {"models"},
     "batch": {"decoding", "distributed", "models"},

@@ -1,6 +1,7 @@
 """Load a checkpoint with its MTP head, or say what is wrong with it."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
+from .heads.acceptance import FLOOR, measure_acceptance
+from .heads.fetched import FetchedHead, fetch_missing_head
 from .hub import fetch
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
@@ -67,7 +70,8 @@ def load(
 
     Args:
         mtp (Union[bool, str]): The path or repository of a drafter in mlx-vlm's layout, ``True`` for the model's own head,
-          or ``False`` for ``mlx_lm.load``: no head, any model. Default: ``True``.
+          ``"auto"`` for its own or, where it has none, for that of its original, which is found and fetched, or ``False`` for
+          ``mlx_lm.load``: no head, any model. Default: ``True``.
         copy_drafts (bool): With ``mtp=False``, load a supported model without its head, if it has one, so that it can draft
           by copying alone: ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
@@ -82,9 +86,9 @@ def load(
         pipeline_group (mx.distributed.Group, optional): The same, each with some of the layers. Default: ``None``.
 
     Raises:
-        FileNotFoundError: The model or one of its files is missing.
-        ValueError: The model type is not supported, the head is missing or incomplete, a file is damaged, or the model cannot
-          be divided among the processes.
+        FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original.
+        ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
+          original's head, a file is damaged, or the model cannot be divided among the processes.
     """
     drafting, stage, path = (draft_vocab, mtp_bits, draft_head_bits), None, Path()
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
@@ -104,8 +108,11 @@ def load(
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
     with together(ranks):
-        config, head = read_config(path, path_or_hf_repo), None
+        config, head, fetched = read_config(path, path_or_hf_repo), None, None
         model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        if mtp == "auto":
+            fetched = fetch_missing_head(path_or_hf_repo, path, config, None if stage is None else stage.files)
+            mtp = True if fetched is None else str(fetched.folder)
         if mtp:
             path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
         is_lazy = lazy or ranks is not None
@@ -129,6 +136,9 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
+    model.fetched_head = fetched
+    if fetched is not None:
+        _check_accepted(model, tokenizer, fetched, path_or_hf_repo)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -157,6 +167,25 @@ def _find_head(
         path = fetch(name, revision, file, weights=files)
     check_head(name, config, tensor_names(path, file, needed=files))
     return path, None if file is None else load_head_file(path / file)
+
+
+def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, name: str) -> None:
+    """Try the head of another checkpoint once, and remember what the model accepts.
+
+    Raises:
+        ValueError: The model rejects nearly all of its drafts.
+    """
+    acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
+    if acceptance is None:
+        acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]
+        with suppress(OSError):  # it is measured again next time
+            head.remember(model.fingerprint(), acceptance)
+    if acceptance < FLOOR:
+        raise ValueError(
+            f"{name} accepts {acceptance:.0%} of the drafts of the head of {head.source} on built-in text, and at least "
+            f"{FLOOR:.0%} of its own head's: name another head with --mtp HEAD, fit this one with `mlx_mtp.fit --model {name} "
+            "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
+        )
 
 
 def _load_model(

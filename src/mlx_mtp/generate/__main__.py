@@ -140,7 +140,7 @@ def load_model(
         options["settings"] = False
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(mtp=args.mtp, copy_drafts=cli.copies(args), **options)
+    model, tokenizer, config = load_as(mtp=cli.head(args), copy_drafts=cli.copies(args), **options)
     if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)
