@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.heads import acceptance, original
 from mlx_mtp.checkpoint.heads.acceptance import FLOOR
-from mlx_mtp.checkpoint.heads.fetched import fetch_missing_head, fetched_heads, heads_folder, remove
+from mlx_mtp.checkpoint.heads.fetched import fetch_missing_head, fetched_heads, remove
 from mlx_mtp.checkpoint.heads.original import MAX_STEPS
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert import convert
@@ -26,13 +26,6 @@ from tests.support.models import DATA, arrays_equal
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
 HEAD_BYTES = {name: sum(map(n_bytes, CheckpointReader(str(DATA / name)).head().values())) for name in FAMILIES}
-
-
-@pytest.fixture(autouse=True)
-def no_fetched_heads():
-    shutil.rmtree(heads_folder(), ignore_errors=True)
-    yield
-    shutil.rmtree(heads_folder(), ignore_errors=True)
 
 
 @pytest.fixture
@@ -199,7 +192,9 @@ def smaller(folder):
 
 
 def tied(folder):
-    configure(folder, tie_word_embeddings=not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"))
+    configure(
+        folder, tie_word_embeddings=not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+    )
 
 
 def quantized_head(folder):

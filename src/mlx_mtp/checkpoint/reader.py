@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from ..models.mtp import split_head
 from ..models.vision import split_tower
+from .catalog import resolve
 from .config import Config, parse_json
 from .head_formats import head_file_of, is_raw_head_file
 from .hub import check_path, commit_of, fetch, hub_errors
@@ -51,7 +52,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
-        self.name = path_or_hf_repo
+        self.name = path_or_hf_repo = resolve(path_or_hf_repo)
         self.folder: Path | None = None
         self._needs_head = needs_head
         if Path(path_or_hf_repo).exists() or is_offline_mode():
