@@ -129,7 +129,7 @@ def test_cache_lists_and_removes_heads(hub, capsys, monkeypatch):
     status, _, err = run(capsys, monkeypatch, cache.main, "--remove", "org/other")
     assert (status, err) == (
         2,
-        "mlx_mtp cache: error: No head of org/other was fetched: `mlx_mtp cache` lists those that were.\n",
+        "mlx_mtp cache: error: No head of org/other was fetched: `mlx_mtp cache` lists them.\n",
     )
     assert (
         run(capsys, monkeypatch, cache.main, "--remove", "org/original")[1]
