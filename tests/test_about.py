@@ -10,7 +10,7 @@ import mlx_mtp
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import cache, doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
-from mlx_mtp.checkpoint.heads.fetched import heads_folder
+from mlx_mtp.checkpoint.originals.fetch import folder_of
 from tests.support.checkpoints import configure, no_head
 from tests.support.models import DATA
 
@@ -121,7 +121,7 @@ def test_models_lists_all(capsys, monkeypatch):
 
 
 def test_cache_lists_and_removes_heads(hub, capsys, monkeypatch):
-    head = heads_folder() / "org--original" / "0123456789"
+    head = folder_of("heads") / "org--original" / "0123456789"
     head.mkdir(parents=True)
     (head / "model.safetensors").write_bytes(bytes(2_500_000))
     (head / "config.json").write_text('{"mlx_mtp": {"source": "org/original", "revision": "0123456789"}}')

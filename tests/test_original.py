@@ -12,16 +12,19 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
+from mlx_mtp.__main__ import main
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.heads import acceptance, original
-from mlx_mtp.checkpoint.heads.acceptance import FLOOR
-from mlx_mtp.checkpoint.heads.fetched import fetch_missing_head, fetched_heads, remove
-from mlx_mtp.checkpoint.heads.original import MAX_STEPS
+from mlx_mtp.checkpoint.originals import acceptance, find
+from mlx_mtp.checkpoint.originals.acceptance import FLOOR
+from mlx_mtp.checkpoint.originals.find import MAX_STEPS
+from mlx_mtp.checkpoint.originals.head import fetch_missing_head, fetched_heads, remove
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert import convert
+from mlx_mtp.images.processor import PLACEHOLDER
 from tests.support.checkpoints import configure, copied, edit, no_head
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
+from tests.support.images import add_tower, picture
 from tests.support.models import DATA, arrays_equal
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
@@ -176,10 +179,10 @@ def test_a_published_model_by_name_and_size(hub, tmp_path, accepted, monkeypatch
     folder = conversion(tmp_path / "someone--qwen3.5-0.8b-4bit")
     assert "No model card, config or published model of this size names it." in error_of(folder)
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    published = original.originals_like.__globals__["published"]()["qwen3.5-0.8b-4bit"]
+    published = find.originals_like.__globals__["published"]()["qwen3.5-0.8b-4bit"]
     sizes = {"layers": text["num_hidden_layers"], "hidden_size": text["hidden_size"]}
     other = type(published)(**{**vars(published), **sizes})
-    monkeypatch.setitem(original.originals_like.__globals__, "published", lambda: {other.name: other})
+    monkeypatch.setitem(find.originals_like.__globals__, "published", lambda: {other.name: other})
     assert load(folder).fetched_head.source == "Qwen/Qwen3.5-0.8B"
 
 
@@ -207,7 +210,7 @@ def quantized_head(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (smaller, r"does not fit .*: intermediate_size is"),
+        (smaller, r"org/other does not fit .*: intermediate_size is"),
         (tied, r"does not fit .*: tie_word_embeddings is"),
         (no_head, "org/other has no MTP head"),
         (quantized_head, "The MTP head of org/other is quantized"),
@@ -290,7 +293,7 @@ def test_two_processes_at_once(hub, tmp_path):
     hub.publish("org/original", DATA / "dense")
     folder = conversion(tmp_path / "conversion", "dense", "org/original")
     program = (
-        "import json, sys; from pathlib import Path; from mlx_mtp.checkpoint.heads.fetched import fetch_missing_head\n"
+        "import json, sys; from pathlib import Path; from mlx_mtp.checkpoint.originals.head import fetch_missing_head\n"
         "f = Path(sys.argv[1])\n"
         "print(fetch_missing_head(str(f), f, json.loads((f / 'config.json').read_text())).folder)"
     )
@@ -330,3 +333,53 @@ def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     model = load(tmp_path / "bare")
     whole, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))
     assert model.fetched_head.acceptance(model.fingerprint()) == acceptance.measure_acceptance(whole, tokenizer) > FLOOR
+
+
+# The vision tower
+
+
+def seeing(tmp_path):
+    return add_tower(shutil.copytree(DATA / "dense", tmp_path / "seeing"))
+
+
+def test_the_tower_is_that_of_the_original(hub, tmp_path, accepted, monkeypatch):
+    """Only its bytes are fetched, the first time."""
+    whole = seeing(tmp_path)
+    hub.publish("org/original", whole)
+    folder = conversion(tmp_path / "conversion", "dense", "org/original")
+    vision = load(folder, vision="auto").vision
+    own = mlx_mtp.load(str(whole))[0].vision
+    pixels = own.processor.preprocess_image(picture())
+    assert mx.array_equal(vision.encode(pixels), own.encode(pixels))
+    tower = sum(map(n_bytes, CheckpointReader(str(whole)).tower().values()))
+    assert tower <= hub.served["model-tower.safetensors"] <= tower + 3 * HEADER_BYTES
+    hub.reset_counts()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert mx.array_equal(load(folder, vision="auto").vision.encode(pixels), own.encode(pixels))
+    assert hub.requests == []
+    assert load(folder).vision is None
+
+
+def test_an_original_without_a_tower(hub, tmp_path, accepted):
+    hub.publish("org/original", DATA / "dense")
+    folder = conversion(tmp_path / "conversion", "dense", "org/original")
+    with pytest.raises(FileNotFoundError, match=r"org/original has no vision tower\. .*--graft-vision-from"):
+        load(folder, vision="auto")
+
+
+@pytest.mark.parametrize("flags", [["--mtp"], []], ids=["with drafts", "without"])
+def test_generate_shows_a_picture_to_a_conversion(flags, hub, tmp_path, accepted, capsys, monkeypatch):
+    """In one command, with drafts or without, the same text."""
+    hub.publish("org/original", DATA / "images")
+    convert(str(DATA / "images"), str(tmp_path / "bare"), mtp=False, vision=False)
+    configure(card(folder := tmp_path / "bare", "org/original"), mlx_mtp=None)
+    picture().save(file := tmp_path / "picture.png")
+    prompt = PLACEHOLDER + "What is this?"
+    command = ["generate", *flags, "--model", str(folder), "--image", str(file), "--prompt", prompt, "-m", "6"]
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp", *command, "--verbose", "False", "--ignore-chat-template"])
+    main()
+    text = capsys.readouterr().out
+    model, tokenizer = mlx_mtp.load(str(folder), mtp="auto", vision="auto")
+    want = mlx_mtp.generate(model, tokenizer, prompt, max_tokens=6, images=[str(file)])
+    assert text.endswith(want + "\n")
+    assert want

@@ -3,7 +3,7 @@
 import argparse
 
 from .. import cli
-from ..checkpoint.heads.fetched import fetched_heads, remove
+from ..checkpoint.originals.head import fetched_heads, remove
 from .machine import cache_folders
 
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from .. import cli
 from .._version import __version__
-from ..checkpoint.heads.acceptance import FLOOR, measure_acceptance
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
 from .machine import GB, cache_folders, cached_heads, cached_repositories, total_memory, usable_memory
 
 Line = tuple[str, str]

@@ -7,7 +7,7 @@ import mlx.core as mx
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from ..checkpoint.heads.fetched import FetchedHead, fetched_heads
+from ..checkpoint.originals.head import FetchedHead, fetched_heads
 
 GB = 1e9
 

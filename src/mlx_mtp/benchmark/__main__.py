@@ -14,9 +14,9 @@ from .. import cli, prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
 from ..checkpoint.files import check_target, write_atomic
-from ..checkpoint.heads.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.originals.head import fetch_missing_head
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from . import plot, recommend, row, tune
 from .measure import Report, measure

@@ -30,9 +30,10 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .heads.acceptance import FLOOR, measure_acceptance
-from .heads.fetched import FetchedHead, fetch_missing_head
 from .hub import fetch
+from .originals.acceptance import FLOOR, measure_acceptance
+from .originals.head import FetchedHead, fetch_missing_head
+from .originals.tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .skeleton import loading_errors
@@ -59,6 +60,7 @@ def load(
     draft_vocab: DraftVocab | None = None,
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
+    vision: bool | str = True,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -79,6 +81,8 @@ def load(
           always included. Default: ``None``, the file ``draft_vocab.json`` beside the checkpoint, or all.
         mtp_bits (int, optional): Quantize the head's decoder layer in memory to this many bits. Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
+        vision (Union[bool, str]): ``"auto"`` to fetch the vision tower of the original where the checkpoint has none, for a
+          supported model. Default: ``True``, the checkpoint's own, if it has one.
         settings (Union[bool, str, Path]): The file that ``mlx_mtp.benchmark --tune`` wrote, ``True`` for the one in the cache
           folder, if any, or ``False`` for none. An argument above overrides it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -124,6 +128,8 @@ def load(
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
     model.ranks, model.vision = ranks, find_vision(path, config)
+    if model.vision is None and vision == "auto":
+        model.vision = fetch_tower(path_or_hf_repo, path, config)
     if mtp:
         if all(x is None for x in drafting):
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from ..checkpoint.heads.acceptance import CHECK_TOKENS, FLOOR, measure_acceptance
 from ..checkpoint.load import load
+from ..checkpoint.originals.acceptance import CHECK_TOKENS, FLOOR, measure_acceptance
 from ..checkpoint.output import dtype_name, naming
 
 COST_TOKENS = 128  # after each prompt, to measure what quantization costs

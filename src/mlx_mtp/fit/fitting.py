@@ -14,9 +14,9 @@ from mlx.utils import tree_map
 from ..checkpoint.config import read_config, read_json
 from ..checkpoint.files import write_atomic
 from ..checkpoint.head_formats import head_bits
-from ..checkpoint.heads.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
+from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint

@@ -26,7 +26,7 @@ class MTPMixin:
     ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     fetched_head: Any = (
-        None  # the ``checkpoint.heads.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
+        None  # the ``checkpoint.originals.head.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
     )
     _fingerprint: bytes | None = None  # once somebody asked for it
 
