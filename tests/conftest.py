@@ -1,4 +1,5 @@
 import os
+import shutil
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -30,8 +31,9 @@ def pytest_configure(config):
 
 @pytest.fixture
 def hub():
-    """The stand-in for the hub, with nothing on it."""
+    """The stand-in for the hub, with nothing on it; no heads were fetched from it."""
     HUB.clear()
+    shutil.rmtree(os.path.join(HF_HOME.name, "mlx_mtp"), ignore_errors=True)
     return HUB
 
 
