@@ -135,11 +135,11 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
 
 
 def test_logprobs_belong_to_the_tokens(client):
-    extra = {"extra_body": {"logprobs": True, "top_logprobs": 2}}
-    content = complete(client, max_tokens=12, **extra).choices[0].logprobs.content
-    assert len(content) == 12
-    for token in content:
-        assert token["logprob"] == max(other["logprob"] for other in token["top_logprobs"]) <= 0
+    choice = complete(client, max_tokens=12, logprobs=2).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert len(choice.logprobs.tokens) == 12
+    for token, logprob, top in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs):
+        assert top[token] == logprob == max(top.values()) <= 0  # without a temperature
 
 
 def test_penalties_equal_mlx_lm(client, trained, text_of):
