@@ -138,7 +138,9 @@ def test_logprobs_belong_to_the_tokens(client):
     choice = complete(client, max_tokens=12, logprobs=2).choices[0]
     assert "".join(choice.logprobs.tokens) == choice.text
     assert len(choice.logprobs.tokens) == 12
-    for token, logprob, top in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs):
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    ):
         assert top[token] == logprob == max(top.values()) <= 0  # without a temperature
 
 

@@ -1,8 +1,7 @@
 """A request on its way through the server, and the error that ends one."""
 
 import time
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -116,10 +115,14 @@ class Request(stock.CompletionRequest):
 
     def again(self, prompt: Any) -> "Request":
         """One more request like this one, which has not begun, with a prompt of its own."""
-        other = copy(self)
-        other.prompt, other.n, other.more_prompts = prompt, 1, []
-        other.number, other.counts = next(numbers), DraftCounts()
-        return other
+        own: dict[str, Any] = {
+            "prompt": prompt,
+            "n": 1,
+            "more_prompts": [],
+            "number": next(numbers),
+            "counts": DraftCounts(),
+        }
+        return replace(self, **own)
 
     def __getstate__(self) -> dict[str, Any]:
         """What the other ranks need: the text is tokenized."""
