@@ -7,7 +7,10 @@ import mlx.nn as nn
 import openai
 import pytest
 
+from mlx_mtp.server.api.chat_completions import ChatBody, ChatWriter
+from mlx_mtp.server.job import Delta
 from mlx_mtp.server.text_tokens import Pieces
+from mlx_mtp.server.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.scripted_server import serve_scripted
 from tests.support.server_process import serve_here
@@ -134,6 +137,12 @@ def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
     )
 
 
+def test_a_completion_begins_with_its_space(server, client):
+    for say in (" os", "os", "  os"):
+        answer = client.completions.create(**{**TEXT, "prompt": "import"}, logprobs=0, extra_body=said(say)).choices[0]
+        assert answer.text == "".join(answer.logprobs.tokens) == say
+
+
 def test_completions_have_logprobs_of_their_own_form(writer):
     options = {**TEXT, "logprobs": 5}
     whole = writer.completions.create(**options).choices[0]
@@ -211,6 +220,19 @@ def test_the_stream_helper_gets_each_choice(client):
         }
         assert {c.message.tool_calls[0].function.arguments for c in found} == {'{"a": 1, "b": 2}'}
         assert len({c.message.tool_calls[0].id for c in found}) == 3
+
+
+def test_choices_come_in_order_first():
+    """OpenAI's client takes a chunk of a choice only behind chunks of those before it."""
+    body = ChatBody(messages=ASK, n=3, stream=True)
+    chunks = ChatWriter(body).add(Delta([Text("a"), Text("b")], 1, None), 2).decode().split("\n\n")[:-1]
+    choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+    assert [(c["index"], c["delta"]) for c in choices] == [
+        (0, {"role": "assistant"}),
+        (1, {"role": "assistant"}),
+        (2, {"role": "assistant", "content": "a"}),
+        (2, {"content": "b"}),
+    ]
 
 
 def test_one_answer_that_fails_fails_the_request(drafting):

@@ -4,7 +4,7 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -139,20 +139,17 @@ class ChatChoice(Choice):
         self.text = self.reasoning = ""
         self.tool_calls: list[Json] = []
         self.tokens: list[int] = []  # of the text, by index
-        self.has_begun = False
 
-    def pieces(self, step: Delta) -> list[Json]:
-        found: list[Json] = []
+    def pieces(self, step: Delta) -> Iterator[Json]:
         for e in step.events:
             if isinstance(e, Text):
-                found.append(self._piece({"content": e.text}, e.tokens))
+                yield self._piece({"content": e.text}, e.tokens)
             elif isinstance(e, Reasoning):
-                found.append(self._piece(_reasoning(e.text)))
+                yield self._piece(_reasoning(e.text))
             elif isinstance(e, CallBegins):
-                found.append(self._piece({"tool_calls": [{"index": e.index, **_begin(e)}]}))
+                yield self._piece({"tool_calls": [{"index": e.index, **_begin(e)}]})
             elif isinstance(e, CallArguments):
-                found.append(self._piece({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]}))
-        return found
+                yield self._piece({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]})
 
     def last(self) -> Json:
         return self._piece({})
@@ -160,7 +157,6 @@ class ChatChoice(Choice):
     def _piece(self, delta: Json, tokens: Sequence[int] = ()) -> Json:
         """The first one says whose the message is."""
         role = {} if self.has_begun else {"role": "assistant"}
-        self.has_begun = True
         return {"delta": role | delta, **self._logprobs(tokens)}
 
     def _logprobs(self, tokens: Sequence[int]) -> Json:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -83,6 +84,7 @@ class Choice:
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
         self.finish_reason: str | None = None
+        self.has_begun = False  # whether a chunk has told of it
         self.steps: list[Delta] = []  # where their log probabilities are asked for
         self.sources: list[str] = []  # of the tokens that no chunk has told of
 
@@ -94,12 +96,12 @@ class Choice:
         if step.source is not None:
             self.sources.append(step.source)
 
-    def pieces(self, step: Delta) -> list[Json]:
+    def pieces(self, step: Delta) -> Iterable[Json]:
         """What a step adds to a stream: a chunk's choice each."""
         raise NotImplementedError
 
     def last(self) -> Json:
-        """The choice of the chunk with the reason why the answer ends."""
+        """The choice of a chunk without text, as of the one with the reason why the answer ends."""
         raise NotImplementedError
 
     def collect(self, step: Delta) -> None:
@@ -137,7 +139,10 @@ class OpenAIWriter:
         if not self.body.stream:
             c.collect(step)
             return b""
-        chunks = b"".join(self._chunk(c, piece) for piece in c.pieces(step))
+        # OpenAI's client takes a chunk of a choice only behind chunks of all those before it.
+        silent = [other for other in self.choices[:choice] if not other.has_begun]
+        chunks = b"".join(self._chunk(other, other.last()) for other in silent)
+        chunks += b"".join(self._chunk(c, piece) for piece in c.pieces(step))
         return chunks if step.finish_reason is None else chunks + self._chunk(c, c.last(), step.finish_reason)
 
     def end(self, usage: Usage) -> bytes:
@@ -150,6 +155,7 @@ class OpenAIWriter:
         """A piece of a stream; the first after a token tells where it came from, if the client asks for that."""
         if self.body.stream_options.include_sources:
             piece, c.sources = {**piece, "sources": c.sources}, []
+        c.has_begun = True
         choice = {"index": c.index, "finish_reason": finish_reason, **piece}
         return event({**self._head(self.chunk_kind), "choices": [choice]})
 
