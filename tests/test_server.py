@@ -358,8 +358,8 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
-        with pytest.raises(AuthenticationError) as e:
-            OpenAI(base_url=s.url, api_key="none", max_retries=0).models.list()
+        with OpenAI(base_url=s.url, api_key="none", max_retries=0) as other, pytest.raises(AuthenticationError) as e:
+            other.models.list()
         assert e.value.response.headers["WWW-Authenticate"] == "Bearer"
         assert s.request("/v1/models", headers={"anthropic-version": "2023-06-01"})[1]["type"] == "error"
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
