@@ -264,6 +264,13 @@ def test_a_last_message_of_the_assistant_is_continued(server, client):
     assert "a last message of the assistant" in content["error"]["message"]
 
 
+def test_without_a_template_no_message_is_continued(writer):
+    """The model's text would begin a message of its own."""
+    messages = [*ASK, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(openai.BadRequestError, match="cannot be continued without a chat template"):
+        writer.chat.completions.create(model="default_model", messages=messages)
+
+
 def test_calls_are_not_continued(client):
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [*ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]

@@ -29,7 +29,7 @@ from .images import fetch
 from .job import Delta, Job, Likely, Outbox
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
-from .prompt import BoundedTokenizer
+from .prompt import BoundedTokenizer, check_continues
 from .provider import ModelKey, ModelProvider
 from .request import ApiError, Prompt, Request
 from .text_tokens import Pieces
@@ -229,6 +229,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             mailbox.put(error)
 
     def _encode(self, tokenizer: BoundedTokenizer, request: Request, args: stock.GenerationArguments) -> Prompt:
+        check_continues(tokenizer, request)
         try:
             tokens, segments, segment_types, initial_state, _ = super()._tokenize(tokenizer, request, args)
             pictured = self._read_images(tokenizer, request, tokens) if request.images else None

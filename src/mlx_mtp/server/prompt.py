@@ -5,7 +5,7 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..images.vision import Vision
-from .request import ApiError
+from .request import ApiError, Request
 
 CHARS = 4  # per token: a text that fits the context is seldom longer
 PIECE = 1 << 16  # characters
@@ -17,6 +17,18 @@ def goes_on(messages: list[Any]) -> bool:
     """Whether the answer continues the last message: one of the assistant, with text and without calls."""
     last = messages[-1]
     return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+
+
+def check_continues(tokenizer: Any, request: Request) -> None:
+    """
+    Raises:
+        ApiError: The request's last message is to be continued, and there is no chat template that could leave its end open.
+    """
+    if request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template:
+        message = (
+            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
+        )
+        raise ApiError(400, message, param=request.param)
 
 
 class BoundedTokenizer:

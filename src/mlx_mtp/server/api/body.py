@@ -28,6 +28,12 @@ TemplateValue = (
 )
 Json = dict[str, Any]
 NO_FORM = "docs/server.md lists the forms that an answer can have"
+# Of OpenAI's older APIs, which would change the answers of the others as well.
+OF_CHATS: dict[str, tuple[Sequence[Any], str]] = {
+    "n": ([1], "an answer is one"),
+    "response_format": ([{"type": "text"}], NO_FORM),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], NO_FORM)),
+}
 
 # What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(

@@ -18,7 +18,7 @@ from ..request import ApiError, Request
 from ..thinking import Effort, Thinking
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
-from .body import Body, Part, Positive, Short, read
+from .body import OF_CHATS, Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
@@ -81,6 +81,7 @@ class MessagesBody(Body):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     REFUSED: ClassVar = {
         **Body.REFUSED,
+        **OF_CHATS,
         "mcp_servers": ([[]], "let the client call the tools"),
     }
     max_tokens: Positive | None = None

@@ -23,7 +23,7 @@ from ..request import ApiError, Request
 from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
-from .body import Body, Part, Positive, Short, read
+from .body import OF_CHATS, Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
@@ -76,6 +76,7 @@ class ReasoningOptions(Part):
 class ResponsesBody(Body):
     REFUSED: ClassVar = {
         **Body.REFUSED,
+        **OF_CHATS,
         "previous_response_id": ([], "send the whole conversation as input"),
         "conversation": ([], "send the whole conversation as input"),
         "prompt": ([], "send instructions and input"),
