@@ -26,7 +26,10 @@ def form_of(value: Any, param: str) -> Form | None:
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return Form(param, {"json_schema": {"type": "object"}})
+        schema = value.get("schema", {"type": "object"})  # llama.cpp's form has one
+        if not isinstance(schema, dict):
+            raise ApiError(400, f"{param}.schema must be a JSON schema.", param=param)
+        return Form(param, {"json_schema": schema})
     inner = value.get("json_schema", value) if kind == "json_schema" else None
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):

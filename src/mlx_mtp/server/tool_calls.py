@@ -30,8 +30,8 @@ A block may hold several functions. What is no call is content, and nothing of t
 
 import ast
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import regex
@@ -42,9 +42,15 @@ from .values import Types, is_string, parse_json, parse_json_values, to_json
 
 @dataclass(frozen=True)
 class Text:
-    """What the model says to the user."""
+    """What the model says to the user.
+
+    Args:
+        text (str): The next piece of it.
+        tokens (Sequence[int]): The indices, in the answer, of the tokens that it begins to show. Default: none are known.
+    """
 
     text: str
+    tokens: Sequence[int] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
