@@ -10,7 +10,7 @@ from mlx_lm.tool_parsers import json_tools
 import mlx_mtp
 from mlx_mtp.server import form
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
-from mlx_mtp.server.call_grammar import calls_in_lark
+from mlx_mtp.server.call_grammar import CallGrammar
 from mlx_mtp.server.request import ApiError, Form
 from tests.support.decoding import mtp, plain
 from tests.support.server_process import serve_here
@@ -191,7 +191,7 @@ def tokenizer(tagged):
 
 def allows(tokenizer, text: str) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = calls_in_lark(tokenizer, Form("tool_choice", calls=TOOLS))
+    lark = CallGrammar(tokenizer, Form("tool_choice", calls=TOOLS)).lark
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
 
@@ -238,7 +238,7 @@ def test_calls_as_qwen3_next_writes_them(monkeypatch, tokenizer, name, arguments
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
-    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS))
+    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS), grammar=None)
     other = SimpleNamespace(tool_parser=lambda text, tools: None)
     with pytest.raises(ApiError, match="tool_choice: no grammar describes the calls of this model"):
         form.make_form(other, request, False)
@@ -265,7 +265,7 @@ def test_values_follow_their_schemas(tokenizer, schema, texts, others):
         "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
     }
     tools = Form("tool_choice", calls=[{"name": "f", "parameters": parameters}])
-    lark = calls_in_lark(tokenizer, tools)
+    lark = CallGrammar(tokenizer, tools).lark
     for text in (*texts, *others):
         tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
         n = mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens)
@@ -285,7 +285,7 @@ def functions(tools: list[dict]) -> list[dict]:
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
-    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)))
+    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)), grammar=None)
     (grammar,) = form.make_form(tokenizer, request, in_reasoning)
     return grammar
 

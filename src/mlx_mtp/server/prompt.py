@@ -5,6 +5,7 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..images.vision import Vision
+from .images import MARKED_IMAGES
 from .request import ApiError
 
 CHARS = 4  # per token: a text that fits the context is seldom longer
@@ -30,13 +31,13 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """
+        """The tokens of a text. What stands for an image is ``MARKED_IMAGES.mark``, and not a placeholder that the text quotes.
+
         Raises:
             ApiError: The text does not fit the context.
         """
         self._check_length(text)
-        tokens: list[int] = self.tokenizer.encode(text, **kwargs)
-        return tokens
+        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)

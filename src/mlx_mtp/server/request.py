@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
+from ..decoding.grammar import Grammar
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.store import Origin
@@ -96,6 +97,7 @@ class Request(stock.CompletionRequest):
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
+    grammar: Grammar | None = None  # the form's, once it is compiled: each text takes a copy
     images: list[str] = field(default_factory=list)  # URLs, in the order of their placeholders
     one_call: bool = False  # the answer ends with its first call
     param: str = "messages"  # the field with the prompt
@@ -108,5 +110,5 @@ class Request(stock.CompletionRequest):
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks need: the text is tokenized."""
-        return vars(self) | {"prompt": "", "messages": [], "images": []}
+        """What the other ranks need: the text is tokenized. They compile the grammar themselves."""
+        return vars(self) | {"prompt": "", "messages": [], "images": [], "grammar": None}

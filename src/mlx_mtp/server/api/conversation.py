@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from ...images.processor import PLACEHOLDER
+from ..images import MARKED_IMAGES
 from .answer import Json
 
 SYSTEM = ("system", "developer")
@@ -18,9 +18,9 @@ class Images(list[str]):
     """The images of a conversation, by URL, in order."""
 
     def add(self, url: str) -> str:
-        """Take one -> what stands for it in the text, as Qwen's templates write it."""
+        """Take one -> what stands for it in the text until that is tokenized."""
         self.append(url)
-        return PLACEHOLDER
+        return MARKED_IMAGES.mark
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
