@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from .request import Form
-from .schema import ANY, STRING, Leaf, Node, Schema, document, types_of
+from .schema import STRING, Leaf, Node, Schema, document, may_match, types_of
 from .tool_calls import END, START
 from .values import to_json
 
@@ -23,14 +23,14 @@ END_OF_PARAMETER = "\n</parameter>\n"
 END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
 KEY = r"/[^\n<>]{1,256}/"
 SPACE = r"[\s\x1c-\x1f]*"  # what str.strip removes
-NOT_STRINGS = {  # texts that are read as these types
+SCALARS = {  # texts that are read as these types
     "null": rf"(?i){SPACE}(null|none){SPACE}",
     "boolean": rf"(?i){SPACE}(true|false){SPACE}",
-    "integer": rf"{SPACE}-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?{SPACE}",
-    "number": rf"{SPACE}-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?{SPACE}",
-    "object": rf"(?s){SPACE}[{{\[(].*",
-    "array": rf"(?s){SPACE}[{{\[(].*",
+    "integer": rf"{SPACE}-?(0|[1-9][0-9]{{0,300}}){SPACE}",
+    "number": rf"{SPACE}-?(0|[1-9][0-9]{{0,200}})(\.[0-9]{{1,99}})?([eE][-+]?[0-9]{{1,2}})?{SPACE}",
 }
+STRUCTURES = frozenset({"object", "array"})
+STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
 LONGEST_KEY = 256  # characters that a call's reader takes
 _quote = json.dumps  # of a string in Lark
 
@@ -105,16 +105,14 @@ class CallGrammar:
         opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
         arguments = '%json {"type": "object"}'
         if schema is not None:
-            arguments = self._json([schema.root], frozenset({"object"}))
+            arguments = self._json(schema, schema.root, frozenset({"object"}))
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
 
     def _xml_call(self, name: str, schema: Schema | None) -> str:
         """As Qwen3-Coder and Qwen3.5 write them: each value on lines of its own, strings without quotes. No schema: any."""
         opening, end = f"\n<function={name}>\n", "</function>\n"
-        leaves = None if schema is None else schema.leaves(schema.root)
+        leaves = None if schema is None else self._leaves(schema, schema.root)
         if schema is None or leaves is None:
-            if schema is not None and self.is_strict:
-                raise ValueError(f"{schema.root.path} has too many alternatives")
             return f"{_quote(opening)} ({_parameter(KEY, 'value')})* {_quote(end)}"
         objects = [leaf for leaf in leaves if "object" in types_of(leaf)]
         alternatives = [text for leaf in objects if (text := self._object(schema, leaf)) is not None]
@@ -172,11 +170,12 @@ class CallGrammar:
         after: list[str | None] = []  # what may follow so many of the parts
         for n in range(len(parts) + 1):
             need, room = max(0, least - n), None if most is None else most - n
-            is_met = need == 0 and (room is None or room >= 0)
-            count = f"{need},{'' if room is None else room}"
-            after.append(
-                '""' if is_met and other is None else f"{other}{{{count}}}" if other and (room or 0) >= 0 else None
-            )
+            if room is not None and room < need:
+                after.append(None)
+            elif other is None:
+                after.append('""' if need == 0 else None)
+            else:
+                after.append(f"{other}{{{need},{'' if room is None else room}}}")
         for i, (part, is_required) in reversed([*enumerate(parts)]):
             here: list[str | None] = []
             for n in range(i + 1):
@@ -185,6 +184,15 @@ class CallGrammar:
                 here.append(self._add(f"rest_{len(self.rules)}", " | ".join(ways)) if ways else None)
             after = here
         return after[0]
+
+    def _leaves(self, schema: Schema, node: Node) -> list[Leaf] | None:
+        """Those of a schema that is written here, and not as JSON; ``None``: it is left free."""
+        leaves = schema.leaves(node)
+        if self.is_strict and leaves is None:
+            raise ValueError(f"{node.path} has too many alternatives")
+        if self.is_strict and (path := schema.overlapping(node)) is not None:
+            raise ValueError(f"{path} cannot be enforced: two of its options may both hold")
+        return leaves
 
     # Values
 
@@ -198,48 +206,57 @@ class CallGrammar:
 
     def _rule_of_value(self, schema: Schema, node: Node) -> str:
         """A text where the value may be a string; else JSON."""
-        leaves, types = schema.leaves(node), schema.types(node)
-        if leaves is None and self.is_strict:
-            raise ValueError(f"{node.path} has too many alternatives")
-        if leaves is None or ("string" in types and not self.is_strict and any(map(_is_any_string, leaves))):
+        types = schema.types(node)
+        if "string" not in types:
+            return self._add(
+                f"value_{len(self.rules)}", f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}"
+            )
+        leaves = self._leaves(schema, node)
+        if leaves is None or (not self.is_strict and any(map(_is_any_string, leaves))):
             return "value"
+        if all(any(_is_free(leaf, t) for leaf in leaves) for t in types):
+            return "value"
+        strings = [leaf for leaf in leaves if "string" in types_of(leaf)]
+        texts = [text for leaf in strings for text in _listed(leaf) or [] if json.loads(to_json(text, types)) == text]
+        conditions = [_conditions(leaf) for leaf in strings if _listed(leaf) is None]
         others = types - STRING
-        options = [f"{self._json([node], others)} {_quote(END_OF_PARAMETER)}"] if others else []
-        if "string" in types:
-            free = {t for t in others if any(_is_free(leaf, t) for leaf in leaves)}
-            bound = sorted(others - free)
-            if not bound and any(map(_is_any_string, leaves)):
-                return "value"
-            strings = [
-                text for leaf in leaves if "string" in types_of(leaf) for text in self._strings(leaf, types, bound)
-            ]
-            options += dict.fromkeys(strings)
+        if conditions:
+            return self._text(schema, node, others, [*conditions, *(f"/{_literal(text)}/" for text in texts)])
+        options = [f"{self._json(schema, node, others)} {_quote(END_OF_PARAMETER)}"] if others else []
+        options += [_quote(text + END_OF_PARAMETER) for text in dict.fromkeys(texts)]
         if not options:
             raise ValueError(f"{node.path} allows no value")
         return self._add(f"value_{len(self.rules)}", " | ".join(options))
 
-    def _json(self, nodes: list[Node], types: frozenset[str]) -> str:
-        """A rule for JSON of these schemas, as far as it is of these types."""
-        written = document(nodes, None if types == ANY else types)
+    def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
+        """The rule of a text that one of the conditions holds for, or that is read as another type.
+
+        One expression says all of it: nobody can tell a number from the beginning of a string before its end. The JSON of an
+        object or an array begins as no string here does.
+        """
+        leaves = schema.leaves(node) or []
+        if bound := sorted(t for t in others - STRUCTURES if not any(_is_free(leaf, t) for leaf in leaves)):
+            if self.is_strict:
+                raise ValueError(f"{node.path} cannot be enforced: strings beside some values of type {bound[0]}")
+            return "value"
+        begins = f" & ~/{STRUCTURE}/" if others & STRUCTURES else ""
+        ways = [f"({condition}{begins})" for condition in conditions] + [
+            f"/{SCALARS[t]}/" for t in sorted(others - STRUCTURES)
+        ]
+        terminal = self._terminal(" | ".join(ways), r"/(.|\n)*/", node.path)
+        text = self._add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]
+        if not others & STRUCTURES:
+            return text
+        structure = f"{self._json(schema, node, others & STRUCTURES)} {_quote(END_OF_PARAMETER)}"
+        return self._add(f"value_{len(self.rules)}", f"{structure} | {text}")
+
+    def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
+        """A rule for JSON of a schema, as far as it is of these types."""
+        written = document(node, None if types == schema.types(node) else types)
         free = json.dumps({"type": sorted(types)})
         if not self.is_strict:
             written = {**written, "x-guidance": {"lenient": True}}
-        return self._add(f"json_{len(self.rules)}", f"%json {json.dumps(written)}", f"%json {free}", nodes[0].path)
-
-    def _strings(self, leaf: Leaf, types: frozenset[str], bound: list[str]) -> list[str]:
-        """The strings that these schemas allow together, with what ends them. Texts of the types ``bound`` are none."""
-        lists = [node.values for node in leaf if node.values is not None]
-        if lists:
-            texts = [x for x in lists[0] if isinstance(x, str) and all(x in values for values in lists[1:])]
-            is_string = [json.loads(to_json(text, types)) == text for text in texts]
-            return [_quote(text + END_OF_PARAMETER) for text, is_one in zip(texts, is_string) if is_one]
-        least = max(int(node.own.get("minLength", 0)) for node in leaf)
-        most = min((int(node.own["maxLength"]) for node in leaf if "maxLength" in node.own), default="")
-        conditions = [f"/(?s:.{{{least},{most}}})/"]
-        conditions += [f"/{_search(node.own['pattern'])}/" for node in leaf if "pattern" in node.own]
-        conditions += [f"~/{NOT_STRINGS[t]}/" for t in bound]
-        terminal = self._terminal(" & ".join(conditions), r"/(.|\n)*/", leaf[0].path)
-        return [self._add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]]
+        return self._add(f"json_{len(self.rules)}", f"%json {json.dumps(written)}", f"%json {free}", node.path)
 
     def _terminal(self, text: str, free: str, path: str) -> str:
         return self._add(f"T{len(self.rules)}", text, free, path)
@@ -283,6 +300,30 @@ def _takes_others(node: Node) -> bool:
     """Whether a schema that speaks of undeclared properties allows one."""
     spoken = [*node.patterns.values(), *([] if node.others is None else [node.others])]
     return any(not n.is_false for n in spoken)
+
+
+def _listed(leaf: Leaf) -> list[str] | None:
+    """The strings that these schemas list, if they do, as far as all of them allow them."""
+    lists = [node.values for node in leaf if node.values is not None]
+    if not lists:
+        return None
+    least, most, patterns = _of_strings(leaf)
+    texts = [x for x in lists[0] if isinstance(x, str) and all(x in values for values in lists[1:])]
+    texts = [x for x in texts if least <= len(x) <= (len(x) if most is None else most)]
+    return [x for x in texts if all(may_match(pattern, x) for pattern in patterns)]
+
+
+def _conditions(leaf: Leaf) -> str:
+    """What these schemas ask of a string, in Lark."""
+    least, most, patterns = _of_strings(leaf)
+    return " & ".join([f"/(?s:.{{{least},{'' if most is None else most}}})/", *(f"/{_search(p)}/" for p in patterns)])
+
+
+def _of_strings(leaf: Leaf) -> tuple[int, int | None, list[str]]:
+    """The least and the most characters of a string, and the patterns that it matches."""
+    least = max(int(node.own.get("minLength", 0)) for node in leaf)
+    most = min((int(node.own["maxLength"]) for node in leaf if "maxLength" in node.own), default=None)
+    return least, most, [node.own["pattern"] for node in leaf if "pattern" in node.own]
 
 
 def _is_any_string(leaf: Leaf) -> bool:

@@ -156,4 +156,4 @@ def _checked(schema: Json) -> Json:
     if read.unenforced:
         raise ValueError(f"{read.unenforced[0]} cannot be enforced: leave it out")
     own = schema.get("x-guidance")
-    return {**document([read.root]), **({} if own is None else {"x-guidance": own})}
+    return {**document(read.root), **({} if own is None else {"x-guidance": own})}

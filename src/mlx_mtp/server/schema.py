@@ -11,7 +11,7 @@ llguidance knows it; otherwise it says nothing, as in the standard.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,6 +39,7 @@ DEPTH = 64  # of schemas within schemas; a reference begins anew
 MOST_LEAVES = 256  # alternatives of one schema
 MOST_WORK = 1 << 18  # combinations that are looked at to find those of all
 ROUNDS = 16  # over schemas that contain themselves
+MAX_MATCHED = 256  # characters of a text that a pattern is asked about
 PATTERN_SECONDS = 0.02  # a pattern that takes longer for a name may match it
 
 
@@ -132,7 +133,7 @@ class Node:
     def named(self, name: str) -> "list[Node]":
         """The schemas of the property of this name, without what the parts and options say of it."""
         found = [node] if (node := (self.properties or {}).get(name)) is not None else []
-        found += [node for pattern, node in self.patterns.items() if _may_match(pattern, name)]
+        found += [node for pattern, node in self.patterns.items() if may_match(pattern, name)]
         return found or ([self.others] if self.others is not None else [])
 
 
@@ -204,8 +205,10 @@ class Schema:
         elif "additionalProperties" in given:
             node.others = Node(f"{node.path}.additionalProperties")
         rest = "items"
-        for key in [key for key in ("prefixItems", "items") if isinstance(raw.get(key), list)]:
-            node.prefix, rest = some(key), "items" if key == "prefixItems" else "additionalItems"
+        if "prefixItems" in given:
+            node.prefix = some("prefixItems")
+        elif isinstance(raw.get("items"), list):
+            node.prefix, rest = some("items"), "additionalItems"
         if rest in given:
             node.items = one(raw[rest], rest)
         if "$ref" in given:
@@ -290,6 +293,15 @@ class Schema:
                 return None
         return found
 
+    def overlapping(self, node: Node) -> str | None:
+        """The path of a ``oneOf`` two of whose options may both hold, if the schema says one of the same value."""
+        for n in _in_place(node):
+            for a, b in combinations(n.options.get("oneOf", ()), 2):
+                ways = self.leaves(a), self.leaves(b)
+                if None in ways or not all(_are_apart(x, y) for x in ways[0] or [] for y in ways[1] or []):
+                    return f"{n.path}.oneOf"
+        return None
+
     def types(self, node: Node) -> frozenset[str]:
         """The types of the values that a schema allows; all where it does not say, or contradicts itself."""
         leaves = self.leaves(node)
@@ -303,7 +315,8 @@ class Schema:
         """The types that the property of this name may have. One without a schema is a string."""
         found: set[str] = set()
         for leaf in self.leaves(self.root) or []:
-            if nodes := [n for node in leaf for n in node.named(name)]:
+            nodes = [n for node in leaf for n in node.named(name)]
+            if nodes and all(self.leaves(n) != [] for n in nodes):
                 found |= frozenset.intersection(*map(self.types, nodes))
         return frozenset(found) or STRING
 
@@ -312,11 +325,29 @@ def types_of(leaf: Leaf) -> frozenset[str]:
     return ANY.intersection(*(node.types for node in leaf))
 
 
-def document(nodes: list[Node], types: frozenset[str] | None = None) -> Json:
-    """A JSON schema for llguidance of what these allow together, with the definitions that it needs and no other.
+def _are_apart(a: Leaf, b: Leaf) -> bool:
+    """Whether no value is valid for both: by their types, their values, or those of a property that both require."""
+    if not types_of(a) & types_of(b) or _have_apart_values(a, b):
+        return True
+    if not types_of(a) & types_of(b) <= {"object"}:
+        return False
+    required = [{name for node in leaf for name in node.own.get("required", ())} for leaf in (a, b)]
+    named = [
+        [tuple(n for node in leaf for n in node.named(name)) for leaf in (a, b)] for name in required[0] & required[1]
+    ]
+    return any(_have_apart_values(x, y) for x, y in named)
+
+
+def _have_apart_values(a: Leaf, b: Leaf) -> bool:
+    lists = [[node.values for node in leaf if node.values is not None] for leaf in (a, b)]
+    return any(not any(x == y for x in one for y in other) for one in lists[0] for other in lists[1])
+
+
+def document(root: Node, types: frozenset[str] | None = None) -> Json:
+    """A schema as JSON for llguidance, with the definitions that it needs and no other.
 
     Args:
-        types (FrozenSet[str], optional): What it allows of their types. Default: ``None``, all.
+        types (FrozenSet[str], optional): What it allows of the schema's types. Default: ``None``, all.
     """
     names: dict[Node, str] = {}
 
@@ -343,8 +374,9 @@ def document(nodes: list[Node], types: frozenset[str] | None = None) -> Json:
             written["allOf"] = [child(n) for n in node.parts]
         return written | {key: [child(n) for n in options] for key, options in node.options.items()}
 
-    parts = [child(node) for node in nodes] + ([] if types is None else [{"type": _names(types)}])
-    whole: Json = {"allOf": parts} if len(parts) > 1 else parts[0] or {"not": {}}
+    whole: Json = child(root) or {"not": {}}
+    if types is not None:
+        whole = {"allOf": [whole, {"type": _names(types)}]}
     definitions: Json = {}
     while len(definitions) < len(names):
         for node, name in [(node, name) for node, name in names.items() if name not in definitions]:
@@ -381,9 +413,10 @@ def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:
     return list({frozenset(leaf): tuple(dict.fromkeys(leaf)) for leaf in leaves}.values())
 
 
-def _may_match(pattern: str, name: str) -> bool:
+def may_match(pattern: str, text: str) -> bool:
+    """Whether a pattern matches a text, or cannot be asked in time."""
     try:
-        return regex.search(pattern, name[:256], timeout=PATTERN_SECONDS) is not None
+        return regex.search(pattern, text[:MAX_MATCHED], timeout=PATTERN_SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError):
         return True
 
