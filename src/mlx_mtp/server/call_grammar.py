@@ -7,6 +7,7 @@ others. So each rule that llguidance may not be able to read is on a line of its
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -14,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from .request import Form
-from .schema import STRING, Leaf, Node, Schema, document, may_match, types_of
+from .schema import ANY, STRING, Leaf, Node, Schema, document, may_match, types_of
 from .tool_calls import END, START
 from .values import to_json
 
@@ -32,6 +33,7 @@ SCALARS = {  # texts that are read as these types
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
 LONGEST_KEY = 256  # characters that a call's reader takes
+Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types, or that there can be none
 _quote = json.dumps  # of a string in Lark
 
 
@@ -69,6 +71,7 @@ class CallGrammar:
         self.rules: dict[str, Rule] = {}
         self.is_strict = False  # the tool that is being written
         self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
+        self._texts = {"value"}  # those of them that take a text that is not listed
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"call_{i}" for i in range(len(form.calls))]
         self._add("start", r"/\n{0,2}/ calls" if form.is_required else "calls")
@@ -115,35 +118,61 @@ class CallGrammar:
         if schema is None or leaves is None:
             return f"{_quote(opening)} ({_parameter(KEY, 'value')})* {_quote(end)}"
         objects = [leaf for leaf in leaves if "object" in types_of(leaf)]
-        alternatives = [text for leaf in objects if (text := self._object(schema, leaf)) is not None]
+        values = self._told_apart(schema, [self._values(schema, leaf) for leaf in objects])
+        alternatives = [
+            text for leaf, own in zip(objects, values) if (text := self._object(schema, leaf, own)) is not None
+        ]
         if not alternatives:
             raise ValueError(f"{schema.root.path} allows no object")
         return f"{_quote(opening)} ({' | '.join(alternatives)}) {_quote(end)}"
 
-    def _object(self, schema: Schema, leaf: Leaf) -> str | None:
-        """The parameters that these schemas allow together, in the order in which they name them."""
+    def _values(self, schema: Schema, leaf: Leaf) -> Values:
+        """The properties that these schemas name, in their order -> the rule of the value, ``None`` where there can be none."""
         names = dict.fromkeys(
             name for node in leaf for name in (*(node.properties or ()), *node.own.get("required", ()))
         )
-        required = {name for node in leaf for name in node.own.get("required", ())}
-        parts: list[tuple[str, bool]] = []
+        found: Values = {}
         for name in names:
-            of_name = [node.named(name) for node in leaf]
-            nodes = [n for found in of_name for n in found]
-            if any(n.is_false for n in nodes) or not _can_be_written(name):
-                if name in required:
-                    return None
+            nodes = [n for node in leaf for n in node.named(name)]
+            can_be = _can_be_written(name) and not any(n.is_false for n in nodes)
+            types = ANY.intersection(*map(schema.types, nodes))
+            found[name] = (self._value(schema, nodes), types) if can_be else None
+        return found
+
+    def _told_apart(self, schema: Schema, values: list[Values]) -> list[Values]:
+        """The values of alternatives, without those where a text would have to tell by itself which alternative it is of."""
+        for name in dict.fromkeys(chain(*values)):
+            found = {value for own in values if (value := own.get(name)) is not None}
+            rules, types = {rule for rule, _ in found}, {types for _, types in found}
+            is_text_or_not = len(types) > 1 and any("string" in t for t in types)
+            if not is_text_or_not and (len(rules) == 1 or not rules & self._texts):
                 continue
-            parts.append((_parameter(_quote(name), self._value(schema, nodes)), name in required))
+            if self.is_strict:
+                raise ValueError(
+                    f"{schema.root.path}: {name} cannot be enforced: it is another string, or none, by the alternative"
+                )
+            if rules & self._texts:
+                values = [{**own, name: own[name] and ("value", ANY)} if name in own else own for own in values]
+        return values
+
+    def _object(self, schema: Schema, leaf: Leaf, values: Values) -> str | None:
+        """The parameters that these schemas allow together, in the order in which they name them."""
+        required = {name for node in leaf for name in node.own.get("required", ())}
+        if any(values[name] is None for name in required):
+            return None
+        given = {name: value for name, value in values.items() if value is not None}
+        parts = [(_parameter(_quote(name), rule), name in required) for name, (rule, _) in given.items()]
         least = max((node.own.get("minProperties", 0) for node in leaf), default=0)
         most = min((node.own["maxProperties"] for node in leaf if "maxProperties" in node.own), default=None)
-        return self._sequence(parts, self._undeclared(schema, leaf, names), int(least), most and int(most))
+        return self._sequence(parts, self._undeclared(schema, leaf, values), int(least), most and int(most))
 
     def _undeclared(self, schema: Schema, leaf: Leaf, names: Iterable[str]) -> str | None:
         """A parameter that no schema names, where one speaks of such. Nothing keeps two of them from having the same name."""
         speak = [node for node in leaf if node.patterns or node.others is not None]
         if not speak or any(not _takes_others(node) for node in speak):
             return None
+        if self.is_strict and all(_allows_all_others(node) for node in speak):
+            return None  # as where the schema does not speak of them
         if self.is_strict:
             key = "patternProperties" if speak[0].patterns else "additionalProperties"
             raise ValueError(f"{speak[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
@@ -245,10 +274,12 @@ class CallGrammar:
         ]
         terminal = self._terminal(" | ".join(ways), r"/(.|\n)*/", node.path)
         text = self._add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]
+        self._texts.add(text)
         if not others & STRUCTURES:
             return text
         structure = f"{self._json(schema, node, others & STRUCTURES)} {_quote(END_OF_PARAMETER)}"
-        return self._add(f"value_{len(self.rules)}", f"{structure} | {text}")
+        self._texts.add(value := self._add(f"value_{len(self.rules)}", f"{structure} | {text}"))
+        return value
 
     def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
         """A rule for JSON of a schema, as far as it is of these types."""
@@ -294,6 +325,10 @@ def _parameter(key: str, value: str) -> str:
 
 def _can_be_written(name: str) -> bool:
     return 0 < len(name) <= LONGEST_KEY and not set(name) & set("\n<>")
+
+
+def _allows_all_others(node: Node) -> bool:
+    return not node.patterns and node.others is not None and node.others.is_plain and not node.others.parts
 
 
 def _takes_others(node: Node) -> bool:
