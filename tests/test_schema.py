@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.api import chat_completions, messages, responses
+from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.form import make_form
 from mlx_mtp.server.request import ApiError, Form
 from mlx_mtp.server.schema import Schema, document
@@ -69,10 +69,10 @@ PLACES = [  # schema, arguments that it allows, and others
     ({**ABC, "maxProperties": 1}, [{}, {"b": True}], [{"a": 1, "b": True}]),
     ({"required": ["z"]}, [{"z": "any text"}], [{}, {"y": "z"}]),
     ({"required": ["z"], "additionalProperties": INTEGER}, [{"z": 1}], [{}, {"z": "x"}]),
-    ({"properties": {"t": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": TREE}}, [{"t": {"n": 1, "next": {"n": 2}}}], [{"t": {"next": {"n": 2}}}]),
+    ({"properties": {"t": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": TREE}}, [{"t": {"n": 1, "next": {"n": 2}}}], [{"t": {"next": {"n": 2}}}]),  # noqa: E501
     ({"type": "object", "properties": {"t": {"$ref": "#"}, "n": INTEGER}}, [{"t": {"t": {"n": 1}}}, {}], [{"t": {"n": "x"}}]),
-    ({"properties": {"s": {**STRING, "maxLength": 3, "pattern": "^a|b$"}}}, [{"s": "acc"}, {"s": "b"}], [{"s": "abbb"}, {"s": "c"}]),
-    ({"anyOf": [{"properties": {"k": {"const": k}, "v": v}, "required": ["k", "v"]} for k, v in (("n", INTEGER), ("l", {"type": "array"}))]}, [{"k": "n", "v": 1}, {"k": "l", "v": [1]}], [{"k": "n", "v": [1]}]),
+    ({"properties": {"s": {**STRING, "maxLength": 3, "pattern": "^a|b$"}}}, [{"s": "acc"}, {"s": "b"}], [{"s": "abbb"}, {"s": "c"}]),  # noqa: E501
+    ({"anyOf": [{"properties": {"k": {"const": k}, "v": v}, "required": ["k", "v"]} for k, v in (("n", INTEGER), ("l", {"type": "array"}))]}, [{"k": "n", "v": 1}, {"k": "l", "v": [1]}], [{"k": "n", "v": [1]}]),  # noqa: E501
     ({"properties": None, "required": None, "$defs": None}, [{}], [{"x": 1}]),
     (None, [{}], [{"x": 1}]),
 ]  # fmt: skip
@@ -128,7 +128,10 @@ def test_strict_tools_are_refused_by_path_and_others_are_free(tokenizer, schema,
         ({"not": {"required": ["a"]}, "properties": {"a": INTEGER}}, r"parameters\.not"),
         ({"propertyNames": {"pattern": "a"}, "properties": {"a": INTEGER}}, r"parameters\.propertyNames"),
         ({"additionalProperties": INTEGER}, r"parameters\.additionalProperties"),
-        ({"anyOf": [{"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}]}, r"parameters: a cannot be enforced"),
+        (
+            {"anyOf": [{"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}]},
+            r"parameters: a cannot be enforced",
+        ),
         ({"patternProperties": {"a": INTEGER}}, r"parameters\.patternProperties"),
         ({"oneOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": INTEGER}}]}, r"parameters\.oneOf"),
         ({"properties": {"a": {"oneOf": [STRING, {"minLength": 2}]}}}, r"properties\.a\.oneOf"),
@@ -220,7 +223,7 @@ def test_a_value_of_null_is_a_value(tokenizer):
     assert not allows(tokenizer, grammar, call({"x": 1}))
 
 
-@pytest.mark.parametrize("choice", [{"type": "function", "function": "f"}, {"type": "function", "function": 5}, {"type": "function", "function": {"name": []}}, {"type": "function"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("choice", [{"type": "function", "function": "f"}, {"type": "function", "function": 5}, {"type": "function", "function": {"name": []}}, {"type": "function"}], ids=str)  # fmt: skip  # noqa: E501
 def test_malformed_choices(choice):
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     with pytest.raises(ApiError, match="tool_choice must be auto, none, required or a tool by its name"):
@@ -228,8 +231,8 @@ def test_malformed_choices(choice):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["a", "string", "object", "#", "#/properties/x", "^a|(", "\\"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", "type", "properties", "required", "enum", "const", "$ref", "anyOf", "allOf", "oneOf", "items", "prefixItems", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "minimum", "multipleOf", "not", "nullable", "format", "x-guidance"]), inner, max_size=4),
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["a", "string", "object", "#", "#/properties/x", "^a|(", "\\"]),  # noqa: E501
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", "type", "properties", "required", "enum", "const", "$ref", "anyOf", "allOf", "oneOf", "items", "prefixItems", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "minimum", "multipleOf", "not", "nullable", "format", "x-guidance"]), inner, max_size=4),  # noqa: E501
     max_leaves=12,
 )  # fmt: skip
 
@@ -241,16 +244,16 @@ def test_any_json_is_a_schema_or_refused(tokenizer, schema, strict, in_propertie
     try:
         grammar_of(tokenizer, parameters, strict)
     except ApiError as e:
-        assert e.status == 400
-        assert e.message.startswith("tool_choice: ")
+        if (e.status, e.param) != (400, "tool_choice"):
+            raise
 
 
 # Random schemas
 
-VALUES = [0, 1, 5, -1, 2.5, True, False, None, "a", "b", "ab", "x y", "5", "null", "", [], [1], ["a"], [1, "a"], {}, {"k": 1}, {"k": "a"}]  # fmt: skip
+VALUES = [0, 1, 5, -1, 2.5, True, False, None, "a", "b", "ab", "x y", "5", "null", "", [], [1], ["a"], [1, "a"], {}, {"k": 1}, {"k": "a"}]  # fmt: skip  # noqa: E501
 simple = st.sampled_from([
     {}, INTEGER, STRING, BOOLEAN, {"type": "null"}, {"type": "number", "minimum": 1}, {**INTEGER, "maximum": 4},
-    {**STRING, "maxLength": 1}, {**STRING, "minLength": 1, "pattern": "^a"}, {"type": ["string", "null"]}, {"type": ["integer", "string"]},
+    {**STRING, "maxLength": 1}, {**STRING, "minLength": 1, "pattern": "^a"}, {"type": ["string", "null"]}, {"type": ["integer", "string"]},  # noqa: E501
     {"enum": ["a", "b"]}, {"enum": ["a", 1, None]}, {"const": "ab"}, {"enum": [1, 5]}, {"type": "array", "items": INTEGER},
     {"type": "array", "items": STRING, "minItems": 1}, {"type": "object", "properties": {"k": INTEGER}, "required": ["k"]},
     {"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"},
@@ -284,7 +287,7 @@ def parameters(draw):
         "plain": lambda: one,
         "ref": lambda: {"$ref": "#/$defs/all"},
         "allOf": lambda: {"allOf": [one, {"$ref": "#/$defs/all"}]},
-        "anyOf": lambda: {"anyOf": [{**one, "additionalProperties": False}, {**draw(objects()), "additionalProperties": False}]},
+        "anyOf": lambda: {"anyOf": [{**one, "additionalProperties": False}, {**draw(objects()), "additionalProperties": False}]},  # noqa: E501
     }[way]()  # fmt: skip
     return {
         **schema,
