@@ -321,5 +321,7 @@ def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema
         text = call(arguments)
         got = read(schema, text)
         is_allowed = allows(tokenizer, grammar, text)
-        assert is_allowed or not valid(got), got
+        # Beside objects and arrays, a strict tool's string does not begin as they do.
+        is_narrowed = strict and any(isinstance(value, str) and value.startswith(("{", "[")) for value in got.values())
+        assert is_allowed or is_narrowed or not valid(got), got
         assert valid(got) or not (strict and is_allowed), got
