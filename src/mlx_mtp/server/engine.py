@@ -243,7 +243,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         tokenizer.check(len(tokens), args, self.cli_args.max_tokens, request.param)
         make_form(
             tokenizer.tokenizer, request, initial_state == "reasoning"
-        )  # so that one that cannot be read is refused here
+        )  # compiled here, not in the generation thread
         return Prompt(tokens, segments, segment_types, initial_state, pictured=pictured)
 
     def _read_images(self, tokenizer: BoundedTokenizer, request: Request, tokens: list[int]) -> ImagePrompt:

@@ -5,6 +5,7 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..images.vision import Vision
+from .images import MARKED_IMAGES
 from .request import ApiError, Request
 
 CHARS = 4  # per token: a text that fits the context is seldom longer
@@ -49,7 +50,8 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
-        """
+        """The tokens of a text. ``MARKED_IMAGES.mark`` stands for an image, a placeholder in the text does not.
+
         Args:
             text (Union[str, List[int]]): A client may send the tokens themselves.
 
@@ -61,8 +63,7 @@ class BoundedTokenizer:
                 raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
             return text
         self._check_length(text)
-        tokens: list[int] = self.tokenizer.encode(text, **kwargs)
-        return tokens
+        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
         """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""

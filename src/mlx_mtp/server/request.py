@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
+from ..decoding.grammar import Grammar
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.store import Origin
@@ -101,6 +102,7 @@ class Request(stock.CompletionRequest):
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
+    grammar: Grammar | None = None  # the form's, once it is compiled: each text takes a copy
     images: list[str] = field(default_factory=list)  # URLs, in the order of their placeholders
     goes_on: bool = False  # the answer continues a text in the middle of a line
     one_call: bool = False  # the answer ends with its first call
@@ -125,5 +127,5 @@ class Request(stock.CompletionRequest):
         return replace(self, **own)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks need: the text is tokenized."""
-        return vars(self) | {"prompt": "", "more_prompts": [], "messages": [], "images": []}
+        """For the other ranks, which compile the grammar themselves: the text is tokenized."""
+        return vars(self) | {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}

@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from ...images.processor import PLACEHOLDER
+from ..images import MARKED_IMAGES
 from ..prompt import goes_on
 from ..request import ApiError, Form
 from .answer import Json
@@ -20,9 +20,9 @@ class Images(list[str]):
     """The images of a conversation, by URL, in order."""
 
     def add(self, url: str) -> str:
-        """Take one -> what stands for it in the text, as Qwen's templates write it."""
+        """Take one -> what stands for it in the text until that is tokenized."""
         self.append(url)
-        return PLACEHOLDER
+        return MARKED_IMAGES.mark
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
