@@ -220,7 +220,9 @@ def begin(server: Server, **body) -> socket.socket:
     """Send a request -> the connection, once something is being generated."""
     connection = socket.create_connection(("127.0.0.1", server.port))
     raw = json.dumps({"prompt": PROMPT, **body}).encode()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+    )
     deadline = time.monotonic() + 60
     while server.metrics()["mlx_mtp_requests_in_flight"] == 0:
         assert time.monotonic() < deadline
@@ -296,7 +298,7 @@ def test_interrupt_completes_open_answers(tmp_path, how, streams):
 def test_answers_500_connections_at_once(server):
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(500)]
     for c in connections:
-        c.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for c in connections:
         with c:
             assert c.recv(12) == b"HTTP/1.1 200"

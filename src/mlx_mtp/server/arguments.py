@@ -70,7 +70,20 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
-    add("--allowed-origins", type=lambda x: x.split(","), default="*", help="Allowed origins (default: *)")
+    add(
+        "--allowed-origins",
+        type=_names,
+        metavar="ORIGIN,...",
+        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: those of "
+        "localhost.",
+    )
+    add(
+        "--allowed-hosts",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="Names of the server, besides localhost, this machine's name, --host and all IP addresses; * allows any.",
+    )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
@@ -171,6 +184,10 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_QUANTIZED_KV_START,
         help=f"Token position to start KV cache quantization (default: {DEFAULT_QUANTIZED_KV_START})",
     )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _json(text: str) -> Any:
