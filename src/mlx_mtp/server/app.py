@@ -5,7 +5,7 @@ import hmac
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from importlib import resources
 from types import ModuleType
@@ -135,7 +135,8 @@ class Endpoints:
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         _, request, args = await self._read(http, MESSAGES)
-        return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+        async with watched(request, http.receive):
+            return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
         self._authorize(http)
@@ -240,6 +241,23 @@ class Endpoints:
             )
 
 
+@asynccontextmanager
+async def watched(request: Request, receive: Receive) -> AsyncIterator[None]:
+    """Note in a request when its client hangs up; behind it nobody wants more, whatever has ended it."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        request.is_gone = True
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        request.is_gone = True
+        task.cancel()
+
+
 class Answer(Response):
     """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
 
@@ -269,20 +287,13 @@ class Answer(Response):
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+            async with watched(self.request, receive):
+                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
         except OSError:
             logging.info("The client has hung up.")
         finally:
-            self.request.is_gone = True  # whatever has ended the answer
             self.waiting.discard(self.request.number)
-            watch.cancel()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.request.is_gone = True
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():
