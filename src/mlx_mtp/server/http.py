@@ -179,12 +179,10 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: The port is in use, or the host is not this machine's.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as e:
-        if e.errno != errno.EADDRINUSE:
-            raise
-        raise OSError(
-            e.errno, f"Port {port} of {host} is in use: end the other program, or choose another --port."
-        ) from e
+        if e.errno == errno.EADDRINUSE:
+            raise OSError(f"Port {port} of {host} is in use: end the other program, or choose another --port.") from e
+        raise OSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
