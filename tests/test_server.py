@@ -329,7 +329,10 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     for block in re.split(r"\n  (?=--)", text)[1:]:
         flag = block.split()[0]
         default = re.search(r"\(default: ([^),]+)", block)
-        if default and flag not in ("--num-draft-tokens", "--allowed-origins"):  # --mtp has its own, and not every page may ask
+        if default and flag not in (
+            "--num-draft-tokens",
+            "--allowed-origins",
+        ):  # --mtp has its own, and not every page may ask
             assert str(actions[flag].default) == default[1]
 
 
