@@ -43,7 +43,7 @@ def test_an_empty_store_gives_an_empty_cache():
     assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
 
 
-def test_the_deepest_checkpoint_of_the_common_prefix_is_found():
+def test_the_deepest_snapshot_of_the_common_prefix_is_found():
     model = model_of("qwen3_5")
     store = PromptStore(model, 1 << 30)
     read(model, TEXT, cuts=(4, 8), store=store)
@@ -72,7 +72,7 @@ def test_a_shared_beginning_is_held_once():
     read(model, TEXT, cuts=(10,), store=store)  # the same text again
     assert store.nbytes == before
     read(model, [*TEXT[:10], 30, 31, 30, 31, 30, 31], cuts=(10,), store=store)
-    read(model, TEXT[10:], store=alone)  # six tokens, a checkpoint; the head's row of a first token is missing
+    read(model, TEXT[10:], store=alone)  # six tokens, a snapshot; the head's row of a first token is missing
     rows_of_the_head = 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
     assert store.nbytes == before + alone.nbytes + rows_of_the_head
 
@@ -104,7 +104,7 @@ def test_a_text_that_was_read_otherwise_keeps_its_own_rows():
     store.insert(TEXT, other)
     fetched, n = store.fetch(TEXT)
     assert n == len(TEXT)
-    assert store.n_checkpoints == 3
+    assert store.n_snapshots == 3
     candidates = (read(model, TEXT, cuts=(8,)), other)
     for c in candidates:
         PromptCache(c, len(model.layers)).record(len(TEXT), TEXT)
@@ -161,8 +161,8 @@ def check_random_tree(data, n_steps):
 def node_bytes(store):
     for node in store._nodes():
         yield node.span.nbytes
-        if node.checkpoint is not None:
-            yield node.checkpoint.nbytes
+        if node.snapshot is not None:
+            yield node.snapshot.nbytes
 
 
 def test_the_limit_holds_after_every_insert():
@@ -175,11 +175,11 @@ def test_the_limit_holds_after_every_insert():
         assert 0 < store.nbytes <= store.max_bytes
 
 
-def test_the_number_of_checkpoints_can_be_limited():
+def test_the_number_of_snapshots_can_be_limited():
     model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30, max_checkpoints=2)
+    store = PromptStore(model, 1 << 30, max_snapshots=2)
     read(model, TEXT, cuts=(4, 8, 12), store=store)
-    assert store.n_checkpoints == 2
+    assert store.n_snapshots == 2
     PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
 
 
@@ -193,7 +193,7 @@ def test_what_is_held_pins_nothing_larger():
         cut = read(model, text[: 300 * n], store=PromptStore(model, 0))
         store.insert(text[: 300 * n], cut)
     del prompt_cache, cut
-    assert store.n_checkpoints == 3
+    assert store.n_snapshots == 3
     assert active_memory() - before < 1.1 * store.nbytes
 
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.models.prompt_cache import PromptCache
-from mlx_mtp.prompt_store import PromptStore, disk, files, folder
+from mlx_mtp.prompt_store import PromptStore, array_file, disk_writer, shared_folder
 from mlx_mtp.prompt_store.arrays import Format
-from mlx_mtp.prompt_store.folder import Folder, Outcome
+from mlx_mtp.prompt_store.shared_folder import Outcome, SharedFolder
 from tests.support.checkpoints import full_disk
 from tests.support.models import tiny_model
 from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
@@ -90,7 +90,7 @@ def test_nothing_is_written_twice(tmp_path):
         file.name for file in before
     ]  # read alike, named alike
     fill(tmp_path / "other", text=[*TEXT[:9], 30, 31])
-    # The part that is new, its checkpoint, and the one where the texts part.
+    # The part that is new, its snapshot, and the one where the texts part.
     assert len(pieces(tmp_path / "other")) == len(before) + 3
 
 
@@ -116,7 +116,7 @@ def test_a_running_store_sees_what_another_one_has_written(tmp_path):
 
 def test_what_memory_gave_up_is_read_from_disk(tmp_path):
     with stored(tmp_path) as store:
-        text = [i % 32 for i in range(60)]  # the model's checkpoints take as much as some 30 tokens
+        text = [i % 32 for i in range(60)]  # the model's snapshots take as much as some 30 tokens
         read(store.model, text, (50,), store)
         wait_until(lambda: not any_unwritten(store))
         store.trim_to(0)
@@ -131,7 +131,7 @@ def test_what_was_loaded_needs_no_disk(tmp_path, monkeypatch):
     with stored(tmp_path) as store:
         store.load([*TEXT, 7])
         held, n_read = store.nbytes, store.disk.bytes_read
-        monkeypatch.setattr(folder.Folder, "read", None)
+        monkeypatch.setattr(shared_folder.SharedFolder, "read", None)
         assert store.fetch([*TEXT, 7])[1] == len(TEXT)
         assert (store.nbytes, store.disk.bytes_read) == (held, n_read)
         store.load([30])
@@ -142,7 +142,7 @@ def test_what_was_loaded_needs_no_disk(tmp_path, monkeypatch):
 
 def test_others_go_on_while_a_text_is_loaded(tmp_path, monkeypatch):
     fill(tmp_path)
-    begun, go_on, read_file = threading.Event(), threading.Event(), folder.Folder.read
+    begun, go_on, read_file = threading.Event(), threading.Event(), shared_folder.SharedFolder.read
 
     def slow(*args):
         if threading.current_thread() is not threading.main_thread():
@@ -151,7 +151,7 @@ def test_others_go_on_while_a_text_is_loaded(tmp_path, monkeypatch):
         return read_file(*args)
 
     with stored(tmp_path) as store:
-        monkeypatch.setattr(folder.Folder, "read", slow)
+        monkeypatch.setattr(shared_folder.SharedFolder, "read", slow)
         loading = threading.Thread(target=store.load, args=([*TEXT, 7],))
         loading.start()
         assert begun.wait(30)
@@ -168,11 +168,11 @@ def test_others_go_on_while_a_text_is_loaded(tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_of_what_cannot_be_loaded(tmp_path, caplog):
-    """The part before a damaged one is of no use, unless a checkpoint is there."""
+    """The part before a damaged one is of no use, unless a snapshot is there."""
     fill(tmp_path, cuts=(4, 9))
     with stored(tmp_path) as store:
         first, second, last = next(iter(store_of(store, TEXT))).path()[1:]
-        first.checkpoint = second.checkpoint = None
+        first.snapshot = second.snapshot = None
         (tmp_path / f"{last.span.name}.safetensors").write_bytes(b"")
         store.load([*TEXT, 7])
         assert (store.nbytes, store.fetch([*TEXT, 7])[1]) == (0, 0)
@@ -187,7 +187,7 @@ def store_of(store, text):
 
 def any_unwritten(store):
     with store._lock:
-        return store._next_work(False) is not None
+        return store._next_write(False) is not None
 
 
 def wait_until(condition, seconds=30):
@@ -197,16 +197,16 @@ def wait_until(condition, seconds=30):
         time.sleep(0.01)
 
 
-def test_only_checkpoints_that_are_worth_it_are_written_behind(tmp_path, monkeypatch):
-    """A checkpoint of these models takes as much as some 30 tokens: one in so many is written, and each end in the end."""
+def test_only_snapshots_that_are_worth_it_are_written_behind(tmp_path, monkeypatch):
+    """A snapshot of these models takes as much as some 30 tokens: one in so many is written, and each end in the end."""
     model, text = model_of("qwen3_5"), [i % 32 for i in range(150)]
     with stored(tmp_path) as store:
         read(model, text, range(10, 150, 10), store)
         wait_until(lambda: not any_unwritten(store))
-        states = [node for node in store._nodes() if node.checkpoint.name]
+        states = [node for node in store._nodes() if node.snapshot.name]
         n_token = sum(node.span.nbytes for node in store._nodes()) / len(text)
         assert 2 <= len(states) < 10
-        assert sum(node.checkpoint.nbytes for node in states) <= len(text) * n_token
+        assert sum(node.snapshot.nbytes for node in states) <= len(text) * n_token
     with stored(tmp_path) as store:
         assert store.fetch(text)[1] == len(text)
 
@@ -220,10 +220,10 @@ def test_other_models_have_other_keys(change, tmp_path, monkeypatch):
     if change == "rope":
         model = model_of("qwen3_5", rope_theta=5000.0)
     if change == "layout":
-        monkeypatch.setattr(disk, "version", lambda name: f"another {name}")
+        monkeypatch.setattr(disk_writer, "version", lambda name: f"another {name}")
     with stored(tmp_path, model) as store:
         assert store.fetch(TEXT)[1] == 0
-    assert disk.key_of(tiny_model("qwen3_5"), HEADED) == disk.key_of(tiny_model("qwen3_5"), HEADED)
+    assert disk_writer.key_of(tiny_model("qwen3_5"), HEADED) == disk_writer.key_of(tiny_model("qwen3_5"), HEADED)
 
 
 # The limits
@@ -249,7 +249,7 @@ def test_the_hours_limit(tmp_path, monkeypatch):
     for hours in (0, 1):
         now = time.time() + 3600 * hours
         with monkeypatch.context() as m:
-            m.setattr(folder.time, "time", lambda now=now: now)
+            m.setattr(shared_folder.time, "time", lambda now=now: now)
             with stored(tmp_path / "b", max_hourly_bytes=written) as store:
                 read(store.model, [*TEXT, 30, 31], CUTS, store)
         assert (size(tmp_path / "b") > written) == bool(hours)
@@ -282,14 +282,14 @@ def test_a_disk_that_others_fill(tmp_path, monkeypatch, caplog):
     most = size(tmp_path)
     total = 100 * most
     usage = lambda _: SimpleNamespace(total=total, free=6 * most - size(tmp_path))  # noqa: E731
-    monkeypatch.setattr(folder.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shared_folder.shutil, "disk_usage", usage)
     for first in range(3):
         with stored(tmp_path) as store:
             read(store.model, [first, *TEXT[1:]], CUTS, store)
         assert 0 < size(tmp_path) <= most
     with stored(tmp_path) as store:
         assert store.fetch([2, *TEXT[1:]])[1] == len(TEXT)
-        monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=0))
+        monkeypatch.setattr(shared_folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=0))
         read(store.model, [7, *TEXT[1:]], CUTS, store)
     assert size(tmp_path) == 0
     assert caplog.records == []
@@ -398,13 +398,13 @@ def test_a_piece_whose_text_was_dropped_is_written_with_it(tmp_path):
     """As where another process needed the space."""
     with stored(tmp_path) as store:
         read(store.model, TEXT, store=store)
-        store._next_work(True)
-        other = Folder(tmp_path, 1, ROOM)
+        store._next_write(True)
+        other = SharedFolder(tmp_path, 1, ROOM)
         wait_until(lambda: not any_unwritten(store))
-        work = store._next_work(True)
+        work = store._next_write(True)
         while work is not None and store.disk._write(work)[0] is Outcome.WRITTEN:
-            store._on_done(work, Outcome.WRITTEN, store.disk._write(work)[1])
-            work = store._next_work(True)
+            store._on_written(work, Outcome.WRITTEN, store.disk._write(work)[1])
+            work = store._next_write(True)
         for file in pieces(tmp_path):
             other.forget(file.stem)
         other.close()
@@ -453,11 +453,11 @@ def test_files_are_safetensors(tmp_path):
     arrays = {"a": mx.arange(6.0).reshape(1, 2, 3), "b": mx.ones((2, 1), mx.bfloat16), "c": mx.array([1], mx.uint32)}
     arrays["d"] = mx.array([-1, 1 << 40], mx.int64)
     mx.eval(arrays)
-    name, parts = files.encode(arrays, {"model": "m"})
+    name, parts = array_file.encode(arrays, {"model": "m"})
     path = tmp_path / f"{name}.safetensors"
-    files.write(path, parts)
+    array_file.write(path, parts)
     theirs, metadata = mx.load(str(path), return_metadata=True)
-    ours, own_metadata = files.read(path)
+    ours, own_metadata = array_file.read(path)
     assert metadata == own_metadata == {"model": "m"}
     for found in (theirs, ours):
         assert all(found[key].dtype == x.dtype and mx.array_equal(found[key], x) for key, x in arrays.items())

@@ -136,7 +136,7 @@ def test_prompts_are_cut_where_messages_end(trained):
     for end in ends[1:]:  # the first is short
         assert store.fetch([*tokens[:end], 1])[1] == end
     assert choose_cuts(ends, len(tokens)) == ends[1:]
-    assert store.n_checkpoints == len(ends)
+    assert store.n_snapshots == len(ends)
 
 
 def test_an_answer_that_is_stopped_is_kept(trained):

@@ -12,7 +12,7 @@ from mlx_mtp.prompt_store.cuts import choose_cuts
 from mlx_mtp.prompt_store.tree import _n_common
 
 MIB = 1 << 20
-SIZES = {"27B": (64 << 10, 150 * MIB), "35B-A3B": (20 << 10, 63 * MIB)}  # bytes of a token, of a checkpoint
+SIZES = {"27B": (64 << 10, 150 * MIB), "35B-A3B": (20 << 10, 63 * MIB)}  # bytes of a token, of a snapshot
 FORMAT = Format(None, True)
 
 
@@ -21,7 +21,7 @@ class Sizes:
     """In place of ``prompt_store.arrays``."""
 
     n_token: int
-    n_checkpoint: int
+    n_snapshot: int
 
     def format_of(self, *_):
         return FORMAT
@@ -30,7 +30,7 @@ class Sizes:
         return (end - begin) * self.n_token
 
     def states(self, cache, format):
-        return self.n_checkpoint
+        return self.n_snapshot
 
     def copied(self, n_bytes):
         return n_bytes
@@ -45,7 +45,7 @@ class Sizes:
 
 
 def sized_store(monkeypatch, sizes, max_bytes):
-    """A store for a model whose tokens and checkpoints take so many bytes."""
+    """A store for a model whose tokens and snapshots take so many bytes."""
     monkeypatch.setattr(module, "arrays", Sizes(*sizes))
     monkeypatch.setattr(module, "make_prompt_cache", lambda model: [SimpleNamespace()])
     monkeypatch.setattr(module, "open_prompt_cache", lambda model, entries: entries[0])

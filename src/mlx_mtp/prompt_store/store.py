@@ -12,15 +12,15 @@ import numpy as np
 from ..models.prompt_cache import make_prompt_cache, open_prompt_cache
 from . import arrays
 from .arrays import Arrays, Format, KVOptions
-from .disk import FLUSH, Disk, Work, key_of
-from .folder import Entry, Folder, Outcome
+from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
+from .eviction import Candidate, score
 from .memory import cache_budget
-from .thinning import Held, worth
-from .tree import Node, Piece, Tokens
+from .shared_folder import Entry, Outcome, SharedFolder
+from .tree import Node, StoredArrays, Tokens
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
-Origin = weakref.ref[Node]  # where in the store a reading is
+Handle = weakref.ref[Node]  # where in the store a reading is
 
 
 @dataclass
@@ -41,14 +41,14 @@ class Counts:
 class PromptStore:
     """Prompt caches of the texts that a model has read, each part of a text once.
 
-    A text is inserted wherever it may part from others: there it gets a checkpoint, from which any text with this beginning is
+    A text is inserted wherever it may part from others: there it gets a snapshot, from which any text with this beginning is
     resumed. What is fetched is bit for bit what was inserted. Any thread may call any method.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``. With other weights, as those of an adapter, the store begins anew.
         max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what the model leaves of the memory that
           the device recommends to use.
-        max_checkpoints (int, optional): The most checkpoints in memory. Default: ``None``, any number.
+        max_snapshots (int, optional): The most snapshots in memory. Default: ``None``, any number.
         folder (Union[str, Path], optional): Where texts are kept beyond the process; several processes may share it. It is
           written behind: ``close`` the store to have the ends of all texts there. Default: ``None``.
         max_disk_bytes (int): The most that the folder may hold.
@@ -62,7 +62,7 @@ class PromptStore:
         self,
         model: Any,
         max_bytes: int | None = None,
-        max_checkpoints: int | None = None,
+        max_snapshots: int | None = None,
         *,
         folder: str | Path | None = None,
         max_disk_bytes: int = MAX_DISK_BYTES,
@@ -70,15 +70,17 @@ class PromptStore:
     ):
         self.model = model
         self.max_bytes = cache_budget(model) if max_bytes is None else max_bytes
-        self.max_checkpoints = max_checkpoints
+        self.max_snapshots = max_snapshots
         self.counts = Counts()
         self._lock = threading.RLock()
         self._key = model.fingerprint()
         self._clear()
-        self.disk: Disk | None = None
+        self.disk: DiskWriter | None = None
         if folder is not None:
-            self.disk = Disk(
-                Folder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes), self._next_work, self._on_done
+            self.disk = DiskWriter(
+                SharedFolder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes),
+                self._next_write,
+                self._on_written,
             )
 
     def close(self, seconds: float = FLUSH) -> None:
@@ -137,19 +139,19 @@ class PromptStore:
             return max((node.common(text) for node in nodes), default=0)
 
     def insert(
-        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, origin: Origin | None = None
-    ) -> Origin | None:
-        """Keep what is new in a prompt cache, with a checkpoint at its end.
+        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, origin: Handle | None = None
+    ) -> Handle | None:
+        """Keep what is new in a prompt cache, with a snapshot at its end.
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for a part of an image.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
             kv (Tuple[int, int, int], optional): As in ``fetch``.
-            origin (Origin, optional): What this returned of the same reading before: so far, nothing is compared. Default:
+            origin (Handle, optional): What this returned of the same reading before: so far, nothing is compared. Default:
               ``None``; a cache that was fetched or inserted, and copies of it, know it.
 
         Returns:
-            Optional[Origin]: For the next call; ``None`` for no tokens.
+            Optional[Handle]: For the next call; ``None`` for no tokens.
 
         Raises:
             ValueError: It is another model's, or not of these tokens.
@@ -169,26 +171,26 @@ class PromptStore:
             if node.length < len(text):
                 node = self._add(node, text[node.length :], arrays.rows(cache, format, node.length, len(text)))
             if not _in_memory(node):
-                node.checkpoint = self._held(arrays.states(cache, format))
+                node.snapshot = self._held(arrays.states(cache, format))
                 node.used = self._now
             cache.entries[-1].origin = origin = weakref.ref(node)
-            self.trim_to(self.max_bytes, self.max_checkpoints)
+            self.trim_to(self.max_bytes, self.max_snapshots)
         if self.disk is not None:
             self.disk.wake()
         return origin
 
-    def trim_to(self, n_bytes: int, n_checkpoints: int | None = None) -> None:
+    def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
         """Give up what is worth least, until this much is left."""
         with self._lock:
             held = [node for node in self._nodes() if _in_memory(node)]
-            n_most = len(held) if n_checkpoints is None else n_checkpoints
+            n_most = len(held) if n_snapshots is None else n_snapshots
             while held and (self.nbytes > n_bytes or len(held) > n_most):
-                least = min(held, key=self._worth)
+                least = min(held, key=self._score)
                 held.remove(least)
-                self._give_up(least)
+                self._evict(least)
 
     @property
-    def n_checkpoints(self) -> int:
+    def n_snapshots(self) -> int:
         """Those in memory."""
         with self._lock:
             return sum(map(_in_memory, self._nodes()))
@@ -213,13 +215,13 @@ class PromptStore:
 
     def _root(self, format: Format) -> Node:
         if format not in self._roots:
-            self._roots[format] = Node(np.zeros(0, np.int64), None, Piece({}, 0))
+            self._roots[format] = Node(np.zeros(0, np.int64), None, StoredArrays({}, 0))
         return self._roots[format]
 
     # Find
 
     def _deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
-        """The checkpoint to resume a text from. At the same length, the head's rows and the one that was used last."""
+        """The snapshot to resume a text from. At the same length, the head's rows and the one that was used last."""
         best: tuple[Format, Node] | None = None
         for format, root in self._roots.items():
             if format.kv not in (None, kv):
@@ -227,11 +229,11 @@ class PromptStore:
             # What is not quantized yet serves both.
             end = kv[2] - 1 if kv is not None and format.kv is None else len(text)
             for node in root.prefixes(text[: max(end, 0)]):
-                if node.checkpoint is not None and (best is None or _rank(format, node) > _rank(*best)):
+                if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
                     best = format, node
         return best
 
-    def _origin(self, origin: Origin | None, format: Format, text: Tokens) -> Node:
+    def _origin(self, origin: Handle | None, format: Format, text: Tokens) -> Node:
         """The node that a prompt cache was resumed from, or the root: above it, the cache's rows are the tree's."""
         root = self._root(format)
         node = None if origin is None else origin()
@@ -250,8 +252,8 @@ class PromptStore:
         return None
 
     def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
-        """A prompt cache that ends at a node's checkpoint; ``None`` if a file of it is no longer there or damaged."""
-        (_, checkpoint), *path = pieces = _pieces(node)
+        """A prompt cache that ends at a node's snapshot; ``None`` if a file of it is no longer there or damaged."""
+        (_, snapshot), *path = pieces = _pieces(node)
         if not self._load_all(pieces, format):
             return None
         node.used, node.uses = self._now, node.uses + 1
@@ -260,9 +262,9 @@ class PromptStore:
         if self.disk is not None:
             self.disk.touch([piece.name for _, piece in pieces if piece.name is not None])
         spans = [piece.arrays for _, piece in path]
-        entries = arrays.make_cache(self.model, format, text[: node.length], spans, checkpoint.arrays)
+        entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
         entries[-1].origin = weakref.ref(node)
-        self.trim_to(self.max_bytes, self.max_checkpoints)  # what was read from disk is held as well
+        self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
         return entries
 
     # On disk
@@ -286,24 +288,24 @@ class PromptStore:
             node.used = self._now  # it stays until it is fetched
             pieces = _pieces(node)
         self._load_all(pieces, format)
-        self.trim_to(self.max_bytes, self.max_checkpoints)
+        self.trim_to(self.max_bytes, self.max_snapshots)
 
     def _add_entry(self, root: Node, entry: Entry) -> None:
         parent = self._spans.get(entry.parent, None if entry.parent else root)
         if parent is None or entry.name in self._spans:
             return
-        piece = Piece(None, entry.nbytes, entry.name)
+        piece = StoredArrays(None, entry.nbytes, entry.name)
         if entry.tokens is not None:
             self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.int64), parent, piece)
-        elif parent.checkpoint is None:
-            parent.checkpoint = piece
+        elif parent.snapshot is None:
+            parent.snapshot = piece
 
     def _key_of(self, format: Format) -> str:
         if format not in self._keys:
             self._keys[format] = key_of(self.model, format)
         return self._keys[format]
 
-    def _load_all(self, pieces: list[tuple[Node, Piece]], format: Format) -> bool:
+    def _load_all(self, pieces: list[tuple[Node, StoredArrays]], format: Format) -> bool:
         """Have a prompt cache's pieces in memory, or none that is of no other use -> whether that was possible."""
         if all(self._load(node, piece, format) for node, piece in pieces):
             return True
@@ -313,8 +315,8 @@ class PromptStore:
                     self._free(_only_for(node))
         return False
 
-    def _load(self, node: Node, piece: Piece, format: Format) -> bool:
-        """Have a node's span or checkpoint in memory -> whether that was possible."""
+    def _load(self, node: Node, piece: StoredArrays, format: Format) -> bool:
+        """Have a node's span or snapshot in memory -> whether that was possible."""
         if piece.in_memory:
             return True
         disk, above = self.disk, node.parent
@@ -325,7 +327,7 @@ class PromptStore:
         found = disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
         with self._lock:
             # What other threads have done meanwhile counts.
-            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.checkpoint):
+            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.snapshot):
                 return False
             if piece.in_memory:
                 return True
@@ -335,38 +337,38 @@ class PromptStore:
             elif is_span:
                 self._remove_below(node)
             else:
-                node.checkpoint = None
+                node.snapshot = None
         return found is not None
 
     def _remove_below(self, top: Node) -> None:
         """Take a node and all below it out of the tree."""
         for node in [*top.subtree()][::-1]:
-            for piece in (node.span, node.checkpoint):
+            for piece in (node.span, node.snapshot):
                 if piece is not None and piece.in_memory:
                     self.nbytes -= piece.nbytes
             self._spans.pop(node.span.name or "", None)
             node.remove()
 
-    def _next_work(self, is_last: bool) -> Work | None:
-        """What to write next: a checkpoint that is worth it, after the spans above it."""
+    def _next_write(self, is_last: bool) -> PendingWrite | None:
+        """What to write next: a snapshot that is worth it, after the spans above it."""
         with self._lock:
-            waiting = [n for n in self._nodes() if n.checkpoint is not None and n.checkpoint.name is None]
+            waiting = [n for n in self._nodes() if n.snapshot is not None and n.snapshot.name is None]
             for node in sorted(waiting, key=lambda n: -n.used):
-                assert node.checkpoint is not None
-                if node.checkpoint.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
+                assert node.snapshot is not None
+                if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
                     continue
                 root, *path = node.path()
                 above = next((n for n in path if n.span.name is None), None)
                 last, piece, parent = (
-                    (node, node.checkpoint, node) if above is None else (above, above.span, above.parent)
+                    (node, node.snapshot, node) if above is None else (above, above.span, above.parent)
                 )
                 assert parent is not None
                 if not piece.refused:
                     format = next(f for f, r in self._roots.items() if r is root)
-                    return Work(last, piece, self._key_of(format), parent.span.name or "")
+                    return PendingWrite(last, piece, self._key_of(format), parent.span.name or "")
             return None
 
-    def _on_done(self, work: Work, outcome: Outcome, name: str) -> None:
+    def _on_written(self, work: PendingWrite, outcome: Outcome, name: str) -> None:
         with self._lock:
             if work.node.path()[0] not in self._roots.values():
                 return  # it was given up meanwhile
@@ -390,37 +392,37 @@ class PromptStore:
             return
         self._spans.pop(node.span.name or "", None)
         node.span.name = None
-        if node.checkpoint is not None:
-            node.checkpoint.name = None
-            if not node.checkpoint.in_memory:
-                node.checkpoint = None
+        if node.snapshot is not None:
+            node.snapshot.name = None
+            if not node.snapshot.in_memory:
+                node.snapshot = None
 
     # Hold and give up
 
     def _add(self, parent: Node, tokens: Tokens, rows: Arrays) -> Node:
         return Node(tokens.copy(), parent, self._held(rows))
 
-    def _held(self, new: Arrays) -> Piece:
+    def _held(self, new: Arrays) -> StoredArrays:
         own = arrays.copied(new)
-        piece = Piece(own, arrays.nbytes(own))
+        piece = StoredArrays(own, arrays.nbytes(own))
         self.nbytes += piece.nbytes
         return piece
 
-    def _worth(self, node: Node) -> float:
-        assert node.checkpoint is not None
-        n_bytes = node.checkpoint.nbytes + sum(n.span.nbytes for n in _only_for(node))
-        on_disk = node.checkpoint.name is not None
-        n_tokens = node.length - _above(node, lambda n: n.checkpoint is not None).length
-        return worth(Held(n_tokens, n_bytes, self._now - node.used, node.uses, on_disk))
+    def _score(self, node: Node) -> float:
+        assert node.snapshot is not None
+        n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in _only_for(node))
+        on_disk = node.snapshot.name is not None
+        n_tokens = node.length - _above(node, lambda n: n.snapshot is not None).length
+        return score(Candidate(n_tokens, n_bytes, self._now - node.used, node.uses, on_disk))
 
-    def _give_up(self, node: Node) -> None:
-        """Free a checkpoint, and the spans that no other one needs."""
-        assert node.checkpoint is not None
+    def _evict(self, node: Node) -> None:
+        """Free a snapshot, and the spans that no other one needs."""
+        assert node.snapshot is not None
         spare = _only_for(node)
-        self.nbytes -= node.checkpoint.nbytes
-        node.checkpoint.arrays = None
-        if node.checkpoint.name is None:
-            node.checkpoint = None
+        self.nbytes -= node.snapshot.nbytes
+        node.snapshot.arrays = None
+        if node.snapshot.name is None:
+            node.snapshot = None
         self._free(spare)
 
     def _free(self, spare: list[Node]) -> None:
@@ -432,14 +434,14 @@ class PromptStore:
                 n.remove()
 
 
-def _pieces(node: Node) -> list[tuple[Node, Piece]]:
-    """What a prompt cache that ends at a node's checkpoint is made of: the checkpoint, and the spans from the first on."""
-    assert node.checkpoint is not None
-    return [(node, node.checkpoint), *((n, n.span) for n in node.path()[1:])]
+def _pieces(node: Node) -> list[tuple[Node, StoredArrays]]:
+    """What a prompt cache that ends at a node's snapshot is made of: the snapshot, and the spans from the first on."""
+    assert node.snapshot is not None
+    return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
 
 
 def _in_memory(node: Node) -> bool:
-    return node.checkpoint is not None and node.checkpoint.in_memory
+    return node.snapshot is not None and node.snapshot.in_memory
 
 
 def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
@@ -452,7 +454,7 @@ def _above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
 
 
 def _only_for(node: Node) -> list[Node]:
-    """The nodes whose spans are in memory for this one's checkpoint alone, the lowest first."""
+    """The nodes whose spans are in memory for this one's snapshot alone, the lowest first."""
     found: list[Node] = []
     n: Node | None = node
     while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
@@ -464,11 +466,11 @@ def _only_for(node: Node) -> list[Node]:
 
 
 def _is_worth_writing(node: Node) -> bool:
-    """Whether a checkpoint saves more than its bytes would as keys and values: so disk grows with the tokens alone.
+    """Whether a snapshot saves more than its bytes would as keys and values: so disk grows with the tokens alone.
 
     Where texts part, and where one was resumed twice, others will be.
     """
-    assert node.checkpoint is not None
-    above = _above(node, lambda n: n.checkpoint is not None and n.checkpoint.name is not None)
+    assert node.snapshot is not None
+    above = _above(node, lambda n: n.snapshot is not None and n.snapshot.name is not None)
     n_bytes = (node.length - above.length) * node.span.nbytes / len(node.tokens)
-    return n_bytes >= node.checkpoint.nbytes or node.uses > 1 or sum(map(len, node.children.values())) > 1
+    return n_bytes >= node.snapshot.nbytes or node.uses > 1 or sum(map(len, node.children.values())) > 1

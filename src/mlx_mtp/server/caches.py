@@ -14,7 +14,7 @@ from .. import cli
 from ..distributed.ranks import Ranks
 from ..prompt_store import PromptStore
 from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
-from ..prompt_store.disk import FLUSH
+from ..prompt_store.disk_writer import FLUSH
 from ..prompt_store.store import MAX_DISK_BYTES
 from .provider import ModelKey
 from .request import Prompt
@@ -184,7 +184,7 @@ class Stores:
         try:
             key = prompt.key_of(prompt.tokens)
             cache, n = self.store.fetch(key[:most], self.kv)
-            prompt.origin = getattr(cache[-1], "origin", None)
+            prompt.handle = getattr(cache[-1], "origin", None)
             return cache, n, self.store.n_common(key)
         except Exception:
             logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
@@ -192,7 +192,7 @@ class Stores:
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
         try:
-            prompt.origin = self.store.insert(prompt.key_of(tokens), prompt_cache, self.kv, prompt.origin)
+            prompt.handle = self.store.insert(prompt.key_of(tokens), prompt_cache, self.kv, prompt.handle)
         except Exception:
             logging.exception("The prompt cache has failed, and a text is not kept.")
 
@@ -206,8 +206,8 @@ class Stores:
         return sum(store.nbytes for store in self.stores.values())
 
     def log(self) -> None:
-        n = sum(store.n_checkpoints for store in self.stores.values())
-        logging.info(f"Prompt cache: {n} checkpoints, {self.nbytes / 1e9:.2f} GB")
+        n = sum(store.n_snapshots for store in self.stores.values())
+        logging.info(f"Prompt cache: {n} snapshots, {self.nbytes / 1e9:.2f} GB")
 
     def collect(self) -> Iterator[Metric]:
         disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]

@@ -1,7 +1,7 @@
 """A folder of pieces of texts, and an SQLite index that says what there is. Several processes may share it.
 
     index.sqlite             one row for each file
-    0f3a...9c.safetensors    a span: tokens and their rows; or a checkpoint: the states after a span's last token
+    0f3a...9c.safetensors    a span: tokens and their rows; or a snapshot: the states after a span's last token
 
 A row is made before its file is written, with the number of the process that writes it, and is done when the file has its
 name. So the folder is never larger than its limit, and what a killed process has left is known. A file without a row is
@@ -21,9 +21,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import files
+from . import array_file
+from .array_file import SUFFIX
 from .arrays import Arrays
-from .files import SUFFIX
 
 LAYOUT = 2  # of the index and the files
 DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # what SQLite says of a damaged index
@@ -35,8 +35,8 @@ CREATE TABLE IF NOT EXISTS pieces (
     id INTEGER PRIMARY KEY,        -- in the order in which they were done
     name TEXT UNIQUE NOT NULL,     -- of the file
     model TEXT NOT NULL,           -- whose it is
-    parent TEXT NOT NULL,          -- the span before a span, '' for none; the span that a checkpoint is at the end of
-    tokens BLOB,                   -- of a span; NULL for a checkpoint
+    parent TEXT NOT NULL,          -- the span before a span, '' for none; the span that a snapshot is at the end of
+    tokens BLOB,                   -- of a span; NULL for a snapshot
     nbytes INTEGER NOT NULL,       -- of the file
     used REAL NOT NULL,            -- when it was last used, in seconds since 1970
     writer INTEGER                 -- the process that writes it; NULL where it is done
@@ -66,7 +66,7 @@ class Outcome(Enum):
     LATER = auto()  # the hour's bytes are used up
 
 
-class Folder:
+class SharedFolder:
     """
     Args:
         path (Path): It is made if it does not exist.
@@ -167,7 +167,7 @@ class Folder:
             Damaged: The file is damaged.
             OSError: It cannot be read, as where it was dropped.
         """
-        return files.read(self._file(name))
+        return array_file.read(self._file(name))
 
     def touch(self, names: Iterable[str]) -> None:
         """These pieces are being used."""
@@ -194,7 +194,7 @@ class Folder:
         if outcome is not Outcome.WRITTEN:
             return outcome
         try:
-            files.write(self._file(name), parts)
+            array_file.write(self._file(name), parts)
         except BaseException:
             with self._transaction() as db:
                 self._drop(db, name)

@@ -1,6 +1,6 @@
-"""Which checkpoint to give up where memory is short: the one whose bytes save the least reading elsewhere.
+"""Which snapshot to give up where memory is short: the one whose bytes save the least reading elsewhere.
 
-Many checkpoints close to each other save little each, an old text saves nothing until somebody returns to it, and the end
+Many snapshots close to each other save little each, an old text saves nothing until somebody returns to it, and the end
 of a text frees its keys and values as well.
 """
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 ON_DISK = 0.1  # what reading from disk takes, of the time of reading the text
 
 
-class Held(NamedTuple):
-    """A checkpoint in memory.
+class Candidate(NamedTuple):
+    """A snapshot in memory.
 
     Args:
-        n_tokens (int): That are read again if it is wanted and not there: those since the checkpoint above it.
+        n_tokens (int): That are read again if it is wanted and not there: those since the snapshot above it.
         n_bytes (int): That its end frees.
         age (int): Requests since it was made or used.
         uses (int): How often it was used.
@@ -27,7 +27,7 @@ class Held(NamedTuple):
     on_disk: bool = False
 
 
-def worth(held: Held) -> float:
+def score(held: Candidate) -> float:
     """Tokens of reading that a byte of it saves, as likely as it is wanted: often used, and lately."""
     n = held.n_tokens * (ON_DISK if held.on_disk else 1.0)
     return n * (1 + held.uses) / (1 + held.age) / max(held.n_bytes, 1)

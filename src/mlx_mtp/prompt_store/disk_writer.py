@@ -15,11 +15,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..models.prompt_cache import PromptCache, make_prompt_cache
-from . import files
+from . import array_file
+from .array_file import Damaged
 from .arrays import Arrays, Format
-from .files import Damaged
-from .folder import LAYOUT, Entry, Folder, Outcome
-from .tree import Node, Piece
+from .shared_folder import LAYOUT, Entry, Outcome, SharedFolder
+from .tree import Node, StoredArrays
 
 RETRY = 60.0  # seconds until the next try where the hour's bytes are used up
 FLUSH = 10.0  # seconds to write what is left when a store is closed,
@@ -35,18 +35,18 @@ def key_of(model: Any, format: Format) -> str:
     return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-class Work(NamedTuple):
+class PendingWrite(NamedTuple):
     """A piece to write.
 
     Args:
         node (Node): Its node.
-        piece (Piece): Its span, or its checkpoint.
+        piece (StoredArrays): Its span, or its snapshot.
         model (str): Whose it is.
         parent (str): The file of the span that it belongs to; empty for none.
     """
 
     node: Node
-    piece: Piece
+    piece: StoredArrays
     model: str
     parent: str
 
@@ -55,13 +55,13 @@ class Work(NamedTuple):
         return self.piece is self.node.span
 
 
-class Disk:
+class DiskWriter:
     """
     Args:
-        folder (Folder): Where the files are. Closed with this.
-        next_work (Callable[[bool], Optional[Work]]): What to write next; before the end, when it is called with ``True``, more
+        folder (SharedFolder): Where the files are. Closed with this.
+        next_write (Callable[[bool], Optional[PendingWrite]]): What to write next; before the end, when it is called with ``True``, more
           than before.
-        on_done (Callable[[Work, Outcome, str], None]): Is told what became of it, and the file's name.
+        on_written (Callable[[PendingWrite, Outcome, str], None]): Is told what became of it, and the file's name.
 
     Attributes:
         reader (ThreadPoolExecutor): The one thread that reads before a text is asked for: MLX's streams are a thread's own.
@@ -71,11 +71,11 @@ class Disk:
 
     def __init__(
         self,
-        folder: Folder,
-        next_work: Callable[[bool], Work | None],
-        on_done: Callable[[Work, Outcome, str], None],
+        folder: SharedFolder,
+        next_write: Callable[[bool], PendingWrite | None],
+        on_written: Callable[[PendingWrite, Outcome, str], None],
     ):
-        self.folder, self.next_work, self.on_done = folder, next_work, on_done
+        self.folder, self.next_write, self.on_written = folder, next_write, on_written
         self.bytes_written = self.bytes_read = 0
         self.reader = ThreadPoolExecutor(1, "prompt-store-reader")
         self._touched: set[str] = set()
@@ -92,7 +92,7 @@ class Disk:
             logging.warning(f"The index of {self.folder.path} cannot be read: {e}.")
             return []
 
-    def read(self, piece: Piece, model: str, parent: str, tokens: np.ndarray | None) -> Arrays | None:
+    def read(self, piece: StoredArrays, model: str, parent: str, tokens: np.ndarray | None) -> Arrays | None:
         """The arrays of a piece, if its file is there and is the one that is meant. A damaged one is dropped."""
         name = piece.name
         assert name is not None
@@ -155,21 +155,21 @@ class Disk:
         """Write what there is to write -> whether nothing is left for later."""
         if names := [self._touched.pop() for _ in range(len(self._touched))]:
             self.folder.touch(names)
-        while (work := self.next_work(is_last)) is not None:
+        while (work := self.next_write(is_last)) is not None:
             if self._deadline is not None and (not is_last or time.monotonic() > self._deadline):
                 return True  # begin again, with what is left at the end; or the time is up
             outcome, name = self._write(work)
             if outcome is Outcome.LATER:
                 return False
-            self.on_done(work, outcome, name)
+            self.on_written(work, outcome, name)
         return True
 
-    def _write(self, work: Work) -> tuple[Outcome, str]:
+    def _write(self, work: PendingWrite) -> tuple[Outcome, str]:
         arrays, tokens = work.piece.arrays, None
         if work.is_span:
             tokens = work.node.tokens.tobytes()
             arrays = {"tokens": mx.array(work.node.tokens)} | arrays  # first: they are the widest
-        name, parts = files.encode(arrays, {"model": work.model, "parent": work.parent})
+        name, parts = array_file.encode(arrays, {"model": work.model, "parent": work.parent})
         outcome = self.folder.write(work.model, work.parent, tokens, name, parts)
         if outcome is Outcome.WRITTEN:
             self.bytes_written += sum(memoryview(part).nbytes for part in parts)
