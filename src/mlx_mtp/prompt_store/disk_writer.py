@@ -1,4 +1,4 @@
-"""What a store has on disk: read at once, written behind by a thread, so that no answer waits for it."""
+"""The threads between a store and its folder: one writes behind, so that no answer waits for the disk, and one reads ahead."""
 
 import json
 import logging
@@ -19,15 +19,16 @@ from . import array_file
 from .array_file import Damaged
 from .arrays import Arrays, Format
 from .shared_folder import LAYOUT, Entry, Outcome, SharedFolder
-from .tree import Node, StoredArrays
+from .tree import Node, StoredArrays, Tokens
 
-RETRY = 60.0  # seconds until the next try where the hour's bytes are used up
-FLUSH = 10.0  # seconds to write what is left when a store is closed,
-LAST_PIECE = 5.0  # and for the piece that is being written then
+RETRY = 60.0  # seconds until the next try where the hour's bytes are used up, or nothing can be written
+POLL = 0.05  # seconds between two looks at a file that another process is writing
+FLUSH = 10.0  # seconds to write the rest when a store is closed,
+LAST_FILE = 5.0  # and to end the file that is being written then
 
 
 def key_of(model: Any, format: Format) -> str:
-    """Whose pieces these are: all that changes a bit of them."""
+    """Whose arrays these are: all that changes a bit of them."""
     part = PromptCache(make_prompt_cache(model), len(model.layers)).part
     device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
     versions = LAYOUT, version("mlx"), version("mlx-lm")
@@ -36,35 +37,35 @@ def key_of(model: Any, format: Format) -> str:
 
 
 class PendingWrite(NamedTuple):
-    """A piece to write.
+    """A span or a snapshot to write.
 
     Args:
         node (Node): Its node.
-        piece (StoredArrays): Its span, or its snapshot.
+        stored (StoredArrays): What is told the file's name.
+        arrays (Dict[str, mx.array]): Those to write, whatever the store gives up meanwhile.
+        tokens (Tokens, optional): Of a span, [n]; ``None`` for a snapshot.
         model (str): Whose it is.
         parent (str): The file of the span that it belongs to; empty for none.
     """
 
     node: Node
-    piece: StoredArrays
+    stored: StoredArrays
+    arrays: Arrays
+    tokens: Tokens | None
     model: str
     parent: str
-
-    @property
-    def is_span(self) -> bool:
-        return self.piece is self.node.span
 
 
 class DiskWriter:
     """
     Args:
         folder (SharedFolder): Where the files are. Closed with this.
-        next_write (Callable[[bool], Optional[PendingWrite]]): What to write next; before the end, when it is called with ``True``, more
-          than before.
-        on_written (Callable[[PendingWrite, Outcome, str], None]): Is told what became of it, and the file's name.
+        next_write (Callable[[bool], Optional[PendingWrite]]): Says what to write next; called with ``True`` at the end, when
+          more is written than before.
+        on_written (Callable[[PendingWrite, Outcome, str], None]): Is told the outcome and the file's name.
 
     Attributes:
-        reader (ThreadPoolExecutor): The one thread that reads before a text is asked for: MLX's streams are a thread's own.
+        reader (ThreadPoolExecutor): The one thread that reads ahead: MLX's streams are a thread's own.
         bytes_written (int): By this process.
         bytes_read (int): By this process.
     """
@@ -85,19 +86,22 @@ class DiskWriter:
         self._thread.start()
 
     def entries(self, model: str, after: int) -> list[Entry]:
-        """The pieces of a model that were done after the one with this number."""
+        """The files of a model that were done after the one with this number."""
         try:
             return self.folder.entries(model, after)
         except sqlite3.Error as e:
             logging.warning(f"The index of {self.folder.path} cannot be read: {e}.")
             return []
 
-    def read(self, piece: StoredArrays, model: str, parent: str, tokens: np.ndarray | None) -> Arrays | None:
-        """The arrays of a piece, if its file is there and is the one that is meant. A damaged one is dropped."""
-        name = piece.name
-        assert name is not None
+    def read(self, name: str, model: str, parent: str, tokens: Tokens | None) -> Arrays | None:
+        """The arrays of a file, if it is there and is the one that is meant. A damaged one is dropped.
+
+        Args:
+            tokens (Tokens, optional): That the file must have, where it is a span's.
+        """
         try:
-            found, metadata = self.folder.read(name)
+            data = self.folder.read(name)
+            found, metadata = array_file.decode(data)
             own = found.pop("tokens", None)
             is_meant = metadata == {"model": model, "parent": parent}
             if not is_meant or (tokens is not None and not np.array_equal(np.array(own), tokens)):
@@ -109,7 +113,7 @@ class DiskWriter:
             logging.warning(f"{e} It is removed.")
             self._forget(name)
             return None
-        self.bytes_read += piece.nbytes
+        self.bytes_read += len(data)
         return found
 
     def _forget(self, name: str) -> None:
@@ -119,58 +123,72 @@ class DiskWriter:
             logging.warning(f"{self.folder.path}/{name} cannot be removed: {e}.")
 
     def touch(self, names: Sequence[str]) -> None:
-        """These pieces are being used."""
+        """These files are being used."""
         self._touched.update(names)
         self.wake()
 
     def wake(self) -> None:
-        """There may be work."""
+        """There may be something to write."""
         self._wake.set()
 
     def close(self, seconds: float) -> None:
-        """Write what is left, as far as it takes no longer than this."""
+        """Write the rest, as far as it takes no longer than this."""
         if self._deadline is None:
             self.reader.submit(mx.clear_streams)
         self._deadline = time.monotonic() + seconds
         self.wake()
         self.reader.shutdown()
-        self._thread.join(seconds + LAST_PIECE)
-        if not self._thread.is_alive():
-            self.folder.close()
+        self._thread.join(seconds + LAST_FILE)
 
     # In the thread
 
     def _run(self) -> None:
-        try:
-            is_last, wait = False, None
-            while not is_last:
-                self._wake.wait(wait)
-                self._wake.clear()
-                is_last = self._deadline is not None
+        is_last, wait, is_failing = False, None, False
+        while not is_last:
+            self._wake.wait(wait)
+            self._wake.clear()
+            is_last = self._deadline is not None
+            try:
                 wait = None if self._write_all(is_last) else RETRY
-        except (OSError, sqlite3.Error) as e:
-            logging.warning(f"The prompt cache in {self.folder.path} is no longer written: {e}.")
+                is_failing = False
+            except Exception as e:
+                if not is_failing:  # one line, however often it is tried
+                    is_known = isinstance(e, OSError | sqlite3.Error)
+                    again = f"The prompt cache in {self.folder.path} cannot be written now, and it is tried again: {e}."
+                    logging.warning(again, exc_info=not is_known)
+                wait, is_failing = RETRY, True
+        self.folder.close()
 
     def _write_all(self, is_last: bool) -> bool:
-        """Write what there is to write -> whether nothing is left for later."""
+        """Write all that there is to write -> whether nothing is left for later."""
         if names := [self._touched.pop() for _ in range(len(self._touched))]:
             self.folder.touch(names)
-        while (work := self.next_write(is_last)) is not None:
+        while (write := self.next_write(is_last)) is not None:
             if self._deadline is not None and (not is_last or time.monotonic() > self._deadline):
-                return True  # begin again, with what is left at the end; or the time is up
-            outcome, name = self._write(work)
+                return True  # begin again with all that is written at the end; or the time is up
+            outcome, name = self._write(write)
             if outcome is Outcome.LATER:
                 return False
-            self.on_written(work, outcome, name)
+            if outcome is Outcome.BUSY:
+                time.sleep(POLL)
+            else:
+                self.on_written(write, outcome, name)
         return True
 
-    def _write(self, work: PendingWrite) -> tuple[Outcome, str]:
-        arrays, tokens = work.piece.arrays, None
-        if work.is_span:
-            tokens = work.node.tokens.tobytes()
-            arrays = {"tokens": mx.array(work.node.tokens)} | arrays  # first: they are the widest
-        name, parts = array_file.encode(arrays, {"model": work.model, "parent": work.parent})
-        outcome = self.folder.write(work.model, work.parent, tokens, name, parts)
+    def _write(self, write: PendingWrite) -> tuple[Outcome, str]:
+        """
+        Raises:
+            OSError, sqlite3.Error: The folder cannot be written to.
+        """
+        tokens, own = None, write.arrays
+        if write.tokens is not None:
+            tokens, own = write.tokens.tobytes(), {"tokens": mx.array(write.tokens)} | own
+        try:
+            name, data = array_file.encode(own, {"model": write.model, "parent": write.parent})
+        except Exception:
+            logging.exception("A part of a text is not written to the prompt cache.")
+            return Outcome.FAILED, ""
+        outcome = self.folder.write(write.model, write.parent, tokens, name, data)
         if outcome is Outcome.WRITTEN:
-            self.bytes_written += sum(memoryview(part).nbytes for part in parts)
+            self.bytes_written += len(data)
         return outcome, name

@@ -182,6 +182,8 @@ class PromptStore:
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
         """Give up what is worth least, until this much is left."""
         with self._lock:
+            if self.nbytes > n_bytes:
+                self._free([n for root in self._roots.values() for n in _needless(root)])
             held = [node for node in self._nodes() if _in_memory(node)]
             n_most = len(held) if n_snapshots is None else n_snapshots
             while held and (self.nbytes > n_bytes or len(held) > n_most):
@@ -247,7 +249,8 @@ class PromptStore:
         """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
             rows = arrays.rows(cache, format, child.begin, child.length)
-            if self._load(child, child.span, format) and arrays.are_equal(child.span.arrays, rows):
+            stored = child.span.arrays or self._read(child, child.span, format)  # of one that differs, nothing is held
+            if stored is not None and arrays.are_equal(stored, rows):
                 return child
         return None
 
@@ -315,30 +318,39 @@ class PromptStore:
                     self._free(_only_for(node))
         return False
 
-    def _load(self, node: Node, piece: StoredArrays, format: Format) -> bool:
+    def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
         """Have a node's span or snapshot in memory -> whether that was possible."""
-        if piece.in_memory:
+        if stored.in_memory:
             return True
-        disk, above = self.disk, node.parent
-        if disk is None or above is None:
-            return False
-        is_span = piece is node.span
-        parent = (above.span.name or "") if is_span else node.span.name or ""
-        found = disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
+        found = self._read(node, stored, format)
         with self._lock:
-            # What other threads have done meanwhile counts.
-            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.snapshot):
-                return False
-            if piece.in_memory:
-                return True
-            if found is not None:
-                piece.arrays, piece.nbytes = found, arrays.nbytes(found)
-                self.nbytes += piece.nbytes
-            elif is_span:
-                self._remove_below(node)
-            else:
-                node.snapshot = None
-        return found is not None
+            # Other threads may have loaded it meanwhile, or given up its node.
+            is_there = node.path()[0] in self._roots.values() and stored in (node.span, node.snapshot)
+            if is_there and not stored.in_memory and found is not None:
+                stored.arrays, stored.nbytes = found, arrays.nbytes(found)
+                self.nbytes += stored.nbytes
+            return is_there and stored.in_memory
+
+    def _read(self, node: Node, stored: StoredArrays, format: Format) -> Arrays | None:
+        """The arrays of a node's span or snapshot in its file. One that is gone or damaged leaves the tree."""
+        disk, above, name = self.disk, node.parent, stored.name
+        if disk is None or above is None or name is None:
+            return None
+        is_span = stored is node.span
+        parent = (above.span.name or "") if is_span else node.span.name or ""
+        found = disk.read(name, self._key_of(format), parent, node.tokens if is_span else None)
+        if found is None:
+            with self._lock:
+                if (
+                    node.path()[0] in self._roots.values()
+                    and stored in (node.span, node.snapshot)
+                    and not stored.in_memory
+                ):
+                    if is_span:
+                        self._remove_below(node)
+                    else:
+                        node.snapshot = None
+        return found
 
     def _remove_below(self, top: Node) -> None:
         """Take a node and all below it out of the tree."""
@@ -358,28 +370,32 @@ class PromptStore:
                 if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
                     continue
                 root, *path = node.path()
+                format = next(f for f, r in self._roots.items() if r is root)
                 above = next((n for n in path if n.span.name is None), None)
-                last, piece, parent = (
+                last, stored, parent = (
                     (node, node.snapshot, node) if above is None else (above, above.span, above.parent)
                 )
                 assert parent is not None
-                if not piece.refused:
-                    format = next(f for f, r in self._roots.items() if r is root)
-                    return PendingWrite(last, piece, self._key_of(format), parent.span.name or "")
+                if not stored.refused:
+                    tokens = None if above is None else above.tokens
+                    return PendingWrite(
+                        last, stored, stored.arrays, tokens, self._key_of(format), parent.span.name or ""
+                    )
             return None
 
-    def _on_written(self, work: PendingWrite, outcome: Outcome, name: str) -> None:
+    def _on_written(self, write: PendingWrite, outcome: Outcome, name: str) -> None:
         with self._lock:
-            if work.node.path()[0] not in self._roots.values():
+            if write.node.path()[0] not in self._roots.values():
                 return  # it was given up meanwhile
+            is_span = write.tokens is not None
             if outcome in (Outcome.WRITTEN, Outcome.THERE):
-                work.piece.name = name
-                if work.is_span:
-                    self._spans.setdefault(name, work.node)
-            elif outcome is Outcome.NO_SPACE:
-                work.piece.refused = True
+                write.stored.name = name
+                if is_span:
+                    self._spans.setdefault(name, write.node)
+            elif outcome in (Outcome.NO_SPACE, Outcome.FAILED):
+                write.stored.refused = True
             else:
-                above = work.node.parent if work.is_span else work.node
+                above = write.node.parent if is_span else write.node
                 assert above is not None  # no root is written
                 self._not_on_disk(above)
 
@@ -431,7 +447,7 @@ class PromptStore:
             self.nbytes -= n.span.nbytes
             n.span.arrays = None
             if n.span.name is None:
-                n.remove()
+                self._remove_below(n)
 
 
 def _pieces(node: Node) -> list[tuple[Node, StoredArrays]]:
@@ -463,6 +479,12 @@ def _only_for(node: Node) -> list[Node]:
         found.append(n)
         n = n.parent
     return found
+
+
+def _needless(root: Node) -> list[Node]:
+    """The nodes whose spans are in memory for no snapshot, the lowest first: it was given up while they were loaded."""
+    needed = {id(n) for node in root.subtree() if _in_memory(node) for n in node.path()}
+    return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]
 
 
 def _is_worth_writing(node: Node) -> bool:
