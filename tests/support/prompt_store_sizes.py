@@ -75,7 +75,7 @@ class Sessions:
         """Read a prompt of these messages, answer with so many tokens -> the answer, as the next prompt may contain it."""
         ends = [int(n) for n in np.cumsum([len(m) for m in messages])]
         prompt = np.concatenate([*messages, np.zeros(4, np.uint32)])  # the opening of the answer
-        _, n = self.store.fetch(prompt[:-1])
+        n = self.store.fetch(prompt[:-1]).n_tokens
         read = len(prompt) - n
         for cut in choose_cuts(ends, len(prompt), self.store.n_common(prompt)):
             if cut > n:

@@ -5,13 +5,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..models.prompt_cache import make_prompt_cache, open_prompt_cache
+from ..models.single import KVOptions
 from . import arrays
-from .arrays import Arrays, Format, KVOptions
+from .arrays import Arrays, Format
 from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
 from .eviction import Candidate, score
 from .memory import cache_budget
@@ -20,7 +21,21 @@ from .tree import Node, StoredArrays, Tokens
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
-Handle = weakref.ref[Node]  # where in the store a reading is
+Handle = weakref.ref[Node]  # to where a text was read; it keeps nothing in memory
+
+
+class Prefix(NamedTuple):
+    """A stored prefix of a text.
+
+    Args:
+        prompt_cache (List[Any]): The caller's own.
+        n_tokens (int): The number of tokens in it; 0 if nothing is stored.
+        handle (Handle, optional): Where it is stored, for ``insert``; ``None`` if nothing is.
+    """
+
+    prompt_cache: list[Any]
+    n_tokens: int
+    handle: Handle | None
 
 
 @dataclass
@@ -97,18 +112,14 @@ class PromptStore:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> tuple[list[Any], int]:
-        """A prompt cache of the longest prefix that the text can be resumed from.
+    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> Prefix:
+        """The longest prefix that the text can be resumed from.
 
         Args:
             tokens (Sequence[int]): The text. To generate, leave out the last token, which generation begins with.
-            kv (Tuple[int, int, int], optional): ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``, where keys and
-              values are quantized. Default: ``None``.
-
-        Returns:
-            Tuple[List[Any], int]: The prompt cache, which is the caller's own, and the number of tokens in it.
+            kv (KVOptions, optional): How keys and values are quantized. Default: ``None``, they are not.
         """
-        text = np.asarray(tokens, np.int64)
+        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
             self._check_model()
             self._now += 1
@@ -117,18 +128,18 @@ class PromptStore:
             while (found := self._deepest(text, kv)) is not None:
                 entries = self._restore(*found, text)
                 if entries is not None:
-                    return entries, found[1].length
-            return make_prompt_cache(self.model), 0
+                    return Prefix(entries, found[1].length, weakref.ref(found[1]))
+            return Prefix(make_prompt_cache(self.model), 0, None)
 
     def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
         """Have in memory what ``fetch`` will need of this text. While files are read, other threads go on.
 
         Args:
             tokens (Sequence[int]): As in ``fetch``.
-            kv (Tuple[int, int, int], optional): As in ``fetch``.
+            kv (KVOptions, optional): As in ``fetch``.
         """
         if (disk := self.disk) is not None:
-            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), kv).result()
+            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
@@ -139,16 +150,16 @@ class PromptStore:
             return max((node.common(text) for node in nodes), default=0)
 
     def insert(
-        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, origin: Handle | None = None
+        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, handle: Handle | None = None
     ) -> Handle | None:
         """Keep what is new in a prompt cache, with a snapshot at its end.
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for a part of an image.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
-            kv (Tuple[int, int, int], optional): As in ``fetch``.
-            origin (Handle, optional): What this returned of the same reading before: so far, nothing is compared. Default:
-              ``None``; a cache that was fetched or inserted, and copies of it, know it.
+            kv (KVOptions, optional): As in ``fetch``.
+            handle (Handle, optional): Of ``fetch``, or of an insertion of the same cache before: up to there, nothing is
+              compared. Default: ``None``, the whole cache is compared with what is stored.
 
         Returns:
             Optional[Handle]: For the next call; ``None`` for no tokens.
@@ -156,7 +167,7 @@ class PromptStore:
         Raises:
             ValueError: It is another model's, or not of these tokens.
         """
-        text = np.asarray(tokens, np.int64)
+        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
             self._check_model()
             cache = open_prompt_cache(self.model, list(prompt_cache))
@@ -165,7 +176,7 @@ class PromptStore:
             if len(text) == 0:
                 return None
             format = arrays.format_of(self.model, cache, kv)
-            node = self._origin(origin or getattr(cache.entries[-1], "origin", None), format, text)
+            node = self._node_of(handle, format, text)
             while (child := self._same_child(node, text, cache, format)) is not None:
                 node = child
             if node.length < len(text):
@@ -173,11 +184,11 @@ class PromptStore:
             if not _in_memory(node):
                 node.snapshot = self._held(arrays.states(cache, format))
                 node.used = self._now
-            cache.entries[-1].origin = origin = weakref.ref(node)
+            handle = weakref.ref(node)
             self.trim_to(self.max_bytes, self.max_snapshots)
         if self.disk is not None:
             self.disk.wake()
-        return origin
+        return handle
 
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
         """Give up what is worth least, until this much is left."""
@@ -229,16 +240,16 @@ class PromptStore:
             if format.kv not in (None, kv):
                 continue
             # What is not quantized yet serves both.
-            end = kv[2] - 1 if kv is not None and format.kv is None else len(text)
+            end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
             for node in root.prefixes(text[: max(end, 0)]):
                 if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
                     best = format, node
         return best
 
-    def _origin(self, origin: Handle | None, format: Format, text: Tokens) -> Node:
-        """The node that a prompt cache was resumed from, or the root: above it, the cache's rows are the tree's."""
+    def _node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
+        """The node of a handle, or the root: above it, the cache's rows are the tree's."""
         root = self._root(format)
-        node = None if origin is None else origin()
+        node = None if handle is None else handle()
         if node is None or node.length > len(text):
             return root
         path = node.path()
@@ -266,7 +277,6 @@ class PromptStore:
             self.disk.touch([piece.name for _, piece in pieces if piece.name is not None])
         spans = [piece.arrays for _, piece in path]
         entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
-        entries[-1].origin = weakref.ref(node)
         self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
         return entries
 
@@ -454,6 +464,11 @@ def _pieces(node: Node) -> list[tuple[Node, StoredArrays]]:
     """What a prompt cache that ends at a node's snapshot is made of: the snapshot, and the spans from the first on."""
     assert node.snapshot is not None
     return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
+
+
+def _quantized(kv: KVOptions | None) -> KVOptions | None:
+    """``None`` where keys and values are not quantized."""
+    return None if kv is None or kv.kv_bits is None else kv
 
 
 def _in_memory(node: Node) -> bool:
