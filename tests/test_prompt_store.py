@@ -155,11 +155,11 @@ def check_random_tree(data, n_steps):
     assert store.nbytes == sum(node_bytes(store))
     store.trim_to(0)
     assert store.nbytes == 0
-    assert list(store._nodes()) == []
+    assert list(store._forest.nodes()) == []
 
 
 def node_bytes(store):
-    for node in store._nodes():
+    for node in store._forest.nodes():
         yield node.span.nbytes
         if node.snapshot is not None:
             yield node.snapshot.nbytes

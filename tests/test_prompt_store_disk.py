@@ -190,7 +190,7 @@ def test_nothing_is_left_of_what_cannot_be_loaded(tmp_path, caplog):
 def store_of(store, text):
     """The nodes at the end of a text."""
     store.fetch([text[0] + 1])  # reads the index
-    return [node for node in store._nodes() if node.length == len(text)]
+    return [node for node in store._forest.nodes() if node.length == len(text)]
 
 
 def any_unwritten(store):
@@ -211,8 +211,8 @@ def test_only_snapshots_that_are_worth_it_are_written_behind(tmp_path, monkeypat
     with stored(tmp_path) as store:
         read(model, text, range(10, 150, 10), store)
         wait_until(lambda: not any_unwritten(store))
-        states = [node for node in store._nodes() if node.snapshot.name]
-        n_token = sum(node.span.nbytes for node in store._nodes()) / len(text)
+        states = [node for node in store._forest.nodes() if node.snapshot.name]
+        n_token = sum(node.span.nbytes for node in store._forest.nodes()) / len(text)
         assert 2 <= len(states) < 10
         assert sum(node.snapshot.nbytes for node in states) <= len(text) * n_token
     with stored(tmp_path) as store:
@@ -710,7 +710,7 @@ def write_over(files, i):
 
 
 def in_memory(store):
-    for node in store._nodes():
+    for node in store._forest.nodes():
         yield sum(part.nbytes for part in (node.span, node.snapshot) if part is not None and part.in_memory)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mlx_mtp.prompt_store import forest
 from mlx_mtp.prompt_store import store as module
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.cuts import choose_cuts
@@ -46,7 +47,8 @@ class Sizes:
 
 def sized_store(monkeypatch, sizes, max_bytes):
     """A store for a model whose tokens and snapshots take so many bytes."""
-    monkeypatch.setattr(module, "arrays", Sizes(*sizes))
+    for changed in (module, forest):
+        monkeypatch.setattr(changed, "arrays", Sizes(*sizes))
     monkeypatch.setattr(module, "make_prompt_cache", lambda model: [SimpleNamespace()])
     monkeypatch.setattr(module, "open_prompt_cache", lambda model, entries: entries[0])
     return module.PromptStore(SimpleNamespace(fingerprint=lambda: b""), max_bytes)

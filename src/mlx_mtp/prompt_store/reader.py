@@ -7,7 +7,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..models.single import KVOptions
 from .cuts import choose_cuts, message_ends, opening_of
-from .store import Handle, Prefix, PromptStore
+from .store import Prefix, PromptStore
+from .tree import Handle
 
 
 class Reader:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from ..models.single import KVOptions
 from . import arrays
 from .arrays import Arrays, Format
 from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
-from .eviction import Candidate, score
+from .forest import Forest, in_memory, only_for
 from .memory import cache_budget
-from .shared_folder import Entry, Outcome, SharedFolder
-from .tree import Node, StoredArrays, Tokens
+from .shared_folder import Outcome, SharedFolder
+from .tree import Handle, Node, StoredArrays, Tokens
+from .write_behind import add_entry, next_write, settle
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
-Handle = weakref.ref[Node]  # to where a text was read; it keeps nothing in memory
 
 
 class Prefix(NamedTuple):
@@ -122,10 +122,10 @@ class PromptStore:
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
             self._check_model()
-            self._now += 1
+            self._forest.now += 1
             self.counts.fetches += 1
             self._read_index(kv)
-            while (found := self._deepest(text, kv)) is not None:
+            while (found := self._forest.deepest(text, kv)) is not None:
                 entries = self._restore(*found, text)
                 if entries is not None:
                     return Prefix(entries, found[1].length, weakref.ref(found[1]))
@@ -146,8 +146,7 @@ class PromptStore:
         text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
-            nodes = (node for root in self._roots.values() for node in root.prefixes(text))
-            return max((node.common(text) for node in nodes), default=0)
+            return self._forest.n_common(text)
 
     def insert(
         self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, handle: Handle | None = None
@@ -176,14 +175,15 @@ class PromptStore:
             if len(text) == 0:
                 return None
             format = arrays.format_of(self.model, cache, kv)
-            node = self._node_of(handle, format, text)
+            node = self._forest.node_of(handle, format, text)
             while (child := self._same_child(node, text, cache, format)) is not None:
                 node = child
             if node.length < len(text):
-                node = self._add(node, text[node.length :], arrays.rows(cache, format, node.length, len(text)))
-            if not _in_memory(node):
-                node.snapshot = self._held(arrays.states(cache, format))
-                node.used = self._now
+                rows = arrays.rows(cache, format, node.length, len(text))
+                node = Node(text[node.length :].copy(), node, self._forest.hold(rows))
+            if not in_memory(node):
+                node.snapshot = self._forest.hold(arrays.states(cache, format))
+                node.used = self._forest.now
             handle = weakref.ref(node)
             self.trim_to(self.max_bytes, self.max_snapshots)
         if self.disk is not None:
@@ -191,28 +191,23 @@ class PromptStore:
         return handle
 
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
-        """Give up what is worth least, until this much is left."""
+        """Evict the snapshots that save the least reading for their bytes, until this much is left in memory."""
         with self._lock:
-            if self.nbytes > n_bytes:
-                self._free([n for root in self._roots.values() for n in _needless(root)])
-            held = [node for node in self._nodes() if _in_memory(node)]
-            n_most = len(held) if n_snapshots is None else n_snapshots
-            while held and (self.nbytes > n_bytes or len(held) > n_most):
-                least = min(held, key=self._score)
-                held.remove(least)
-                self._evict(least)
+            self._forest.trim_to(n_bytes, n_snapshots)
+
+    @property
+    def nbytes(self) -> int:
+        """In memory."""
+        return self._forest.nbytes
 
     @property
     def n_snapshots(self) -> int:
-        """Those in memory."""
+        """In memory."""
         with self._lock:
-            return sum(map(_in_memory, self._nodes()))
+            return sum(map(in_memory, self._forest.nodes()))
 
     def _clear(self) -> None:
-        self._roots: dict[Format, Node] = {}
-        self._now = 0  # in requests
-        self.nbytes = 0  # in memory
-        self._spans: dict[str, Node] = {}  # on disk, by the file
+        self._forest = Forest()
         self._keys: dict[Format, str] = {}
         self._last_entry: dict[Format, int] = {}  # of the index that was read
 
@@ -221,40 +216,7 @@ class PromptStore:
             self._key = key
             self._clear()
 
-    def _nodes(self) -> Iterator[Node]:
-        """All but the roots."""
-        for root in self._roots.values():
-            yield from (node for node in root.subtree() if node is not root)
-
-    def _root(self, format: Format) -> Node:
-        if format not in self._roots:
-            self._roots[format] = Node(np.zeros(0, np.int64), None, StoredArrays({}, 0))
-        return self._roots[format]
-
     # Find
-
-    def _deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
-        """The snapshot to resume a text from. At the same length, the head's rows and the one that was used last."""
-        best: tuple[Format, Node] | None = None
-        for format, root in self._roots.items():
-            if format.kv not in (None, kv):
-                continue
-            # What is not quantized yet serves both.
-            end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
-            for node in root.prefixes(text[: max(end, 0)]):
-                if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
-                    best = format, node
-        return best
-
-    def _node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
-        """The node of a handle, or the root: above it, the cache's rows are the tree's."""
-        root = self._root(format)
-        node = None if handle is None else handle()
-        if node is None or node.length > len(text):
-            return root
-        path = node.path()
-        is_prefix = np.array_equal(np.concatenate([n.tokens for n in path]), text[: node.length])
-        return node if path[0] is root and is_prefix else root
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
         """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
@@ -267,15 +229,15 @@ class PromptStore:
 
     def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
         """A prompt cache that ends at a node's snapshot; ``None`` if a file of it is no longer there or damaged."""
-        (_, snapshot), *path = pieces = _pieces(node)
-        if not self._load_all(pieces, format):
+        (_, snapshot), *path = parts = _parts(node)
+        if not self._load_all(parts, format):
             return None
-        node.used, node.uses = self._now, node.uses + 1
+        node.used, node.uses = self._forest.now, node.uses + 1
         self.counts.hits += 1
         self.counts.tokens += node.length
         if self.disk is not None:
-            self.disk.touch([piece.name for _, piece in pieces if piece.name is not None])
-        spans = [piece.arrays for _, piece in path]
+            self.disk.touch([stored.name for _, stored in parts if stored.name is not None])
+        spans = [stored.arrays for _, stored in path]
         entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
         self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
         return entries
@@ -289,43 +251,33 @@ class PromptStore:
         for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)}:
             for entry in self.disk.entries(self._key_of(format), self._last_entry.get(format, 0)):
                 self._last_entry[format] = entry.id
-                self._add_entry(self._root(format), entry)
+                add_entry(self._forest, format, entry)
 
     def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
         with self._lock:
             self._check_model()
             self._read_index(kv)
-            if (found := self._deepest(text, kv)) is None:
+            if (found := self._forest.deepest(text, kv)) is None:
                 return
             format, node = found
-            node.used = self._now  # it stays until it is fetched
-            pieces = _pieces(node)
-        self._load_all(pieces, format)
+            node.used = self._forest.now  # it stays until it is fetched
+            parts = _parts(node)
+        self._load_all(parts, format)
         self.trim_to(self.max_bytes, self.max_snapshots)
-
-    def _add_entry(self, root: Node, entry: Entry) -> None:
-        parent = self._spans.get(entry.parent, None if entry.parent else root)
-        if parent is None or entry.name in self._spans:
-            return
-        piece = StoredArrays(None, entry.nbytes, entry.name)
-        if entry.tokens is not None:
-            self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.int64), parent, piece)
-        elif parent.snapshot is None:
-            parent.snapshot = piece
 
     def _key_of(self, format: Format) -> str:
         if format not in self._keys:
             self._keys[format] = key_of(self.model, format)
         return self._keys[format]
 
-    def _load_all(self, pieces: list[tuple[Node, StoredArrays]], format: Format) -> bool:
-        """Have a prompt cache's pieces in memory, or none that is of no other use -> whether that was possible."""
-        if all(self._load(node, piece, format) for node, piece in pieces):
+    def _load_all(self, parts: list[tuple[Node, StoredArrays]], format: Format) -> bool:
+        """Have the parts of a prompt cache in memory, or none that is of no other use -> whether that was possible."""
+        if all(self._load(node, stored, format) for node, stored in parts):
             return True
         with self._lock:
-            for node, _ in pieces[::-1]:
-                if node.parent is not None and not _in_memory(node):
-                    self._free(_only_for(node))
+            for node, _ in parts[::-1]:
+                if node.parent is not None and not in_memory(node):
+                    self._forest.free(only_for(node))
         return False
 
     def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
@@ -335,10 +287,9 @@ class PromptStore:
         found = self._read(node, stored, format)
         with self._lock:
             # Other threads may have loaded it meanwhile, or given up its node.
-            is_there = node.path()[0] in self._roots.values() and stored in (node.span, node.snapshot)
+            is_there = node in self._forest and stored in (node.span, node.snapshot)
             if is_there and not stored.in_memory and found is not None:
-                stored.arrays, stored.nbytes = found, arrays.nbytes(found)
-                self.nbytes += stored.nbytes
+                self._forest.put(stored, found)
             return is_there and stored.in_memory
 
     def _read(self, node: Node, stored: StoredArrays, format: Format) -> Arrays | None:
@@ -351,116 +302,23 @@ class PromptStore:
         found = disk.read(name, self._key_of(format), parent, node.tokens if is_span else None)
         if found is None:
             with self._lock:
-                if (
-                    node.path()[0] in self._roots.values()
-                    and stored in (node.span, node.snapshot)
-                    and not stored.in_memory
-                ):
-                    if is_span:
-                        self._remove_below(node)
-                    else:
-                        node.snapshot = None
+                is_there = node in self._forest and stored in (node.span, node.snapshot)
+                if is_there and not stored.in_memory and is_span:
+                    self._forest.remove(node)
+                elif is_there and not stored.in_memory:
+                    node.snapshot = None
         return found
 
-    def _remove_below(self, top: Node) -> None:
-        """Take a node and all below it out of the tree."""
-        for node in [*top.subtree()][::-1]:
-            for piece in (node.span, node.snapshot):
-                if piece is not None and piece.in_memory:
-                    self.nbytes -= piece.nbytes
-            self._spans.pop(node.span.name or "", None)
-            node.remove()
-
     def _next_write(self, is_last: bool) -> PendingWrite | None:
-        """What to write next: a snapshot that is worth it, after the spans above it."""
         with self._lock:
-            waiting = [n for n in self._nodes() if n.snapshot is not None and n.snapshot.name is None]
-            for node in sorted(waiting, key=lambda n: -n.used):
-                assert node.snapshot is not None
-                if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
-                    continue
-                root, *path = node.path()
-                format = next(f for f, r in self._roots.items() if r is root)
-                above = next((n for n in path if n.span.name is None), None)
-                last, stored, parent = (
-                    (node, node.snapshot, node) if above is None else (above, above.span, above.parent)
-                )
-                assert parent is not None
-                if not stored.refused:
-                    tokens = None if above is None else above.tokens
-                    return PendingWrite(
-                        last, stored, stored.arrays, tokens, self._key_of(format), parent.span.name or ""
-                    )
-            return None
+            return next_write(self._forest, self._key_of, is_last)
 
     def _on_written(self, write: PendingWrite, outcome: Outcome, name: str) -> None:
         with self._lock:
-            if write.node.path()[0] not in self._roots.values():
-                return  # it was given up meanwhile
-            is_span = write.tokens is not None
-            if outcome in (Outcome.WRITTEN, Outcome.THERE):
-                write.stored.name = name
-                if is_span:
-                    self._spans.setdefault(name, write.node)
-            elif outcome in (Outcome.NO_SPACE, Outcome.FAILED):
-                write.stored.refused = True
-            else:
-                above = write.node.parent if is_span else write.node
-                assert above is not None  # no root is written
-                self._not_on_disk(above)
-
-    def _not_on_disk(self, node: Node) -> None:
-        """The file of a node's span was dropped: write it again, if it is in memory."""
-        if node.parent is None:
-            return
-        if not node.span.in_memory:
-            self._remove_below(node)
-            return
-        self._spans.pop(node.span.name or "", None)
-        node.span.name = None
-        if node.snapshot is not None:
-            node.snapshot.name = None
-            if not node.snapshot.in_memory:
-                node.snapshot = None
-
-    # Hold and give up
-
-    def _add(self, parent: Node, tokens: Tokens, rows: Arrays) -> Node:
-        return Node(tokens.copy(), parent, self._held(rows))
-
-    def _held(self, new: Arrays) -> StoredArrays:
-        own = arrays.copied(new)
-        piece = StoredArrays(own, arrays.nbytes(own))
-        self.nbytes += piece.nbytes
-        return piece
-
-    def _score(self, node: Node) -> float:
-        assert node.snapshot is not None
-        n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in _only_for(node))
-        on_disk = node.snapshot.name is not None
-        n_tokens = node.length - _above(node, lambda n: n.snapshot is not None).length
-        return score(Candidate(n_tokens, n_bytes, self._now - node.used, node.uses, on_disk))
-
-    def _evict(self, node: Node) -> None:
-        """Free a snapshot, and the spans that no other one needs."""
-        assert node.snapshot is not None
-        spare = _only_for(node)
-        self.nbytes -= node.snapshot.nbytes
-        node.snapshot.arrays = None
-        if node.snapshot.name is None:
-            node.snapshot = None
-        self._free(spare)
-
-    def _free(self, spare: list[Node]) -> None:
-        """Free the spans of these nodes, the lowest first."""
-        for n in spare:
-            self.nbytes -= n.span.nbytes
-            n.span.arrays = None
-            if n.span.name is None:
-                self._remove_below(n)
+            settle(self._forest, write, outcome, name)
 
 
-def _pieces(node: Node) -> list[tuple[Node, StoredArrays]]:
+def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:
     """What a prompt cache that ends at a node's snapshot is made of: the snapshot, and the spans from the first on."""
     assert node.snapshot is not None
     return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
@@ -469,45 +327,3 @@ def _pieces(node: Node) -> list[tuple[Node, StoredArrays]]:
 def _quantized(kv: KVOptions | None) -> KVOptions | None:
     """``None`` where keys and values are not quantized."""
     return None if kv is None or kv.kv_bits is None else kv
-
-
-def _in_memory(node: Node) -> bool:
-    return node.snapshot is not None and node.snapshot.in_memory
-
-
-def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
-    return node.length, format.head, node.used
-
-
-def _above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
-    """The next node above for which this is so, or the root."""
-    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
-
-
-def _only_for(node: Node) -> list[Node]:
-    """The nodes whose spans are in memory for this one's snapshot alone, the lowest first."""
-    found: list[Node] = []
-    n: Node | None = node
-    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
-        if not n.span.in_memory or (n is not node and _in_memory(n)):
-            break
-        found.append(n)
-        n = n.parent
-    return found
-
-
-def _needless(root: Node) -> list[Node]:
-    """The nodes whose spans are in memory for no snapshot, the lowest first: it was given up while they were loaded."""
-    needed = {id(n) for node in root.subtree() if _in_memory(node) for n in node.path()}
-    return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]
-
-
-def _is_worth_writing(node: Node) -> bool:
-    """Whether a snapshot saves more than its bytes would as keys and values: so disk grows with the tokens alone.
-
-    Where texts part, and where one was resumed twice, others will be.
-    """
-    assert node.snapshot is not None
-    above = _above(node, lambda n: n.snapshot is not None and n.snapshot.name is not None)
-    n_bytes = (node.length - above.length) * node.span.nbytes / len(node.tokens)
-    return n_bytes >= node.snapshot.nbytes or node.uses > 1 or sum(map(len, node.children.values())) > 1

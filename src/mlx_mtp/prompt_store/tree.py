@@ -1,4 +1,4 @@
-"""A tree of texts. It knows nothing of what a node's pieces hold.
+"""A tree of texts. It knows nothing of the arrays that a node has.
 
     root ── "system, tools" ─┬─ "first question" ── "answer" ── "second question"
                  c           │         c               c               c
@@ -10,6 +10,7 @@ resumed from. Two texts share the nodes above the place where they part. Nodes a
 read in one go are those of another cut to within rounding only.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,9 @@ class Node:
             node = waiting.pop()
             yield node
             waiting += node.next(tokens)
+
+
+Handle = weakref.ref[Node]  # to where a text was read; it keeps nothing in memory
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

@@ -10,7 +10,7 @@ from mlx_lm import server as stock
 from ..decoding.counts import DraftCounts
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
-from ..prompt_store.store import Handle
+from ..prompt_store.tree import Handle
 from .thinking import Thinking
 
 
