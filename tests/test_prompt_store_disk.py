@@ -484,8 +484,8 @@ def test_the_writer_goes_on_when_the_folder_can_be_written_again(tmp_path, monke
         assert store.fetch([2, *TEXT * 4])[1] == 1 + 4 * len(TEXT)
 
 
-def test_readings_that_differ_are_not_held_to_compare_them(tmp_path):
-    """Those of the folder are read again at each insert, and given up."""
+@pytest.mark.parametrize("spare", [0, ROOM], ids=["no room", "room"])
+def test_readings_that_differ_are_not_held_to_compare_them(spare, tmp_path):
     model = model_of("qwen3_5")
     fill(tmp_path)
     other = read(model, TEXT, CUTS)
@@ -494,7 +494,7 @@ def test_readings_that_differ_are_not_held_to_compare_them(tmp_path):
             c.keys = c.keys.at[:, :, 3].add(1e-6)  # as another cut would round
     one = PromptStore(model, ROOM)
     one.insert(TEXT, other)
-    with PromptStore(model, one.nbytes, folder=tmp_path) as store:
+    with PromptStore(model, one.nbytes + spare, folder=tmp_path) as store:
         store.fetch([0])  # reads the index
         store.insert(TEXT, other)
         assert store.nbytes == sum(in_memory(store)) == one.nbytes

@@ -12,7 +12,7 @@ from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.models.single import KVOptions
-from mlx_mtp.prompt_store import reader
+from mlx_mtp.prompt_store import arrays, reader
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED, arrays_equal
@@ -117,6 +117,17 @@ def test_a_session_is_that_of_mlx_lm(trained):
         assert sorted(calls) == calls
         assert calls[-1] == (len(tokens), len(tokens))
     assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
+
+
+def test_a_session_compares_no_rows(trained, monkeypatch):
+    """Handles say where a text was read."""
+    model, tokenizer = trained
+    store, text, compared = PromptStore(model, 1 << 30), "def read_lines(path):\n", []
+    monkeypatch.setattr(arrays, "are_equal", lambda *_: compared.append(_))
+    for n in range(3):
+        text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + f"import module_{n}\n"
+    assert store.counts.hits == 2
+    assert compared == []
 
 
 def _note(calls, *progress):

@@ -1,23 +1,23 @@
-"""Which snapshot to give up where memory is short: the one whose bytes save the least reading elsewhere.
+"""Which snapshot is evicted where memory is short: the one whose bytes save the least prefill.
 
-Many snapshots close to each other save little each, an old text saves nothing until somebody returns to it, and the end
-of a text frees its keys and values as well.
+Snapshots close to each other save little each, an old text saves nothing until a request returns to it, and the end of a text
+frees its keys and values as well.
 """
 
 from typing import NamedTuple
 
-ON_DISK = 0.1  # what reading from disk takes, of the time of reading the text
+ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of its prefill
 
 
 class Candidate(NamedTuple):
     """A snapshot in memory.
 
     Args:
-        n_tokens (int): That are read again if it is wanted and not there: those since the snapshot above it.
-        n_bytes (int): That its end frees.
+        n_tokens (int): The tokens since the snapshot above it, which are read again without it.
+        n_bytes (int): The bytes that its eviction frees.
         age (int): Requests since it was made or used.
-        uses (int): How often it was used.
-        on_disk (bool): Whether it can be had from there.
+        uses (int): The number of texts that were resumed from it.
+        on_disk (bool): Whether it is on disk, too.
     """
 
     n_tokens: int
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     on_disk: bool = False
 
 
-def score(held: Candidate) -> float:
-    """Tokens of reading that a byte of it saves, as likely as it is wanted: often used, and lately."""
-    n = held.n_tokens * (ON_DISK if held.on_disk else 1.0)
-    return n * (1 + held.uses) / (1 + held.age) / max(held.n_bytes, 1)
+def score(snapshot: Candidate) -> float:
+    """The tokens of prefill that a byte saves, weighted by how often and how lately the snapshot was used."""
+    n = snapshot.n_tokens * (ON_DISK if snapshot.on_disk else 1.0)
+    return n * (1 + snapshot.uses) / (1 + snapshot.age) / max(snapshot.n_bytes, 1)

@@ -89,7 +89,7 @@ class SharedFolder:
         _make_private(path)
         index = path / "index.sqlite"
         try:
-            self._open(index)
+            self._db = _connect(index)
         except sqlite3.DatabaseError as e:
             if not _is_damage(e):  # it is locked, or the disk is full: what is there stays
                 raise OSError(f"{index} cannot be used: {e}.") from e
@@ -97,7 +97,7 @@ class SharedFolder:
             for suffix in ("-wal", "-shm"):
                 Path(f"{index}{suffix}").unlink(missing_ok=True)
             index.replace(index.with_suffix(".damaged"))
-            self._open(index)
+            self._db = _connect(index)
         try:
             self._sweep()
         except BaseException as e:
@@ -105,31 +105,6 @@ class SharedFolder:
             if not isinstance(e, sqlite3.Error):
                 raise
             raise OSError(f"{index} cannot be used: {e}.") from e
-
-    def _open(self, index: Path) -> None:
-        for file in index.parent.glob("index.*"):  # of an earlier version
-            with suppress(OSError):
-                file.chmod(0o600)
-        with suppress(FileExistsError), open(index, "xb", opener=array_file.private):
-            pass  # SQLite gives the other files of the index the mode of this one
-        self._db = sqlite3.connect(index, timeout=BUSY, isolation_level=None, check_same_thread=False)
-        try:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=64")  # pages: the log is small beside the files
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, LAYOUT):
-                raise sqlite3.DatabaseError(f"its layout is {version}, not {LAYOUT}")
-            if (found := self._db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
-                raise sqlite3.DatabaseError(found)
-            self._db.executescript(TABLES)
-            if version == 0:
-                self._db.execute(f"PRAGMA user_version={LAYOUT}")
-            self._db.execute("SELECT id, name, model, parent, tokens, nbytes, used, writer FROM files").fetchone()
-            self._db.execute("SELECT hour, nbytes FROM written").fetchone()
-        except BaseException:
-            self._db.close()
-            raise
 
     def close(self) -> None:
         with self._lock:
@@ -172,11 +147,6 @@ class SharedFolder:
         query = "SELECT id, name, parent, tokens, nbytes FROM files WHERE model = ? AND id > ? AND writer IS NULL"
         with self._lock:
             return [Entry(*row) for row in self._db.execute(f"{query} ORDER BY id", (model, after))]
-
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            return _total(self._db)
 
     def read(self, name: str) -> bytes:
         """
@@ -242,7 +212,7 @@ class SharedFolder:
             written = db.execute("SELECT nbytes FROM written WHERE hour = ?", (hour,)).fetchone()
             if (written[0] if written else 0) + nbytes > self.max_hourly:
                 return Outcome.LATER
-            while nbytes > min(self.max_bytes - _total(db), self._room_on_disk()):
+            while nbytes > min(self.max_bytes - _total(db), _room_on_disk(self.path)):
                 if not self._drop_oldest(db, parent):
                     return Outcome.NO_SPACE
             row = (name, model, parent, tokens, nbytes, time.time(), self._name)
@@ -256,10 +226,6 @@ class SharedFolder:
             )
             db.execute("DELETE FROM written WHERE hour < ?", (hour,))
         return Outcome.WRITTEN
-
-    def _room_on_disk(self) -> int:
-        disk = shutil.disk_usage(self.path)
-        return disk.free - min(int(FREE_SHARE * disk.total), FREE)
 
     def _drop_oldest(self, db: sqlite3.Connection, needed: str) -> bool:
         """Drop the file that was used least recently of those on which no other builds -> whether there was one."""
@@ -289,6 +255,37 @@ class SharedFolder:
         return self.path / f"{name}{SUFFIX}.{writer}.tmp"
 
 
+def _connect(index: Path) -> sqlite3.Connection:
+    """
+    Raises:
+        sqlite3.DatabaseError: The index is damaged, of another layout, locked, or the disk is full.
+    """
+    for file in index.parent.glob("index.*"):  # of an earlier version
+        with suppress(OSError):
+            file.chmod(0o600)
+    with suppress(FileExistsError), open(index, "xb", opener=array_file.private):
+        pass  # SQLite gives the other files of the index the mode of this one
+    db = sqlite3.connect(index, timeout=BUSY, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("PRAGMA wal_autocheckpoint=64")  # pages: the log is small beside the files
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, LAYOUT):
+            raise sqlite3.DatabaseError(f"its layout is {version}, not {LAYOUT}")
+        if (found := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(found)
+        db.executescript(TABLES)
+        if version == 0:
+            db.execute(f"PRAGMA user_version={LAYOUT}")
+        db.execute("SELECT id, name, model, parent, tokens, nbytes, used, writer FROM files").fetchone()
+        db.execute("SELECT hour, nbytes FROM written").fetchone()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
 def _make_private(path: Path) -> None:
     """Make a folder, or take an existing one's permissions away from others: whose texts are in it is nobody's business."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -300,6 +297,11 @@ def _make_private(path: Path) -> None:
             path.chmod(0o700)
             return
     logging.warning(f"Other users can list {path}, and so see which texts are in it: use a folder of your own.")
+
+
+def _room_on_disk(path: Path) -> int:
+    disk = shutil.disk_usage(path)
+    return disk.free - min(int(FREE_SHARE * disk.total), FREE)
 
 
 def _total(db: sqlite3.Connection) -> int:
