@@ -3,18 +3,29 @@
 So a file is written once, whoever writes it, and the digest of a damaged one is not its name.
 """
 
-import io
+import json
 import os
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .arrays import Arrays
 
 SUFFIX = ".safetensors"
 CHUNK = 4 << 20  # bytes that are written at once, while other threads run
+# Of safetensors, and the types of MLX and of numpy, which has no bfloat16.
+DTYPES: dict[str, tuple[mx.Dtype, Any]] = {
+    "F32": (mx.float32, np.float32),
+    "BF16": (mx.bfloat16, np.uint16),
+    "F16": (mx.float16, np.float16),
+    "U32": (mx.uint32, np.uint32),
+    "I64": (mx.int64, np.int64),
+}
+NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
 class Damaged(ValueError):
@@ -22,14 +33,22 @@ class Damaged(ValueError):
 
 
 def encode(arrays: Arrays, metadata: Mapping[str, str]) -> tuple[str, memoryview]:
-    """The name and the bytes of a file. The same arrays in the same order give the same bytes, with one version of MLX.
+    """The name and the bytes of a file. The same arrays in the same order give the same bytes.
+
+    MLX's own functions are not used: on a buffer they wait for Python's lock, and a server that used them hung.
 
     Args:
-        arrays (Dict[str, mx.array]): Evaluated, since another thread may have made them. None is empty.
+        arrays (Dict[str, mx.array]): Evaluated and contiguous, since another thread may have made them.
     """
-    file = io.BytesIO()
-    mx.save_safetensors(file, arrays, dict(metadata))
-    data = file.getbuffer()
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, x in arrays.items():
+        begin, end = end, end + x.nbytes
+        header[name] = {"dtype": NAMES[x.dtype], "shape": x.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [memoryview(x) for x in arrays.values() if x.size > 0]  # type: ignore[arg-type]
+    data = memoryview(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
     return _digest(data), data
 
 
@@ -65,9 +84,17 @@ def read(path: Path) -> bytes:
 
 def decode(data: bytes) -> tuple[Arrays, dict[str, str]]:
     """The arrays and the metadata of a file."""
-    arrays, metadata = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    metadata: dict[str, str] = header.pop("__metadata__")
+    arrays = {}
+    for name, entry in header.items():
+        dtype, held_as = DTYPES[entry["dtype"]]
+        first, end = entry["data_offsets"]
+        x = mx.array(np.frombuffer(data[begin + first : begin + end], held_as).reshape(entry["shape"]))
+        arrays[name] = x if x.dtype == dtype else x.view(dtype)
     mx.eval(arrays)
-    return arrays, metadata  # type: ignore[return-value]  # no other format has these types
+    return arrays, metadata
 
 
 def _digest(data: bytes | memoryview) -> str:
