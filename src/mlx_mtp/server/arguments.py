@@ -166,7 +166,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of checkpoints. "
+        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of snapshots. "
         "Defaults to any number.",
     )
     add(
