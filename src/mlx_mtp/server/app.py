@@ -95,7 +95,11 @@ def make_app(
         ("/v1/models", endpoints.models),
         ("/v1/models/{name:path}", endpoints.model),
     ):
-        app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None, operation_id=get.__name__)
+        for method in ("GET", "HEAD"):
+            is_listed = method == "GET"  # a description has an operation's name once
+            app.add_api_route(
+                path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
+            )
     if not generator.cli_args.no_ui:
         app.mount("/page", PageFiles())
     app.add_exception_handler(ApiError, _answer_error)

@@ -1,8 +1,11 @@
 """The page to chat at ``/``: HTML, CSS and JavaScript modules in ``page/``, served as they are.
 
-``main.js`` connects the others: ``api.js`` asks the server, ``answer.js`` collects an answer and its figures, ``turns.js`` shows
-questions and answers, ``markdown.js`` renders text, ``composer.js`` is the field for a question, ``chats.js`` the list of chats,
-``store.js`` keeps them in the browser, ``settings.js`` has the fields of a request.
+``main.js`` connects the other modules:
+
+- ``api.js`` sends requests and reads streams; ``answer.js`` collects an answer, its figures and the messages of a request.
+- ``turns.js`` shows questions and answers; ``markdown.js`` renders text.
+- ``composer.js`` is the field for a question; ``settings.js`` has the other fields of a request.
+- ``chats.js`` lists the chats; ``store.js`` keeps them in the browser.
 """
 
 from pathlib import Path

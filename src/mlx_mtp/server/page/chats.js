@@ -7,7 +7,7 @@ export function newChat() {
   return { id: `${Date.now()}-${Math.random()}`, title: "", changed: Date.now(), turns: [] };
 }
 
-const titleOf = (chat) => chat.title || chat.turns[0]?.text.slice(0, 60) || "New chat";
+const titleOf = (chat) => chat.title || chat.turns[0]?.text.trim().slice(0, 60) || "New chat";
 
 // Show the chats, the latest first. What the buttons do is in actions: {open, rename, remove}.
 export function showChats(chats, current, actions) {

@@ -6,7 +6,7 @@ let images = [];  // data URLs
 let edited = null;  // the turn whose question is being edited
 
 export function readQuestion() {
-  return { text: $("question").value.trim(), images: [...images], edited };
+  return { text: $("question").value, images: [...images], edited };
 }
 
 // Fill the field: with nothing, or with the question of a turn.
@@ -40,12 +40,15 @@ export function setUpComposer() {
     event.preventDefault();
     addImages(event.clipboardData.files);
   });
-  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
   document.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     addImages(event.dataTransfer.files);
   });
 }
+
+const hasFiles = (event) => event.dataTransfer.types.includes("Files");
 
 async function addImages(files) {
   const wrong = [...files].find((file) => !file.type.startsWith("image/"));

@@ -71,7 +71,7 @@ const report = (saving) => saving.catch((error) => notify(`The browser did not k
 
 function send() {
   const { text, images, edited } = readQuestion();
-  if (running || !(text || images.length) || !checkSettings()) return;
+  if (running || !(text.trim() || images.length) || !checkSettings()) return;
   if (edited) dropFrom(chat.turns.indexOf(edited));
   const turn = { text, images, answer: null };
   chat.turns.push(turn);
@@ -140,9 +140,12 @@ async function showModels() {
     else notify(error.message);
     return;
   }
-  $("model").replaceChildren(...models.map(({ id }) => new Option(id)));
+  $("model").replaceChildren(...models.map(({ id }) => new Option(nameOf(id), id)));
   showDescription();
 }
+
+// A folder's path is long: its last part is enough.
+const nameOf = (id) => (id.startsWith("/") ? id.split("/").findLast(Boolean) : id);
 
 function showDescription() {
   const { description } = models.find(({ id }) => id === $("model").value) ?? {};

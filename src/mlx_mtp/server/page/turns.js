@@ -31,8 +31,9 @@ export class TurnView {
 
   showQuestion() {
     const { text, images } = this.turn;
-    add(this.question, "div", "text", text);
-    images.forEach((url, i) => Object.assign(add(this.question, "img"), { src: url, alt: `Image ${i + 1}` }));
+    const bubble = add(this.question, "div", "bubble");
+    add(bubble, "div", "text", text);
+    images.forEach((url, i) => Object.assign(add(bubble, "img"), { src: url, alt: `Image ${i + 1}` }));
     addButton(add(this.question, "div", "buttons"), "Edit", () => this.actions.edit(this.turn), "Edit the question");
   }
 
@@ -104,6 +105,7 @@ export class TurnView {
 function fillText(parent, pieces) {
   const isText = viewOf() === "text";
   parent.classList.toggle("rendered", isText);
+  parent.classList.toggle("tokens", !isText);
   parent.replaceChildren();
   if (isText) parent.append(render(textOf(pieces)));
   else for (const [source, text] of pieces) add(parent, "span", source, text);
