@@ -24,7 +24,15 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync"),
 )
 CHAT = "**/v1/chat/completions"
-QUESTION = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
+BEGINNING = """\
+def is_even(n):
+    \"\"\"Return whether a number is even.\"\"\"
+    return n % 2 == 0
+
+
+def is_odd(n):
+"""
+ENDLESS = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 MARKDOWN = """\
 ## Two ways to read a file
 
@@ -60,11 +68,16 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mNk+M9AEmAc1TC
 
 
 class Fake:
-    """Answers in place of the server, and keeps the bodies of the requests."""
+    """A chat model's answers in place of the server's. Keeps the bodies of the requests."""
 
     def __init__(self, page: Page):
         self.page, self.bodies, self.status, self.parts = page, [], 200, []
         page.route(CHAT, self._answer)
+        page.route(
+            "**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "org/name"}, {"id": "/a/folder"}]})
+        )
+        page.reload()
+        expect(page.locator("#model option")).to_have_text(["org/name", "folder"])
 
     def _answer(self, route: Route) -> None:
         self.bodies.append(route.request.post_data_json)
@@ -111,20 +124,24 @@ def show_as(page: Page, view: str) -> None:
 def answer_of_the_demo(page: Page, shot: Callable[[str], None]) -> None:
     expect(page.locator("#description")).to_have_text("Demo model: completes Python only")
     page.click("#show-settings")
-    page.fill("#max-tokens", "80")
+    page.fill("#max-tokens", "30")
     page.click("#show-settings")
-    ask(page, QUESTION)
+    ask(page, BEGINNING)
     wait(page)
     figures = page.locator("footer")
-    for words in ("80 tokens", "tokens/s", "acceptance", "drafted", "copied", "prompt"):
+    for words in ("30 tokens", "tokens/s", "acceptance", "drafted", "copied", "prompt"):
         expect(figures).to_contain_text(words)
     for source in ("model", "head", "copies"):
         expect(page.locator(f".answer .text .{source}").first).to_be_visible()
-    expect(page.locator(".answer .buttons")).to_contain_text("Stopped at the limit of 80 tokens:Continue")
+    expect(page.locator(".answer .buttons")).to_contain_text("Stopped at the limit of 30 tokens:Continue")
     shot("demo")
+    page.get_by_role("button", name="Continue").click()
+    wait(page)
+    expect(page.locator(".answer .text").last).to_contain_text("return True")
+    assert page.locator(".answer .buttons", has_text="Stopped").count() == 0
     page.click("#show-settings")
     page.fill("#max-tokens", "2000")
-    ask(page, QUESTION)
+    ask(page, ENDLESS)
     page.click("#stop")
     expect(page.locator(".answer .buttons").nth(1)).to_contain_text("Stopped.")
     wait(page)
@@ -312,6 +329,7 @@ def keyboard(page: Page, shot: Callable[[str], None]) -> None:
 
 def progress(page: Page, shot: Callable[[str], None]) -> None:
     """A stream that has read a part of the prompt, and is then stopped; and one that breaks off."""
+    Fake(page)
     page.evaluate(
         """() => { window.fetch = async (_, { signal }) => new Response(new ReadableStream({ start(stream) {
           stream.enqueue(new TextEncoder().encode(": keepalive 1024/4000\\n\\n"));

@@ -27,6 +27,7 @@ def client():
     args = make_parser().parse_args(["--mtp"])
     check(args)
     generator = make_generator(args, None)
+    generator.loaded.result()
     yield TestClient(make_app(generator, None, ["*"]))
     generator.stop_and_join()
 
@@ -124,7 +125,8 @@ def test_api_is_described_without_pages_of_a_cdn(client):
 
 
 def test_demo_says_that_it_completes_python_only(client):
-    assert client.get("/v1/models").json()["data"][0]["description"] == "Demo model: completes Python only"
+    model = client.get("/v1/models").json()["data"][0]
+    assert (model["description"], model["has_chat_template"]) == ("Demo model: completes Python only", False)
 
 
 def stream(client, **body) -> list[dict]:

@@ -248,6 +248,7 @@ class Endpoints:
         if path == str(DEMO):
             theirs["description"] = "Demo model: completes Python only"  # as OpenRouter's list has it
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
+        ours["has_chat_template"] = provider.chat_templates.get(path)
         return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:

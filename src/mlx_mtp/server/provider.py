@@ -53,6 +53,11 @@ class ModelProvider(stock.ModelProvider):
         """Of the models that were loaded, by path or repo."""
         return {key[0]: tokenizer.context_length for key, tokenizer in self.tokenizers.items()}
 
+    @property
+    def chat_templates(self) -> dict[str, bool]:
+        """Whether each model that was loaded has a chat template, by path or repo."""
+        return {key[0]: tokenizer.has_chat_template for key, tokenizer in self.tokenizers.items()}
+
     def key_of(self, model: stock.ModelDescription) -> ModelKey:
         """What ``load`` loads for this description."""
         return (

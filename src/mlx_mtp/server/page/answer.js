@@ -28,7 +28,7 @@ export function takeEvent(answer, event, now, before) {
     answer.read = event;
     return;
   }
-  const { delta = {}, sources = [], finish_reason: finish } = event.choice;
+  const { delta = {}, text = delta.content, sources = [], finish_reason: finish } = event.choice;
   answer.read = null;
   for (const source of sources) answer.counts[source] += 1;
   answer.nLast += sources.length;
@@ -39,7 +39,7 @@ export function takeEvent(answer, event, now, before) {
   // A piece of text may take several tokens; it has the colour of the last one.
   const source = sources.at(-1) ?? answer.text.at(-1)?.[0] ?? answer.thoughts.at(-1)?.[0] ?? "model";
   addPiece(answer.thoughts, source, delta.reasoning);
-  addPiece(answer.text, source, delta.content);
+  addPiece(answer.text, source, text);
   answer.finish = finish ?? answer.finish;
 }
 
@@ -83,6 +83,11 @@ export function messagesFor(turns, turn, system, isContinued) {
     messages.push({ role: "assistant", content: textOf(text), ...(thoughts.length && { reasoning: textOf(thoughts) }) });
   }
   return messages;
+}
+
+// The prompt of a request to a model without a chat template, which continues a text.
+export function promptFor(turn, isContinued) {
+  return turn.text + (isContinued ? textOf(turn.answer.text) : "");
 }
 
 function questionOf({ text, images }) {

@@ -17,7 +17,8 @@ export async function listModels(key) {
 // The events of an answer: {read, all} tokens of the prompt, {choice}, {usage}.
 export async function* complete(body, key, signal) {
   const options = { stream: true, stream_options: { include_usage: true, include_sources: true } };
-  const response = await ask("v1/chat/completions", key, {
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  const response = await ask(path, key, {
     method: "POST", signal, body: JSON.stringify({ ...body, ...options }),
   });
   let isComplete = false;

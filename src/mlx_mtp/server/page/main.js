@@ -1,11 +1,11 @@
 // The page: its chats, the running answer, and what its buttons do.
 
 import { complete, listModels } from "./api.js";
-import { countOf, messagesFor, newAnswer, takeEvent } from "./answer.js";
+import { countOf, messagesFor, newAnswer, promptFor, takeEvent } from "./answer.js";
 import { newChat, showChats } from "./chats.js";
 import { fill, readQuestion, setRunning, setUpComposer } from "./composer.js";
 import { $, announce, notify } from "./dom.js";
-import { checkSettings, fieldsOf, keyOf, loadSettings, saveSettings, showSettings, systemOf } from "./settings.js";
+import { checkSettings, fieldsOf, isThinking, keyOf, loadSettings, saveSettings, showSettings, systemOf } from "./settings.js";
 import { deleteChat, loadChats, saveChat } from "./store.js";
 import { TurnView } from "./turns.js";
 
@@ -84,7 +84,7 @@ function send() {
 async function run(turn, isContinued) {
   if (running || !checkSettings()) return;
   const own = chat, view = views[chat.turns.indexOf(turn)], controller = new AbortController();
-  const body = { ...fieldsOf(), messages: messagesFor(own.turns, turn, systemOf(), isContinued) };
+  const body = bodyFor(turn, isContinued);
   if (!isContinued) turn.answer = newAnswer(body.model);
   const { answer } = turn;
   const { finish } = answer;
@@ -109,6 +109,12 @@ async function run(turn, isContinued) {
   answer.read = null;
   view.show();
   if (chats.includes(own)) save(own);  // it may have been deleted meanwhile
+}
+
+function bodyFor(turn, isContinued) {
+  if (!canChat()) return { ...fieldsOf(), prompt: promptFor(turn, isContinued) };
+  const messages = messagesFor(chat.turns, turn, systemOf(), isContinued);
+  return { ...fieldsOf(), messages, enable_thinking: isThinking() };
 }
 
 async function receive(events, answer, view) {
@@ -147,10 +153,16 @@ async function showModels() {
 // A folder's path is long: its last part is enough.
 const nameOf = (id) => (id.startsWith("/") ? id.split("/").findLast(Boolean) : id);
 
+const modelOf = () => models.find(({ id }) => id === $("model").value);
+// A model without a chat template continues each text by itself.
+const canChat = () => modelOf()?.has_chat_template ?? true;
+
 function showDescription() {
-  const { description } = models.find(({ id }) => id === $("model").value) ?? {};
-  $("description").textContent = description ?? "";
+  const description = modelOf()?.description ?? "";
+  $("description").textContent = description;
   $("description").hidden = !description;
+  const action = canChat() ? "Ask something" : "Begin a text that the model continues";
+  $("question").placeholder = `${action}. Enter sends, Shift+Enter starts a new line.`;
 }
 
 function askForKey() {

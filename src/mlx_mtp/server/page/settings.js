@@ -22,11 +22,12 @@ const setValue = (field, value) => { field[field.type === "checkbox" ? "checked"
 
 export const keyOf = () => $("key").value;
 export const systemOf = () => $("system").value.trim();
+export const isThinking = () => $("thinking").checked;
 export const viewOf = () => document.querySelector("input[name=view]:checked").value;
 
-// The fields of a request; an empty one is left out.
+// The fields that requests for chats and for texts have; an empty one is left out.
 export function fieldsOf() {
-  const body = { model: $("model").value || "default_model", enable_thinking: $("thinking").checked };
+  const body = { model: $("model").value || "default_model" };
   for (const [id, name] of [["temperature", "temperature"], ["top-p", "top_p"], ["max-tokens", "max_tokens"]])
     if ($(id).value) body[name] = $(id).valueAsNumber;
   return body;
