@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,9 @@ def show_as(page: Page, view: str) -> None:
     page.get_by_role("radio", name=view, exact=True).check()
 
 
-def answer_of_the_demo(page: Page, shot: Callable[[str], None]) -> None:
+def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#description")).to_have_text("Demo model: completes Python only")
+    expect(page.locator(".button", has_text="Image")).to_be_hidden()
     page.click("#show-settings")
     page.fill("#max-tokens", "30")
     page.click("#show-settings")
@@ -147,7 +148,7 @@ def answer_of_the_demo(page: Page, shot: Callable[[str], None]) -> None:
     wait(page)
 
 
-def rendered_text(page: Page, shot: Callable[[str], None]) -> None:
+def rendered_text(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say(MARKDOWN, thoughts="The question asks for two ways.")
     ask(page, "How do I read a file?")
@@ -166,7 +167,7 @@ def rendered_text(page: Page, shot: Callable[[str], None]) -> None:
     expect(page.locator(".answer .text .grammar").first).to_be_visible()
 
 
-def hostile_answer(page: Page, shot: Callable[[str], None]) -> None:
+def hostile_answer(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say(HOSTILE, thoughts=HOSTILE)
     ask(page, HOSTILE)
@@ -180,9 +181,13 @@ def hostile_answer(page: Page, shot: Callable[[str], None]) -> None:
         assert page.title() == "mlx_mtp", "a hostile answer ran a script"
     expect(page.locator(".answer > .text")).to_contain_text('<script>document.title = "owned"</script>')
     shot("hostile")
+    sets_html = (
+        "() => { try { document.createElement('p').innerHTML = '<b>x</b>'; return true; } catch { return false; } }"
+    )
+    assert not page.evaluate(sets_html), "the policy lets a script set HTML that DOMPurify has not seen"
 
 
-def failed_question(page: Page, shot: Callable[[str], None]) -> None:
+def failed_question(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.status = 500
     ask(page, "This one fails.")
@@ -201,7 +206,7 @@ def failed_question(page: Page, shot: Callable[[str], None]) -> None:
     expect(page.locator("#notice")).to_contain_text("API key")
 
 
-def turns(page: Page, shot: Callable[[str], None]) -> None:
+def turns(page: Page, shot: Callable[..., None]) -> None:
     """Continue, regenerate, edit and resend, with a system prompt and fields."""
     fake = Fake(page)
     page.click("#show-settings")
@@ -248,7 +253,7 @@ def turns(page: Page, shot: Callable[[str], None]) -> None:
     shot("settings")
 
 
-def images(page: Page, shot: Callable[[str], None]) -> None:
+def images(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say("Grey.")
     page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": b64decode(PIXEL)})
@@ -273,7 +278,7 @@ def images(page: Page, shot: Callable[[str], None]) -> None:
     expect(page.locator("#images")).to_be_hidden()
 
 
-def history(page: Page, shot: Callable[[str], None]) -> None:
+def history(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say("First answer.")
     ask(page, "First question")
@@ -293,6 +298,16 @@ def history(page: Page, shot: Callable[[str], None]) -> None:
     assert download.value.suggested_filename == "A-better-name.md"
     assert "First answer." in Path(download.value.path()).read_text()
     shot("history")
+    page.set_viewport_size(LOOKS["narrow"]["viewport"])
+    expect(page.locator("#history")).to_be_hidden()
+    page.click("#show-history")
+    expect(page.locator("#new-chat")).to_be_focused()
+    shot("chats", ["narrow"])
+    page.set_viewport_size(LOOKS["narrow"]["viewport"])
+    page.mouse.click(380, 400)
+    expect(page.locator("#history")).to_be_hidden()
+    expect(page.locator("#show-history")).to_be_focused()
+    page.set_viewport_size(LOOKS["light"]["viewport"])
     page.once("dialog", lambda d: d.accept())
     page.get_by_role("button", name="Delete").click()
     expect(page.locator("#chats li")).to_have_count(1)
@@ -304,7 +319,7 @@ def history(page: Page, shot: Callable[[str], None]) -> None:
     assert len(fake.bodies[-1]["messages"]) == 3
 
 
-def keyboard(page: Page, shot: Callable[[str], None]) -> None:
+def keyboard(page: Page, shot: Callable[..., None]) -> None:
     """Every control has a name, and Tab reaches it."""
     fake = Fake(page)
     fake.say(MARKDOWN)
@@ -327,7 +342,7 @@ def keyboard(page: Page, shot: Callable[[str], None]) -> None:
     assert wanted <= reached, f"Tab does not reach {wanted - reached}"
 
 
-def progress(page: Page, shot: Callable[[str], None]) -> None:
+def progress(page: Page, shot: Callable[..., None]) -> None:
     """A stream that has read a part of the prompt, and is then stopped; and one that breaks off."""
     Fake(page)
     page.evaluate(
@@ -398,11 +413,11 @@ def failures(browser: Browser, url: str, pictures: Path | None) -> list[str]:
     return found
 
 
-def _camera(page: Page, pictures: Path | None) -> Callable[[str], None]:
-    """Takes pictures in each look."""
+def _camera(page: Page, pictures: Path | None) -> Callable[..., None]:
+    """Takes pictures, in each look unless told which."""
 
-    def shot(name: str) -> None:
-        for look, options in LOOKS.items() if pictures is not None else ():
+    def shot(name: str, looks: Iterable[str] = LOOKS) -> None:
+        for look, options in [(look, LOOKS[look]) for look in looks] if pictures is not None else ():
             page.emulate_media(color_scheme=options["color_scheme"])
             page.set_viewport_size(options["viewport"])
             page.screenshot(path=pictures / f"{name}-{look}.png")

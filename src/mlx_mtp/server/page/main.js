@@ -72,6 +72,10 @@ const report = (saving) => saving.catch((error) => notify(`The browser did not k
 function send() {
   const { text, images, edited } = readQuestion();
   if (running || !(text.trim() || images.length) || !checkSettings()) return;
+  if (images.length && !canChat()) {
+    notify("This model has no chat template: it continues text, and takes no images.");
+    return;
+  }
   if (edited) dropFrom(chat.turns.indexOf(edited));
   const turn = { text, images, answer: null };
   chat.turns.push(turn);
@@ -161,6 +165,7 @@ function showDescription() {
   const description = modelOf()?.description ?? "";
   $("description").textContent = description;
   $("description").hidden = !description;
+  for (const id of ["system", "thinking", "files"]) $(id).closest("label").hidden = !canChat();
   const action = canChat() ? "Ask something" : "Begin a text that the model continues";
   $("question").placeholder = `${action}. Enter sends, Shift+Enter starts a new line.`;
 }
@@ -173,8 +178,12 @@ function askForKey() {
 
 // The rest of the page.
 
+// On a narrow page the chats cover it.
+const isHistoryShown = () => document.body.classList.contains("with-history");
+
 function showHistory(isShown) {
   document.body.classList.toggle("with-history", isShown);
+  if (isShown) $("new-chat").focus();
   $("show-history").setAttribute("aria-expanded", isShown);
 }
 
@@ -188,7 +197,10 @@ function setUp() {
   $("stop").addEventListener("click", () => running?.abort());
   $("new-chat").addEventListener("click", () => open(newChat()));
   $("show-settings").addEventListener("click", () => showSettings($("settings").hidden));
-  $("show-history").addEventListener("click", () => showHistory(!document.body.classList.contains("with-history")));
+  $("show-history").addEventListener("click", () => showHistory(!isHistoryShown()));
+  document.addEventListener("click", ({ target }) => {
+    if (isHistoryShown() && !target.closest("#history, #show-history")) closeHistory();
+  });
   for (const radio of document.querySelectorAll("input[name=view]"))
     radio.addEventListener("change", () => {
       saveSettings();
@@ -196,9 +208,15 @@ function setUp() {
     });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
-    if (running) running.abort();
+    if (isHistoryShown()) closeHistory();
+    else if (running) running.abort();
     else if (!$("editing").hidden) fill();
   });
+}
+
+function closeHistory() {
+  showHistory(false);
+  $("show-history").focus();
 }
 
 async function start() {

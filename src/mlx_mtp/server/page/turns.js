@@ -90,7 +90,7 @@ export class TurnView {
     if (answer.finish === "length") {
       const isCut = `Stopped at the limit of ${answer.nLast} tokens`;
       add(this.buttons, "span", "", isUsable(answer) ? `${isCut}:` : `${isCut} before the answer: raise the maximum.`);
-      if (isUsable(answer)) addButton(this.buttons, "Continue", () => this.actions.goOn(this.turn));
+      if (isUsable(answer)) addButton(this.buttons, "Continue", () => this.actions.goOn(this.turn)).className = "main";
     }
     if (answer.finish === "stopped") add(this.buttons, "span", "", "Stopped.");
     if (textOf(answer.text)) {
