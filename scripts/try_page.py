@@ -13,6 +13,7 @@ from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
@@ -319,6 +320,22 @@ def history(page: Page, shot: Callable[..., None]) -> None:
     assert len(fake.bodies[-1]["messages"]) == 3
 
 
+def no_storage(page: Page, shot: Callable[..., None]) -> None:
+    """A browser that keeps nothing still has answers."""
+    for name in ("localStorage", "indexedDB"):
+        page.add_init_script(
+            f"Object.defineProperty(window, '{name}', {{ get() {{ throw Error('{name} is off'); }} }})"
+        )
+    Fake(page).say("Here.")
+    expect(page.locator("#notice")).to_have_text("The browser did not keep the chats: indexedDB is off")
+    ask(page, "Are you there?")
+    wait(page)
+    expect(page.locator(".answer > .text")).to_have_text("Here.")
+    page.click("#show-settings")
+    page.uncheck("#thinking")
+    expect(page.locator("#notice")).to_have_text("The browser does not keep the settings: localStorage is off")
+
+
 def keyboard(page: Page, shot: Callable[..., None]) -> None:
     """Every control has a name, and Tab reaches it."""
     fake = Fake(page)
@@ -333,6 +350,9 @@ def keyboard(page: Page, shot: Callable[..., None]) -> None:
     )
     assert nameless == 0, f"{nameless} controls without a name"
     expect(page.locator("#status")).to_have_text("The answer is complete: 13 tokens")
+    page.get_by_role("button", name="Regenerate").press("Enter")
+    wait(page)
+    expect(page.locator("#send")).to_be_focused()
     page.locator("#new-chat").focus()
     reached = set()
     for _ in range(40):
@@ -367,6 +387,7 @@ def progress(page: Page, shot: Callable[..., None]) -> None:
 
 
 CHECKS = (
+    no_storage,
     answer_of_the_demo,
     rendered_text,
     hostile_answer,
@@ -408,7 +429,7 @@ def failures(browser: Browser, url: str, pictures: Path | None) -> list[str]:
             try:
                 check(page, _camera(page, pictures))
             except AssertionError as e:
-                errors.append(str(e))
+                errors.append(str(e) or f"not true: {extract_tb(e.__traceback__)[-1].line}")
         found += [f"{check.__name__}: {error}" for error in errors]
     return found
 

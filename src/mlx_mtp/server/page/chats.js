@@ -11,7 +11,7 @@ const titleOf = (chat) => chat.title || chat.turns[0]?.text.trim().slice(0, 60) 
 
 // Show the chats, the latest first. What the buttons do is in actions: {open, rename, remove}.
 export function showChats(chats, current, actions) {
-  const list = $("chats");
+  const list = $("chats"), hadFocus = list.contains(document.activeElement);
   list.replaceChildren();
   for (const chat of chats.toSorted((a, b) => b.changed - a.changed)) {
     const item = add(list, "li"), title = titleOf(chat);
@@ -26,6 +26,7 @@ export function showChats(chats, current, actions) {
     addButton(bar, "Export", () => download(`${title.replace(/[^\w-]+/g, "-")}.md`, markdownOf(chat)));
     addButton(bar, "Delete", () => { if (confirm(`Delete the chat "${title}"?`)) actions.remove(chat); });
   }
+  if (hadFocus) list.querySelector("[aria-current]")?.focus();
 }
 
 // A chat as a Markdown file.

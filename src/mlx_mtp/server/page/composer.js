@@ -20,8 +20,10 @@ export function fill(turn = null) {
 }
 
 export function setRunning(isRunning) {
+  const hadFocus = document.activeElement === $("stop");
   $("send").hidden = isRunning;
   $("stop").hidden = !isRunning;
+  if (hadFocus) $("send").focus();
 }
 
 export function setUpComposer() {

@@ -20,8 +20,12 @@ const turnActions = {
     if (running || !checkSettings()) return;
     dropFrom(chat.turns.indexOf(turn) + 1);
     run(turn, false);
+    $("stop").focus();  // the button that was pressed is gone
   },
-  goOn: (turn) => run(turn, true),
+  goOn: (turn) => {
+    run(turn, true);
+    $("stop").focus();
+  },
 };
 const chatActions = {
   open,
@@ -144,7 +148,6 @@ function takeError(error, answer, finish, isContinued) {
 async function showModels() {
   try {
     models = await listModels(keyOf());
-    notify("");
   } catch (error) {
     if (error.status === 401) askForKey();
     else notify(error.message);
@@ -192,7 +195,7 @@ function setUp() {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("settings").addEventListener("submit", (event) => { event.preventDefault(); checkSettings(); });
   $("settings").addEventListener("change", saveSettings);
-  $("key").addEventListener("change", showModels);
+  $("key").addEventListener("change", () => { notify(""); showModels(); });
   $("model").addEventListener("change", showDescription);
   $("stop").addEventListener("click", () => running?.abort());
   $("new-chat").addEventListener("click", () => open(newChat()));

@@ -1,12 +1,12 @@
 // The fields of a request. The browser keeps them, without the key.
 
-import { $ } from "./dom.js";
+import { $, notify } from "./dom.js";
 
 const FIELDS = ["system", "temperature", "top-p", "max-tokens", "thinking"];
 const NAME = "mlx_mtp.settings";
 
 export function loadSettings() {
-  const saved = JSON.parse(localStorage.getItem(NAME) ?? "{}");
+  const saved = keep(() => JSON.parse(localStorage.getItem(NAME))) ?? {};
   for (const id of FIELDS.filter((id) => id in saved)) setValue($(id), saved[id]);
   const view = document.querySelector(`input[name=view][value="${saved.view === "text" ? "text" : "tokens"}"]`);
   view.checked = true;
@@ -14,7 +14,16 @@ export function loadSettings() {
 
 export function saveSettings() {
   const values = Object.fromEntries(FIELDS.map((id) => [id, valueOf($(id))]));
-  localStorage.setItem(NAME, JSON.stringify({ ...values, view: viewOf() }));
+  keep(() => localStorage.setItem(NAME, JSON.stringify({ ...values, view: viewOf() })));
+}
+
+// A browser may forbid storage.
+function keep(act) {
+  try {
+    return act();
+  } catch (error) {
+    notify(`The browser does not keep the settings: ${error.message}`);
+  }
 }
 
 const valueOf = (field) => (field.type === "checkbox" ? field.checked : field.value);
