@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import chat, processors, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from mlx_lm.tuner import callbacks, datasets, trainer
 from mlx_lm.tuner import utils as tuner_utils
 from tokenizers import Tokenizer
@@ -71,17 +72,12 @@ SIGNATURES = [
     (utils._parse_size, "x"),
     (utils.maybe_set_recommended_wired_limit, ""),
     (server.get_system_fingerprint, ""),
-    (server._make_sampler, "args tokenizer"),
-    (server._make_logits_processors, "args"),
-    (server._format_top_logprobs, "logprobs top_n tokenizer"),
-    (server.ModelProvider._load, "self model_path adapter_path draft_model_path"),
-    (server.ModelProvider.load, "self model_path adapter_path draft_model_path"),
-    (server.ResponseGenerator.generate, "self request generation_args progress_callback"),
-    (server.ResponseGenerator._tokenize, "self tokenizer request args"),
-    (server.ResponseGenerator._make_state_machine, "self model_key tokenizer stop_words"),
-    (server.ResponseGenerator._await_response, "self response_queue"),
-    (server.ResponseGenerator._serve_single, "self request stream"),
-    (server.ResponseGenerator._generate, "self"),
+    (server.convert_chat, "messages role_mapping"),
+    (generate.make_stop_sequences, "tokenizer stop_words"),
+    (sample_utils.make_logits_processors, "logit_bias repetition_penalty repetition_context_size presence_penalty "
+                                          "presence_context_size frequency_penalty frequency_context_size"),
+    (qwen3_coder.parse_tool_call, "model_output tools"),
+    (json_tools.parse_tool_call, "text tools"),
     (generate.BatchGenerator.insert_segments, "self segments max_tokens caches all_tokens samplers logits_processors "
                                               "stop_sequences"),
     (generate.BatchGenerator.remove, "self uids return_prompt_caches"),
@@ -89,13 +85,8 @@ SIGNATURES = [
     (generate.BatchGenerator.next, "self"),
     (generate.batch_generate, "model tokenizer prompts prompt_caches max_tokens verbose return_prompt_caches "
                               "return_token_ids return_logprobs kwargs"),
-    (generate.TextStateMachine.make_state, "self initial"),
-    (generate.TextStateMachine.split, "state text"),
-    (generate.TextStateMachine.flush, "state"),
     (generate.StopSequences.__init__, "self stop_sequences"),
     (generate.StopSequences.Matcher.advance, "self token"),
-    (cache.LRUPromptCache.fetch_nearest_cache, "self model tokens"),
-    (cache.LRUPromptCache.insert_cache, "self model tokens prompt_cache cache_type"),
     (base.create_attention_mask, "h cache window_size return_array"),
     (base.create_ssm_mask, "h cache"),
     (base.gather_last_axis, "x group"),
@@ -184,10 +175,7 @@ def test_responses():
 @pytest.mark.parametrize(
     ("cls", "want"),
     [
-        (server.Response, "text token logprob finish_reason top_tokens"),
-        (server.CompletionRequest, "request_type prompt messages tools role_mapping"),
-        (server.GenerationContext, "has_tool_calling has_thinking tool_parser text_sm initial_state prompt "
-                                   "prompt_cache_count _should_stop"),
+        (server.ModelDescription, "model draft adapter"),
         (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
                                      "seed chat_template_kwargs"),
         (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),
@@ -202,21 +190,6 @@ def test_responses():
 def test_server_internals(cls, want):
     now = " ".join(f.name for f in fields(cls))
     assert now == want, f"mlx-lm's {cls.__qualname__} now has {now}"
-
-
-def test_batch_samples_one_ahead():
-    model = tiny_model("qwen3_5")
-    batch = generate.BatchGenerator(model)
-    batch.insert([[3, 1]])
-    tokens = []
-    while len(tokens) < 3:
-        tokens += [r.token for r in batch.next()[1]]
-        generation = batch._generation_batch
-        upcoming = generation._next_tokens, generation._next_logprobs
-    want = [token for token, _ in generate.generate_step(mx.array([3, 1]), model, max_tokens=4)]
-    moved = "mlx-lm's BatchGenerator keeps the token that it has sampled elsewhere: server/batch.py must follow"
-    assert [*tokens, upcoming[0].item()] == want, moved
-    assert upcoming[1][0].argmax().item() == want[-1], moved
 
 
 def test_constants():

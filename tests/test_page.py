@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_mtp.server.__main__ import make_generator
+from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.app import PAGE, make_app
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.engine.metrics import Metrics
 
 PROMPT = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 
 
 @pytest.fixture(scope="module")
 def client():
-    args = make_parser().parse_args(["--mtp"])
-    check(args)
-    generator = make_generator(args, None)
-    yield TestClient(make_app(generator, None, ["*"]))
-    generator.stop_and_join()
+    options = check(make_parser().parse_args(["--mtp"]))
+    engine = make_engine(options, None)
+    yield TestClient(make_app(Frontend(options, engine), None, ["*"]))
+    engine.stop_and_join()
 
 
 def test_page_asks_nobody_else(client):
@@ -34,8 +34,8 @@ def test_page_asks_nobody_else(client):
 
 
 def test_no_page_with_no_ui():
-    args = make_parser().parse_args(["--no-ui"])
-    generator = SimpleNamespace(cli_args=args, metrics=Metrics())
+    options = check(make_parser().parse_args(["--no-ui"]))
+    generator = SimpleNamespace(options=options, metrics=Metrics())
     assert TestClient(make_app(generator, None, ["*"])).get("/").json()["name"] == "mlx_mtp"
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from shutil import copytree
 
 import mlx.core as mx
 import openai
@@ -397,6 +398,7 @@ def test_without_mtp_equals_mlx_lm(without_mtp, alone):
     ("flags", "message"),
     [
         (["--mtp", "--draft-model", "x"], "--draft-model"),
+        (["--draft-model", "x"], "mlx_lm.server --draft-model x"),
         (["--num-draft-tokens", "9", "--mtp"], "from 0 to 8"),
         (["--num-draft-tokens", "auto"], "--mtp"),
         (["--max-tokens", "0"], "--max-tokens"),
@@ -459,3 +461,17 @@ def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
     (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp.server: error: ")]
     assert message in line
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+def test_a_model_of_another_family_is_refused_in_one_line(tmp_path, monkeypatch, capsys, mtp):
+    folder = copytree(TRAINED, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", "--model", str(folder), *mtp])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "llama" in line]
+    assert line.startswith("mlx_mtp.server: error: ")
+    assert "mlx_lm.server" in line

@@ -9,7 +9,7 @@ from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.decoding.reasoning import end_of_reasoning
 from mlx_mtp.server.answer import QwenReader, Reasoning
 from mlx_mtp.server.api import chat_completions, messages, responses
-from mlx_mtp.server.budget import make_budget
+from mlx_mtp.server.engine.budget import make_budget
 from mlx_mtp.server.thinking import Thinking
 from mlx_mtp.server.tool_calls import Text
 from tests.support.decoding import plain

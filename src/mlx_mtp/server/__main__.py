@@ -15,12 +15,16 @@ from .. import cli
 from ..distributed.ranks import Ranks
 from .app import make_app
 from .arguments import check, check_model, make_parser
-from .caches import make_caches
-from .engine import ResponseGenerator
+from .caches import Stores
+from .engine.admission import Admission
+from .engine.clients import Clients
+from .engine.engine import Engine
+from .engine.frontend import Frontend
+from .engine.metrics import Metrics
+from .engine.provider import ModelProvider
+from .engine.ranks import SharedClients
 from .http import Server, listen
-from .metrics import Metrics
-from .provider import ModelProvider
-from .ranks import RankGenerator
+from .options import Options
 from .request import ApiError
 
 LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
@@ -28,38 +32,39 @@ OPEN_FILES = 4096
 
 
 def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
-    check(args)
+    options = check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
-    generator = make_generator(args, ranks)
+    engine = make_engine(options, ranks)
     try:
-        generator.loaded.result()
-        check_model(args, generator.model_provider)
+        engine.loaded.result()
+        check_model(args, engine.admission.models)
         if ranks is None or ranks.rank == 0:
-            serve(args, generator, on_loss)
+            serve(options, engine, on_loss)
         else:
             with suppress(KeyboardInterrupt):  # then it asks the others to end as well
-                generator.join()
+                engine.join()
     finally:
-        generator.stop_and_join()
-    if generator.error is not None:
-        raise generator.error
+        engine.stop_and_join()
+    if engine.error is not None:
+        raise engine.error
 
 
-def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
-    metrics, provider = Metrics(), ModelProvider(args)
-    if ranks is not None:
-        return RankGenerator(ranks, provider, make_caches(args, ranks), metrics)
-    return ResponseGenerator(provider, make_caches(args, None), metrics)
+def make_engine(options: Options, ranks: Ranks | None) -> Engine:
+    """Start the generation thread, which loads the model first."""
+    metrics, caches = Metrics(), Stores(options, ranks)
+    metrics.registry.register(caches)
+    admission = Admission(options, ModelProvider(options), caches, ranks)
+    return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
 
-def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:
+def serve(options: Options, engine: Engine, on_loss: list[Callable[[str], None]]) -> None:
     """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
-    app = make_app(generator, args.api_key, [*args.allowed_origins])
-    server = Server(app, generator, args.log_level)
-    on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
-    with listen(args.host, args.port) as s:
-        logging.info(f"Starting httpd at {args.host} on port {s.getsockname()[1]}...")
+    app = make_app(Frontend(options, engine), options.api_key, [*options.allowed_origins])
+    server = Server(app, engine, options.log_level)
+    on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
+    with listen(options.host, options.port) as s:
+        logging.info(f"Starting httpd at {options.host} on port {s.getsockname()[1]}...")
         server.run(sockets=[s])
 
 

@@ -4,20 +4,14 @@ Knows the tokenizer's marks and what the client asked for, and nothing of HTTP. 
 reasoning and calls are not the answer's. Stop words end the answer's text; in the reasoning and in calls they mean nothing.
 """
 
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
-
 from ..decoding.reasoning import ReasoningReader, overlap
 from . import tool_calls
-from .request import Request
-from .tool_calls import START, CallArguments, CallBegins, CallEnds, Text, ToolCallParser
+from .tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -261,82 +255,23 @@ def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool
     return None
 
 
-class StockReader:
-    """mlx-lm's own parsers, for models with other marks. What they cannot parse is text.
-
-    Args:
-        tokenizer (TokenizerWrapper): mlx-lm's.
-        text_sm (TextStateMachine): mlx-lm's for this tokenizer, without stop words.
-        initial_state (str): Its state where the answer begins.
-        tools (List[Any], optional): The request's.
-    """
-
-    def __init__(self, tokenizer: Any, text_sm: Any, initial_state: str, tools: list[Any] | None):
-        self.tokenizer, self.tools = tokenizer, tools
-        self.state = text_sm.make_state(initial_state)
-        self.block: str | None = None  # the text of a tool call
-        self.n_calls = 0
-
-    def add(self, text: str) -> list[Event]:
-        self.state, segments = TextStateMachine.split(self.state, text)
-        return [event for state, segment in segments for event in self._events(state, segment)]
-
-    def finish(self, cut: bool) -> list[Event]:
-        self.state, text, state = TextStateMachine.flush(self.state)
-        events = self._events(state, text)
-        if self.block is None:
-            return events
-        is_complete = not cut and not self.tokenizer.tool_call_end
-        return events + (self._end(self.tokenizer.tool_call_end or "") if is_complete else self._give_up())
-
-    def _events(self, state: str | None, text: str) -> list[Event]:
-        if state == "tool":
-            self.block = (self.block or "") + text
-            return []
-        ended = [] if self.block is None else self._end(self.tokenizer.tool_call_end)
-        return ended + ([Reasoning(text)] if state == "reasoning" else [Text(text)] if text else [])
-
-    def _give_up(self, end: str = "") -> list[Event]:
-        block, self.block = self.block, None
-        return [Text(f"{self.tokenizer.tool_call_start}{block}{end}")]
-
-    def _end(self, end: str) -> list[Event]:
-        events: list[Event] = []
-        if not self.tools:
-            return self._give_up(end)
-        try:  # any error of a parser that takes the model's text as it comes
-            calls = self.tokenizer.tool_parser(self.block, self.tools)
-            for i, call in enumerate(calls if isinstance(calls, list) else [calls], self.n_calls):
-                arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
-                events += [CallBegins(i, call["name"], call.get("id")), CallArguments(i, arguments), CallEnds(i)]
-        except Exception as e:
-            logging.warning(f"A tool call could not be parsed, and is text: {type(e).__name__}: {e}")
-            return self._give_up(end)
-        self.block = None
-        self.n_calls += len(events) // 3
-        return events
-
-
-def make_answer(tokenizer: Any, text_sm: Any, initial_state: str, request: Request, stop_words: list[str]) -> Answer:
+def make_answer(
+    tokenizer: Any, in_reasoning: bool, tools: list[Any] | None, stop_words: list[str], *, is_chat: bool, one_call: bool
+) -> Answer:
     """What reads the answer to a request.
 
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.
-        text_sm (TextStateMachine): mlx-lm's for this tokenizer, without stop words.
-        initial_state (str): "reasoning" if the prompt has begun it, as mlx-lm names it.
-        request (Request): The request. Without tools no text is a call.
+        in_reasoning (bool): Whether the prompt has begun the reasoning.
+        tools (List[Any], optional): The request's. Without tools no text is a call.
         stop_words (List[str]): The request's.
+        is_chat (bool): Whether there is a chat template, whose marks mean something.
+        one_call (bool): Whether the answer ends with its first call.
     """
-    if request.request_type == "text":
+    if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
-    ours = (None, qwen3_coder.parse_tool_call, json_tools.parse_tool_call)
-    if tokenizer.tool_parser not in ours or tokenizer.structural_markers or tokenizer.response_transitions:
-        return Answer(
-            StockReader(tokenizer, text_sm, initial_state, request.tools), stop_words, one_call=request.one_call
-        )
-    schemas = schemas_of(request.tools) if request.tools and tokenizer.has_tool_calling else None
-    reader = QwenReader(think_marks(tokenizer), initial_state == "reasoning", schemas)
-    return Answer(reader, stop_words, one_call=request.one_call)
+    schemas = schemas_of(tools) if tools and tokenizer.has_tool_calling else None
+    return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas), stop_words, one_call=one_call)
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:

@@ -15,7 +15,6 @@ from urllib.parse import unquote
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
-from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -24,13 +23,12 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import cli
 from .._version import __version__
 from .api import chat_completions, completions, messages, responses
 from .api.answer import Usage, Writer
 from .api.body import Body, Json, parse_json
-from .engine import ResponseGenerator, Waiting
-from .request import ApiError, Request
+from .engine.frontend import Frontend
+from .request import ApiError, Request, Started, Waiting
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
@@ -68,11 +66,11 @@ APIS = {
 COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
-def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[str]) -> FastAPI:
+def make_app(generator: Frontend, api_key: str | None, origins: list[str]) -> FastAPI:
     """The application that answers HTTP requests.
 
     Args:
-        generator (ResponseGenerator): What generates.
+        generator (Frontend): What generates.
         api_key (str, optional): What clients must know.
         origins (List[str]): Web pages that may ask, as ``--allowed-origins`` has them.
     """
@@ -111,40 +109,40 @@ def _add(app: FastAPI, path: str, method: str, endpoint: Callable[..., Awaitable
 class Endpoints:
     """What answers the requests."""
 
-    def __init__(self, generator: ResponseGenerator, api_key: str | None):
+    def __init__(self, generator: Frontend, api_key: str | None):
         self.generator, self.api_key = generator, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
-            body, request, args = await self._read(http, api)
-            most = self.generator.cli_args.max_queue
+            body, request = await self._read(http, api)
+            most = self.generator.options.max_queue
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
             writer = api.writer(body)
-            return Answer(self.generator, request, args, writer, body.stream, api.module.error_content, self.waiting)
+            return Answer(self.generator, request, writer, body.stream, api.module.error_content, self.waiting)
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
-        _, request, args = await self._read(http, MESSAGES)
-        return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+        _, request = await self._read(http, MESSAGES)
+        return JSONResponse({"input_tokens": await self.generator.count_tokens(request)})
 
-    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
+    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
         content = parse_json(await _read_body(http))
         if api.needs not in content:
             needed = "a prompt" if api.needs == "prompt" else api.needs
             raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
-        flags = self.generator.cli_args
-        body, request, args = api.module.read_request(content, flags)
-        request.copy_drafts = flags.copy_drafts if body.copy_drafts is None else body.copy_drafts
-        return body, request, args
+        options = self.generator.options
+        body, request, request.args = api.module.read_request(content, options)
+        request.copy_drafts = options.copy_drafts if body.copy_drafts is None else body.copy_drafts
+        return body, request
 
     async def root(self) -> Response:
         """The page to chat, or where there is none, what this is."""
-        if self.generator.cli_args.no_ui:
+        if self.generator.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
 
@@ -172,17 +170,15 @@ class Endpoints:
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
 
     def _names(self) -> list[str]:
-        names = self.generator.model_provider.served[:]
-        if self.generator.cli_args.allow_any_model:
+        names = self.generator.models.served[:]
+        if self.generator.options.allow_any_model:
             with suppress(CacheNotFound):
                 names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
         return names
 
     def _describe(self, name: str) -> Json:
         """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
-        created, provider = self.generator.created, self.generator.model_provider
-        path = provider.key_of(provider.resolve(stock.ModelDescription(name, "default_model", None)))[0]
-        length = provider.context_lengths.get(path)
+        created, length = self.generator.created, self.generator.models.context_length(name)
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
@@ -221,9 +217,8 @@ class Answer(Response):
     """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
 
     Args:
-        generator (ResponseGenerator): What generates.
+        generator (Frontend): What generates.
         request (Request): The request.
-        args (GenerationArguments): mlx-lm's.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Makes the API's form of an error.
@@ -232,9 +227,8 @@ class Answer(Response):
 
     def __init__(
         self,
-        generator: ResponseGenerator,
+        generator: Frontend,
         request: Request,
-        args: stock.GenerationArguments,
         writer: Writer,
         is_stream: bool,
         error_content: Callable[[ApiError], Json],
@@ -242,7 +236,7 @@ class Answer(Response):
     ):
         super().__init__()
         self.waiting = waiting
-        self.generator, self.request, self.args = generator, request, args
+        self.generator, self.request = generator, request
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,22 +278,19 @@ class Answer(Response):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """What each step adds to a stream."""
-        self.context: stock.GenerationContext | None = None
-        async for item in self.generator.generate(self.request, self.args):
+        async for item in self.generator.generate(self.request):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
-            elif isinstance(item, stock.GenerationContext):
-                self.context = item
+            elif isinstance(item, Started):
                 yield self.writer.begin(self._usage())
             else:
                 self.waiting.discard(self.request.number)
                 yield self.writer.add(item)
 
     def _usage(self) -> Usage:
-        ctx, request = self.context, self.request
-        assert ctx is not None
-        counts = request.counts if cli.drafts(self.generator.cli_args) else None
-        return Usage(len(ctx.prompt), ctx.prompt_cache_count, request.n_tokens, request.n_accepted, counts)
+        request = self.request
+        counts = request.counts if self.generator.options.drafts else None
+        return Usage(request.n_prompt, request.n_cached, request.n_tokens, request.n_accepted, counts)
 
 
 async def _begin_stream(send: Send) -> None:
@@ -310,7 +301,7 @@ async def _begin_stream(send: Send) -> None:
 class Counting:
     """Counts answers by their status."""
 
-    def __init__(self, app: ASGIApp, generator: ResponseGenerator):
+    def __init__(self, app: ASGIApp, generator: Frontend):
         self.app, self.generator = app, generator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

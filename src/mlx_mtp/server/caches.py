@@ -1,50 +1,28 @@
-"""What earlier requests have read: a prompt store where the model drafts, mlx-lm's prompt caches where it does not."""
+"""What earlier requests have read: a prompt store for each model."""
 
-import argparse
 import logging
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .. import cli
 from ..distributed.ranks import Ranks
 from ..prompt_store import PromptStore
 from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
 from ..prompt_store.disk import FLUSH
 from ..prompt_store.store import MAX_DISK_BYTES
-from .provider import ModelKey
-from .request import Prompt
+from .options import Options
+from .request import ModelKey, Prompt
 
-ANY_NUMBER = 1 << 31  # of prompt caches
 # Metrics, and what they say.
 HELD = "mlx_mtp_prompt_cache_bytes", "Memory that the prompt cache takes."
 WRITTEN = "mlx_mtp_prompt_cache_written_bytes", "Bytes of the prompt cache written to disk."
 READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from disk."
 
 
-def make_caches(args: argparse.Namespace, ranks: Ranks | None) -> "Caches":
-    """What serves these flags.
-
-    Args:
-        ranks (Ranks, optional): Who runs the model. Each rank has its own part of the caches, and makes them.
-    """
-    if cli.drafts(args):
-        return Stores(args, ranks)
-    return WholeCaches(LRUPromptCache(ANY_NUMBER if args.prompt_cache_size is None else args.prompt_cache_size))
-
-
 class Caches(Protocol):
-    """
-    Attributes:
-        lru (LRUPromptCache, optional): For mlx-lm's own loop.
-    """
-
-    lru: LRUPromptCache | None
-
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
         """This model is loaded now, and all caches may take so many bytes."""
 
@@ -76,60 +54,17 @@ class Caches(Protocol):
     def close(self) -> None: ...
 
 
-class WholeCaches:
-    """mlx-lm's: a whole cache for each text, of any model.
-
-    Args:
-        lru (LRUPromptCache): Where they are.
-    """
-
-    def __init__(self, lru: LRUPromptCache):
-        self.lru = lru
-
-    def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
-        self.key = key
-
-    def release(self) -> None:
-        pass
-
-    def load(self, key: ModelKey, tokens: list[int]) -> None:
-        pass
-
-    def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        cache, rest = self.lru.fetch_nearest_cache(self.key, prompt.key_of(prompt.tokens)[:-1])
-        n = len(prompt.tokens) - 1 - len(rest)
-        prompt.skip(n)
-        return cache, n
-
-    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
-        self.lru.insert_cache(self.key, prompt.key_of(tokens), prompt_cache, cache_type=kind)
-
-    def trim_to(self, n_bytes: int) -> None:
-        self.lru.trim_to(n_bytes=n_bytes)
-
-    def log(self) -> None:
-        logging.info(f"Prompt cache: {len(self.lru)} texts, {self.lru.nbytes / 1e9:.2f} GB")
-
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(*HELD, self.lru.nbytes)
-
-    def close(self) -> None:
-        self.lru.trim_to(n_sequences=0)
-
-
 class Stores:
     """A prompt store for each model that was loaded: one that is loaded again finds its texts. No request fails for their sake.
 
     Each rank keeps and gives up what it likes: a text goes on from where all of them can, and is cut where rank 0 says.
 
     Args:
-        args (argparse.Namespace): The server's flags.
-        ranks (Ranks, optional): As in ``make_caches``.
+        args (Options): The server's.
+        ranks (Ranks, optional): Who runs the model. Each rank has its own part of the caches.
     """
 
-    lru = None  # mlx-lm's own loop serves no model that drafts
-
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None):
+    def __init__(self, args: Options, ranks: Ranks | None = None):
         self.args, self.ranks = args, ranks
         self.kv = None if args.kv_bits is None else (args.kv_bits, args.kv_group_size, args.quantized_kv_start)
         self.stores: dict[ModelKey, PromptStore] = {}

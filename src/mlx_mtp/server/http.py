@@ -12,7 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from .. import cli
-from .engine import ResponseGenerator, in_thread
+from .engine.engine import Engine
+from .engine.frontend import in_thread
 
 LAST_ANSWERS = 5  # seconds to send them when the server ends
 IDLE = 75  # seconds that a connection stays open between two requests
@@ -24,11 +25,11 @@ class Server(uvicorn.Server):
     """
     Args:
         app (ASGIApp): What answers.
-        generator (ResponseGenerator): Ended with the server: the requests that have begun get one last token.
+        engine (Engine): Ended with the server: the requests that have begun get one last token.
         log_level (str): As in logging.
     """
 
-    def __init__(self, app: ASGIApp, generator: ResponseGenerator, log_level: str):
+    def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
         config = uvicorn.Config(
             app,
             http="h11",
@@ -44,7 +45,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=MAX_HEADERS,
         )
         super().__init__(config)
-        self.generator = generator
+        self.engine = engine
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,7 +65,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await in_thread(self.generator.stop_and_join)
+        await in_thread(self.engine.stop_and_join)
         await super().shutdown(sockets)
 
     def wait(self, seconds: float) -> None:

@@ -1,23 +1,23 @@
 """Images of requests: data URLs, and where the operator allows it, files of some folders and URLs of some hosts."""
 
-import argparse
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ..images.open import MAX_BYTES, decode_url
+from .options import Options
 
 TIMEOUT = 30.0  # seconds for each read from a host
 
 
-def fetch(url: str, name: str, flags: argparse.Namespace) -> bytes:
+def fetch(url: str, name: str, flags: Options) -> bytes:
     """The bytes of an image; of one that is too large, which ``open_image`` refuses, no more than that takes.
 
     Args:
         url (str): ``data:``, ``http:``, ``https:`` or ``file:``.
         name (str): What errors call it.
-        flags (argparse.Namespace): The server's.
+        flags (Options): The server's.
 
     Raises:
         ValueError: It cannot be read, or may not be.

@@ -1,13 +1,12 @@
-"""A request while it is being generated: from its tokens to the text that its client gets."""
+"""What a token adds to an answer."""
 
-import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from mlx_lm import server as stock
+import mlx.core as mx
 
-from .answer import Answer, Event
-from .batch import NewToken
+from ..batch.generator import Response
+from .answer import Event
 from .request import Request
 
 
@@ -22,8 +21,7 @@ class Delta:
         top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
         stop_word (str, optional): The one of the request's that has ended the text.
-        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar". ``None`` where it is
-          not known.
+        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar".
     """
 
     events: list[Event]
@@ -35,57 +33,40 @@ class Delta:
     source: str | None = None
 
 
-class Outbox(Protocol):
-    """Where what a client gets is put."""
-
-    def put(self, response: Any) -> None: ...
-
-
-@dataclass
-class Job:
-    """A request that is being generated.
+def make_delta(request: Request, response: Response, tokenizer: Any, finish_reason: str | None) -> Delta:
+    """Add a token to the request's answer.
 
     Args:
-        queue (Outbox): Takes what the client gets: steps, an ``ApiError``, or ``None`` at the end.
-        request (Request): The request.
-        args (GenerationArguments): mlx-lm's.
-        ctx (GenerationContext): mlx-lm's.
-        answer (Answer): What reads its text.
+        response (Response): The batch generator's, with a token.
         tokenizer (TokenizerWrapper): mlx-lm's.
-        segment_types (List[str]): Of the segments that are not in the cache yet, the last first.
+        finish_reason (str, optional): "stop" or "length" with the last token.
     """
+    token, logprobs = response.token, response.logprobs
+    assert logprobs is not None
+    request.n_tokens += 1
+    request.n_accepted += response.from_draft
+    text = _text_of(request.detokenizer, token, finish_reason)
+    events, finish_reason = request.answer.step(text, finish_reason)
+    logprob: Any = logprobs[token].item() if request.args.logprobs else 0.0
+    top = _top_tokens(logprobs, request.args.top_logprobs, tokenizer)
+    source = response.counts.source if response.from_draft else "model"
+    return Delta(events, token, logprob, top, finish_reason, request.answer.stop.found, source)
 
-    queue: Outbox
-    request: Request
-    args: stock.GenerationArguments
-    ctx: stock.GenerationContext
-    answer: Answer
-    tokenizer: Any
-    segment_types: list[str]
 
-    def __post_init__(self) -> None:
-        self.detokenizer = self.tokenizer.detokenizer
-        self.first_token: float | None = None  # when it came
+def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
+    if finish_reason != "stop":  # the token that ends the text has no text
+        detokenizer.add_token(token)
+    if finish_reason is not None:
+        detokenizer.finalize()
+    text: str = detokenizer.last_segment
+    return text
 
-    def respond(self, event: NewToken, finish_reason: str | None) -> bool:
-        """Send a token to the client -> whether it is the last."""
-        self.request.n_tokens += 1
-        self.request.n_accepted += event.from_draft
-        events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
-        logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
-        top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(Delta(events, event.token, logprob, top, finish_reason, self.answer.stop.found, event.source))
-        return finish_reason is not None
 
-    def _text_of(self, token: int, finish_reason: str | None) -> str:
-        if finish_reason != "stop":  # the token that ends the text has no text
-            self.detokenizer.add_token(token)
-        if finish_reason is not None:
-            self.detokenizer.finalize()
-        text: str = self.detokenizer.last_segment
-        return text
-
-    def tokens_per_second(self) -> float | None:
-        """After the first token; ``None`` if there is no second."""
-        n = self.request.n_tokens - 1
-        return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
+def _top_tokens(logprobs: mx.array, n: int, tokenizer: Any) -> tuple[dict[str, Any], ...]:
+    """The n most probable tokens."""
+    if n <= 0:
+        return ()
+    tokens: Any = mx.argpartition(-logprobs, kth=n - 1)[:n].tolist()
+    values: Any = logprobs[mx.array(tokens)].tolist()
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    return tuple({"id": i, "token": name, "logprob": value} for i, name, value in zip(tokens, names, values))

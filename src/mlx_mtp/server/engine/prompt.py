@@ -1,12 +1,19 @@
-"""A tokenizer with a limit: a prompt beyond the model's context is refused before all of it is tokenized."""
+"""From text, messages and images to tokens; a prompt beyond the context is refused before all of it is tokenized."""
 
+import logging
 from typing import Any
 
-from mlx_lm import server as stock
+from mlx_lm.server import GenerationArguments, convert_chat
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from ..images.vision import Vision
-from .request import ApiError
+from ...images.prompt import ImagePrompt, read_images
+from ...images.vision import Vision
+from ..form import make_form
+from ..images import fetch
+from ..options import Options
+from ..request import ApiError, Prompt, Request
 
+QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token: a text that fits the context is seldom longer
 PIECE = 1 << 16  # characters
 SLACK = 16  # tokens that a cut between two pieces may add
@@ -54,7 +61,7 @@ class BoundedTokenizer:
                 message = f"This model's maximum context length is {most} tokens, but the prompt has more."
                 raise ApiError(400, message, code="context_length_exceeded")
 
-    def check(self, n_prompt: int, args: stock.GenerationArguments, default_max_tokens: int, param: str) -> None:
+    def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
         """Check a request against the model, and shorten the server's own limit on tokens where the context ends.
 
         Args:
@@ -84,3 +91,57 @@ class BoundedTokenizer:
         if any(token >= self.n_ids for token in args.logits.logit_bias or ()):
             message = f"logit_bias names a token beyond the vocabulary of {self.n_ids}."
             raise ApiError(400, message, param="logit_bias")
+
+
+def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> Prompt:
+    """The prompt of a request. It may take long: tokenizing, chat templates, images from other hosts.
+
+    Raises:
+        ApiError: The prompt, or a field that depends on the model, does not fit the model.
+    """
+    try:
+        tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
+        pictured = _read_images(tokenizer, request, tokens, options) if request.images else None
+    except ApiError as e:
+        e.param = e.param or request.param
+        raise
+    except Exception as e:
+        raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
+    if pictured is not None:
+        tokens = pictured.tokens
+    tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
+    make_form(tokenizer.tokenizer, request, in_reasoning)  # so that one that cannot be read is refused here
+    return Prompt(tokens, [tokens], ["assistant"], "reasoning" if in_reasoning else "normal", pictured=pictured)
+
+
+def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:
+    """The tokens, and whether they begin the reasoning of the answer."""
+    if request.request_type == "text":
+        return tokenizer.encode(request.prompt), False
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
+    if request.tools and not tokenizer.has_tool_calling:
+        logging.warning("The request has tools, and the chat template of the model has none.")
+    elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
+        raise ApiError(400, "The model does not write tool calls as Qwen's: mlx_lm.server reads them.", param="tools")
+    tokens: Any = tokenizer.apply_chat_template(
+        [{**message, "content": message.get("content") or ""} for message in request.messages],
+        tools=request.tools,
+        add_generation_prompt=True,
+        **{**template_args, **(request.args.chat_template_kwargs or {})},
+    )
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    return tokens, thinks
+
+
+def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options) -> ImagePrompt:
+    """
+    Raises:
+        ApiError: The model takes no images.
+        ValueError: One of them cannot be read.
+    """
+    if tokenizer.vision is None:
+        raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
+    images = [fetch(url, f"Image {i}", options) for i, url in enumerate(request.images, 1)]
+    request.images = []  # they may be large
+    return read_images(tokenizer.vision, tokens, images, tokenizer.context_length)

@@ -4,21 +4,27 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import server as stock
-from mlx_lm.sample_utils import LogitsProcessor
+from mlx_lm.sample_utils import LogitsProcessor, make_logits_processors
 
-from .answer import QwenReader
-from .form import make_form
-from .request import Prompt, Request
+from ..answer import QwenReader
+from ..form import make_form
+from ..request import Prompt, Request
 
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
 
 
-def make_processors(
-    tokenizer: Any, request: Request, prompt: Prompt, args: stock.GenerationArguments
-) -> list[LogitsProcessor]:
+def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
     """The logits processors of a request: mlx-lm's, that of its form, and that of its budget."""
-    processors: list[LogitsProcessor] = stock._make_logits_processors(args)
+    asked = request.args.logits
+    processors: list[LogitsProcessor] = make_logits_processors(
+        asked.logit_bias,
+        asked.repetition_penalty,
+        asked.repetition_context_size,
+        asked.presence_penalty,
+        asked.presence_context_size,
+        asked.frequency_penalty,
+        asked.frequency_context_size,
+    )
     in_reasoning = prompt.initial_state == "reasoning"
     processors += make_form(tokenizer, request, in_reasoning)
     budget = request.thinking.limit(tokenizer)

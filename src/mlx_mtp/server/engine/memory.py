@@ -4,12 +4,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..models.prompt_cache import has_head
-from .request import ApiError
+from ...models.prompt_cache import has_head
+from ..request import ApiError
 
 
 def cache_bytes(model: Any, n_tokens: int, kv_bits: int | None = None, kv_group_size: int = 64) -> int:
-    """The bytes of the caches of a text of so many tokens. 0 for a model of another family than this package's.
+    """The bytes of the caches of a text of so many tokens.
 
     Args:
         model (nn.Module): The model.
@@ -17,8 +17,6 @@ def cache_bytes(model: Any, n_tokens: int, kv_bits: int | None = None, kv_group_
         kv_bits (int, optional): Of the backbone's quantized keys and values. Default: ``None``, they are not quantized.
         kv_group_size (int): Of these. Default: ``64``.
     """
-    if not all(hasattr(layer, "is_linear") for layer in model.layers):
-        return 0
     size = model.layers[0].input_layernorm.weight.dtype.size
     own = size if kv_bits is None else kv_bits / 8 + 2 * size / kv_group_size  # a scale and a bias for each group
     states, of_token = 0, 0.0

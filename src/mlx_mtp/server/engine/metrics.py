@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..decoding.counts import DraftCounts
+from ...decoding.counts import DraftCounts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
@@ -48,6 +48,7 @@ class Metrics:
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, **common
         )
+        self.n_generating = 0  # in the latest step
         self.rate = Histogram("tokens_per_second", "Speed of a request after its first token.", buckets=RATES, **common)
 
     @contextmanager
@@ -60,7 +61,33 @@ class Metrics:
         self.drafted_by_size.labels(size).inc(drafted_now - drafted)
         self.accepted_by_size.labels(size).inc(accepted_now - accepted)
 
-    def add_drafts(self, counts: DraftCounts) -> None:
+    def count_switches(self, n_generating: int) -> None:
+        """Count where a sequence gets company, and where one is left alone.
+
+        Args:
+            n_generating (int): The sequences that a step has generated together.
+        """
+        if n_generating > 1 >= self.n_generating:
+            self.mode_switches.labels("batch").inc()
+        elif n_generating == 1 < self.n_generating:
+            self.mode_switches.labels("mtp").inc()
+        self.n_generating = n_generating
+
+    def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
+        """A request begins: the tokens of its prompt, those of them in the prompt cache, and the requests that run now."""
+        self.prompt_tokens.inc(n_prompt)
+        self.cached_prompt_tokens.inc(n_cached)
+        self.cache_hits.inc(n_cached > 0)
+        self.in_flight.set(n_running)
+
+    def finish(self, counts: DraftCounts, tokens_per_second: float | None, n_running: int) -> None:
+        """A request ends: its drafts, its speed if it has one, and the requests that still run."""
+        self.in_flight.set(n_running)
+        self._add_drafts(counts)
+        if tokens_per_second is not None:
+            self.rate.observe(tokens_per_second)
+
+    def _add_drafts(self, counts: DraftCounts) -> None:
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
             self.drafted_tokens.labels(position).inc(drafted)
             self.accepted_tokens.labels(position).inc(accepted)
