@@ -42,12 +42,12 @@ STORE = ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir")
 OPTIONS = check(make_parser().parse_args([]))  # for the bodies of requests
 TOOLS = [
     {
-        "type": "function",
         "function": {
             "name": name,
             "description": f"Do {name.replace('_', ' ')}, and tell what came of it.",
             "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
         },
+        "type": "function",
     }
     for name in ("read_file", "write_file", "list_files", "run_tests")
 ]
@@ -206,7 +206,9 @@ SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
 }
 
 
-def measure(session: Callable[[Client], Rounds], n: int, model: Path, module: str, flags: Sequence[str]) -> list[Figures]:
+def measure(
+    session: Callable[[Client], Rounds], n: int, model: Path, module: str, flags: Sequence[str]
+) -> list[Figures]:
     """The figures of n rounds, and of one more after a restart."""
     client = Client(model, module, flags)
     with client.stack:

@@ -328,6 +328,23 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     assert [str(e) for e in said] == ["The client has hung up."]
 
 
+def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
+    engine, said, restarts = frontend_of().engine, [], []
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    engine.ranks, engine.waiting = None, deque()
+    engine.running = {i: request_of() for i in range(2)}
+    engine.admission.batch = SimpleNamespace(remove=fail)
+    engine.admission.restart = lambda: restarts.append(True)
+    for request in engine.running.values():
+        request.client = SimpleNamespace(put=said.append)
+    with engine._errors_end_what_runs():
+        engine._drop({engine.running[0].number})
+    assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

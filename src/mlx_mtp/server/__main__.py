@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
             serve(options, engine, on_loss)
         else:
             with suppress(KeyboardInterrupt):  # then it asks the others to end as well
-                engine.join()
+                engine.thread.join()
     finally:
         engine.stop_and_join()
     if engine.error is not None:

@@ -97,7 +97,7 @@ class Body(Part):
         What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line.
 
         Args:
-            flags (argparse.Namespace): The server's.
+            flags (Options): The server's.
             max_tokens (int, optional): The request's.
             stop (List[str]): What ends the text.
             others (Any): ``logprobs``, ``top_logprobs``.

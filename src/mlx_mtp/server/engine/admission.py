@@ -1,5 +1,6 @@
 """What may begin: the model that is loaded, the batch generator that runs it, and the memory that both leave."""
 
+import gc
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -85,6 +86,12 @@ class Admission:
             mx.synchronize()  # other ranks wait for this one's part of a pass
             self.batch = None
             self.caches.release()
+
+    def let_go(self) -> None:
+        """Let go of the model, in the thread that owns its arrays' streams; the streams' threads must not outlast it."""
+        self.models.reset()
+        gc.collect()
+        mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether a request can begin beside those that run."""

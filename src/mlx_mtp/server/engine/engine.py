@@ -1,15 +1,14 @@
 """The generation thread: one loop over the requests that wait and those that run."""
 
 import _thread
-import gc
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
-
-import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
@@ -55,9 +54,6 @@ class Engine:
     def is_alive(self) -> bool:
         return self.thread.is_alive() and self.error is None
 
-    def join(self) -> None:
-        self.thread.join()
-
     def stop_and_join(self) -> None:
         """End the answers that are open, and the thread."""
         self.clients.is_stopping = True
@@ -71,7 +67,7 @@ class Engine:
             self.admission.open(self.admission.models.default)
         except BaseException as e:
             self.loaded.set_exception(e)
-            self._let_go()
+            self.admission.let_go()
             return
         self.loaded.set_result(None)
         try:
@@ -89,11 +85,27 @@ class Engine:
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
             self.waiting += changes.arrived
-            self._drop(changes.gone)
+            with self._errors_end_what_runs():
+                self._drop(changes.gone)
             while self.waiting and self.admission.fits(self.waiting[0], running.values()):
                 self._begin(self.waiting.popleft())
             if running:
-                self._step()
+                with self._errors_end_what_runs():
+                    self._advance()
+
+    @contextmanager
+    def _errors_end_what_runs(self) -> Iterator[None]:
+        """And not the thread: the next requests have a new batch generator."""
+        try:
+            yield
+        except Exception as e:
+            logging.exception("Generation failed.")
+            for request in self.running.values():
+                request.client.put(ApiError(500, f"Generation failed: {e}"))
+            self.running.clear()
+            self.metrics.in_flight.set(0)
+            reseed(self.ranks)  # an error in a compiled function invalidates the random state
+            self.admission.restart()
 
     def _drop(self, gone: set[int]) -> None:
         """End requests that nobody waits for."""
@@ -105,11 +117,7 @@ class Engine:
 
     def _begin(self, request: Request) -> None:
         try:
-            try:
-                self.admission.open(request.key)
-            except Exception as e:
-                message = f"The model could not be loaded: {e}"
-                raise ApiError(404, message, param="model", code="model_not_found") from e
+            self._open(request)
             if request.encoded is None:  # it needs the model's tokenizer first
                 request.client.put(None)
                 return
@@ -126,14 +134,17 @@ class Engine:
         self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
         self.admission.make_room()
 
-    def _step(self) -> None:
+    def _open(self, request: Request) -> None:
+        """
+        Raises:
+            ApiError: The request's model cannot be loaded.
+        """
         try:
-            self._advance()
+            self.admission.open(request.key)
         except Exception as e:
-            logging.exception("Generation failed.")
-            self._fail(ApiError(500, f"Generation failed: {e}"))
-            reseed(self.ranks)  # an error in a compiled function invalidates the random state
-            self.admission.restart()
+            logging.exception("A model could not be loaded.")
+            message = f"The model could not be loaded: {e}"
+            raise ApiError(404, message, param="model", code="model_not_found") from e
 
     def _advance(self, finish_reason: str | None = None) -> None:
         """Do a step of the batch generator, and send what it has made.
@@ -192,12 +203,6 @@ class Engine:
         self.admission.keep(request, prompt_cache, tokens, "assistant")
         self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
 
-    def _fail(self, error: ApiError) -> None:
-        for request in self.running.values():
-            request.client.put(error)
-        self.running.clear()
-        self.metrics.in_flight.set(0)
-
     def _end(self) -> None:
         """End every request: those that have begun with one last token."""
         for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
@@ -211,10 +216,4 @@ class Engine:
         self.clients.fail_all(ApiError(503, "The server is stopping."))
         self.admission.close()
         self.admission.caches.close()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """In the thread that owns the arrays' streams; the streams' threads must not outlast it."""
-        self.admission.models.reset()
-        gc.collect()
-        mx.clear_streams()
+        self.admission.let_go()
