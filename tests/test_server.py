@@ -375,11 +375,12 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
 
 
 @pytest.mark.slow
-def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of):
+@pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of, mtp):
     model, tokenizer = trained
     options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", *flags) as s, ThreadPoolExecutor(2) as pool:
+    with serve_here(tmp_path / "log", "--model", TRAINED, *mtp, *flags) as s, ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(lambda prompt: text_from(s, prompt=prompt), PROMPTS[:2]))
         assert not any("mode_switches_total{" in name for name in s.metrics())
     for prompt, text in zip(PROMPTS, texts):
