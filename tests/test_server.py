@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from shutil import copytree
+from types import SimpleNamespace
 
 import mlx.core as mx
 import openai
@@ -19,7 +20,7 @@ from mlx_lm import sample_utils
 from mlx_lm import server as stock
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
-from openai import OpenAI
+from openai import AuthenticationError, OpenAI
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
@@ -73,7 +74,8 @@ def alone(trained, text_of):
     @cache
     def text(prompt: str, max_tokens: int, chat: bool = False) -> str:
         prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # it has no template
-        return text_of(plain(tokenizer.encode(prompt), model, max_tokens=max_tokens))
+        tokens = tokenizer.encode(prompt)
+        return text_of(plain(tokens, model, max_tokens=max_tokens), () if chat else tokens)
 
     return text
 
@@ -136,11 +138,13 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
 
 
 def test_logprobs_belong_to_the_tokens(client):
-    extra = {"extra_body": {"logprobs": True, "top_logprobs": 2}}
-    content = complete(client, max_tokens=12, **extra).choices[0].logprobs.content
-    assert len(content) == 12
-    for token in content:
-        assert token["logprob"] == max(other["logprob"] for other in token["top_logprobs"]) <= 0
+    choice = complete(client, max_tokens=12, logprobs=2).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert len(choice.logprobs.tokens) == 12
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    ):
+        assert top[token] == logprob == max(top.values()) <= 0  # without a temperature
 
 
 def test_penalties_equal_mlx_lm(client, trained, text_of):
@@ -221,7 +225,9 @@ def begin(server: Server, **body) -> socket.socket:
     """Send a request -> the connection, once something is being generated."""
     connection = socket.create_connection(("127.0.0.1", server.port))
     raw = json.dumps({"prompt": PROMPT, **body}).encode()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+    )
     deadline = time.monotonic() + 60
     while server.metrics()["mlx_mtp_requests_in_flight"] == 0:
         assert time.monotonic() < deadline
@@ -239,7 +245,8 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
         body = {"prompt": prompt, "max_tokens": 24, "copy_drafts": 6}
         _, answer = server.request("/v1/completions", body)
         text, usage = answer["choices"][0]["text"], answer["usage"]
-        assert text == text_of(plain(tokenizer.encode(prompt), model, max_tokens=24))
+        tokens = tokenizer.encode(prompt)
+        assert text == text_of(plain(tokens, model, max_tokens=24), tokens)
         details = usage["completion_tokens_details"]
         assert 0 < details["accepted_copied_tokens"] <= details["copied_tokens"]
         assert details["accepted_copied_tokens"] <= details["accepted_prediction_tokens"]
@@ -254,7 +261,8 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
 
 def test_copies_without_a_head(tmp_path, trained, text_of):
     model, tokenizer = trained
-    want = text_of(plain(tokenizer.encode(REPEATS), model, max_tokens=24))
+    tokens = tokenizer.encode(REPEATS)
+    want = text_of(plain(tokens, model, max_tokens=24), tokens)
     with serve_here(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
         for copies in ({}, {"copy_drafts": "off"}):
             status, answer = s.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24, **copies})
@@ -297,7 +305,7 @@ def test_interrupt_completes_open_answers(tmp_path, how, streams):
 def test_answers_500_connections_at_once(server):
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(500)]
     for c in connections:
-        c.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for c in connections:
         with c:
             assert c.recv(12) == b"HTTP/1.1 200"
@@ -327,7 +335,10 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     for block in re.split(r"\n  (?=--)", text)[1:]:
         flag = block.split()[0]
         default = re.search(r"\(default: ([^),]+)", block)
-        if default and flag != "--num-draft-tokens":  # --mtp has its own default
+        if default and flag not in (
+            "--num-draft-tokens",
+            "--allowed-origins",
+        ):  # --mtp has its own, and not every page may ask
             assert str(actions[flag].default) == default[1]
 
 
@@ -354,6 +365,10 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
+        with OpenAI(base_url=s.url, api_key="none", max_retries=0) as other, pytest.raises(AuthenticationError) as e:
+            other.models.list()
+        assert e.value.response.headers["WWW-Authenticate"] == "Bearer"
+        assert s.request("/v1/models", headers={"anthropic-version": "2023-06-01"})[1]["type"] == "error"
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
         assert s.request("/health")[0] == s.request("/v1/models", headers={"x-api-key": "sesame"})[0] == 200
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter
@@ -442,13 +457,70 @@ def test_rejects_invalid_sizes(size, capsys):
     assert "--prompt-cache-bytes" in capsys.readouterr().err
 
 
+def test_start_says_where_and_how(server):
+    log = server.log.read_text()
+    assert log.count(f"Serving {TRAINED}, with drafts of its MTP head: open http://127.0.0.1:{server.port}\n") == 1
+    assert "--api-key-file" not in log  # only this machine reaches it
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "without drafts"),
+        ("--mtp", "with drafts of its MTP head and copies"),
+        ("--mtp --num-draft-tokens auto", "with drafts of its MTP head and copies"),
+        ("--mtp --num-draft-tokens 2", "with drafts of its MTP head"),
+        ("--mtp --num-draft-tokens 2 --copy-drafts 4", "with drafts of its MTP head and copies"),
+        ("--mtp HEAD --copy-drafts off", "with drafts of the MTP head HEAD"),
+        ("--copy-drafts auto", "with drafts of copies"),
+    ],
+)
+def test_how_a_server_drafts_in_words(flags, words):
+    assert command.drafting(check(make_parser().parse_args(flags.split()))) == words
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://localhost:80"),
+        ("::", "http://localhost:80"),
+        ("::1", "http://[::1]:80"),
+        ("box", "http://box:80"),
+    ],
+)
+def test_what_to_open(host, url):
+    assert command.url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+        ("0.0.0.0", None, True),
+        ("192.168.1.7", None, True),
+        ("::", None, True),
+        ("0.0.0.0", "key", False),
+    ],
+)
+def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
+    monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
+    engine = SimpleNamespace(admission=SimpleNamespace(models=SimpleNamespace(served=["a"])))
+    command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == warns
+    assert all("--api-key-file" in w for w in warnings)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--mtp", "--model", "/nowhere"], "/nowhere"),
         (["--mtp", "--top-k", "4096"], "--top-k"),
         (["--mtp", "--chat-template", "{% if"], "--chat-template"),
-        (["--mtp", "--port", None], "in use"),
+        (["--mtp", "--port", None, "--model", "/nowhere"], "in use"),  # before the model is looked for
     ],
     ids=lambda x: str(x)[:40],
 )

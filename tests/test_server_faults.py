@@ -36,7 +36,9 @@ def server(tmp_path_factory):
 
 
 def read(body):
-    flags = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+    flags = SimpleNamespace(
+        max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
+    )
     return chat_completions.read_request(parse_json(json.dumps(body).encode()), flags)
 
 
@@ -63,10 +65,11 @@ FIELDS = [
     ("max_tokens", 10**12),
     ("max_tokens", 10**9),
     ("max_completion_tokens", [1]),
-    ("n", 2),
+    ("n", 0),
+    ("n", 9),
     ("temperature", -0.1),
     ("temperature", "hot"),
-    ("temperature", 1e30),
+    ("temperature", 9),
     ("top_p", 1.1),
     ("top_p", -1),
     ("top_k", -1),
@@ -86,17 +89,15 @@ FIELDS = [
     ("logit_bias", {"99999999": 1}),
     ("logit_bias", {"1": "x"}),
     ("logprobs", "yes"),
-    ("top_logprobs", 12),
-    ("top_logprobs", -3),
+    ("logprobs", True),
+    ("logprobs", 21),
+    ("top_logprobs", 2),
     ("seed", "a"),
-    ("seed", -1),
+    ("seed", -(2**63) - 1),
     ("seed", 2**70),
     ("stop", 5),
     ("stop", [5]),
     ("stop", ["a"] * 1000),
-    ("stop", "\ud800"),
-    ("prompt", "a\udfff"),
-    ("user", {"\ud800": 1}),
     ("adapters", "/etc"),
     ("draft_model", "/etc/passwd"),
     ("draft_model", "org/name"),
@@ -106,6 +107,17 @@ FIELDS = [
     ("guided_regex", "(a"),
     ("guided_grammar", "start: other"),
     ("guided_json", "a"),
+    ("response_format", {"type": "json_object", "schema": "a"}),
+    ("echo", True),
+    ("suffix", "a"),
+    ("best_of", 2),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "alloy"}),
+    ("web_search_options", {}),
+    ("structured_outputs", {"choice": ["a"]}),
+    ("guided_choice", ["a"]),
+    ("grammar", "root ::= a"),
+    ("continue_final_message", True),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("enable_thinking", False),
@@ -191,7 +203,11 @@ def test_rejects_invalid_tools(server, tools):
     assert_error(*server.request(CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": tools}), 400, "tools")
 
 
-@pytest.mark.parametrize("prompt", [None, "", 5, ["a"], [1, 2, 3], {}], ids=str)
+@pytest.mark.parametrize(
+    "prompt",
+    [None, "", 5, [], [""], [[]], ["a", 1], [["a"]], [-1], [10**6], [[1], "a"], ["a"] * 129, {}],
+    ids=lambda x: str(x)[:20],
+)
 def test_rejects_invalid_prompts(server, prompt):
     assert_error(*server.request(TEXT, {"prompt": prompt}), 400, "prompt")
 
@@ -287,6 +303,10 @@ def test_failed_generation_affects_no_other(tmp_path):
         b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "a", "max_tokens": ' + b"9" * 10000 + b"}",
         b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "a", "stop": "\\ud800"}',
+        b'{"prompt": "a\\udfff"}',
+        b'{"prompt": "a", "user": {"\\ud800": 1}}',
+        b'{"prompt": "a", "user": [{"b": 1e999}]}',
         b"\x00\x01\x02",
         b"[" * 100_000,
         b'{"a":' * 100_000,
@@ -304,15 +324,18 @@ def test_rejects_large_bodies(server):
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 400),
-        (b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}", 404),
-        (b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", 404),
-        (b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n", 404),
-        (b"GET /nowhere?/health HTTP/1.1\r\nHost: a\r\n\r\n", 404),
-        (b"GET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n", 405),
-        (b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", 405),
-        (b"BREW /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}", 404),
+        (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /nowhere?/health HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
     ],
     ids=lambda x: str(x)[:50],
 )
@@ -328,11 +351,11 @@ def test_rejects_invalid_requests(server, raw, status):
         b"GET /health HTTP/1.1\r\n\r\n",
         b"GET / HTTP/x\r\n\r\n",
         *[
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %s\r\n\r\n{}" % length
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %s\r\n\r\n{}" % length
             for length in (b"-5", b"x", b"1e3", b"2, 3", b"9" * 5000)
         ],
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: identity\r\n\r\n{}",
     ],
     ids=lambda x: str(x)[:50],
 )
@@ -350,7 +373,7 @@ def test_survives_bytes_that_are_not_http(server, raw):
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
 def test_head_has_no_body(server, path):
     answer, want = (
-        server.talk(b"HEAD %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % path.encode()),
+        server.talk(b"HEAD %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode()),
         server.request(path)[0],
     )
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -368,7 +391,7 @@ def test_attack(server):
 
 def stream_request(max_tokens: int) -> bytes:
     body = json.dumps({"prompt": "import os\n", "max_tokens": max_tokens, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     return head % len(body) + body
 
 

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -12,10 +14,15 @@ import pytest
 from PIL import Image
 
 from mlx_mtp import load, stream_generate
+from mlx_mtp.images import prompt
+from mlx_mtp.images.open import open_image
 from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.images.vision import Vision
+from mlx_mtp.server import images
 from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.engine import prompt as encoding
 from mlx_mtp.server.images import fetch
-from mlx_mtp.server.request import ApiError
+from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.models import TRAINED
@@ -117,7 +124,6 @@ def test_errors_name_the_image(client, claude):
     broken = png(1)[:60]
     cases = [
         ([part(broken)], "Image 1 cannot be read"),
-        ([part(png(1)), {"type": "text", "text": "<|image_pad|>"}], "2 placeholders .* for 1 images"),
         (
             [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
             "--allowed-media-domains example.com",
@@ -135,6 +141,26 @@ def test_errors_name_the_image(client, claude):
         with pytest.raises(anthropic.BadRequestError, match=r"image of source .* is not supported"):
             messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
             claude.messages.create(model="tiny", max_tokens=1, messages=messages)
+
+
+def test_quoted_placeholders_are_text():
+    """With an image and without, and the model sees the same characters as ordinary tokens."""
+    quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
+    text = {"role": "user", "content": [{"type": "text", "text": quoted}]}
+    with Engine(*FLAGS) as engine:
+        tokenizer = engine.frontend.models.tokenizer
+        special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
+        assert IMAGE_TOKEN in special
+        alone = engine.ask([text], max_tokens=2)
+        assert tokenizer.decode(alone.prompt) == f"u:{quoted};a:"
+        assert not special & {*alone.prompt}
+        shown = [{"role": "user", "content": [part(png(1)), *text["content"]]}]
+        for chat in (shown, [*shown, {"role": "assistant", "content": quoted}, text]):
+            prompt = engine.ask(chat, max_tokens=2).prompt
+            assert [t for t in prompt if t in special].count(IMAGE_TOKEN) == 6
+            said = [t for t in prompt if t not in special]
+            assert tokenizer.decode(said) == "".join(f"{m['role'][0]}:{quoted};" for m in chat) + "a:"
+        assert engine.ask([text], max_tokens=2).prompt == alone.prompt
 
 
 def test_a_model_without_a_tower():
@@ -219,3 +245,76 @@ def test_hosts_and_folders(host, tmp_path):
     for name in ("../secret.png", "link.png", "none.png", ""):
         with pytest.raises(ValueError, match="no file in the folder"):
             read(f"file://{folder}/{name}", *flags)
+
+
+class Gone(Exception):
+    pass
+
+
+def request_of(n: int, image: bytes = png(1)) -> Request:
+    return Request("chat", "", [], None, None, images=[url_of(image)] * n)
+
+
+def test_images_of_a_client_that_has_hung_up_are_not_read(monkeypatch):
+    request, seen = request_of(3), []
+
+    def read(url, name, flags):
+        seen.append(name)
+        request.is_gone = len(seen) == 2
+        return b""
+
+    monkeypatch.setattr(images, "fetch", read)
+    with pytest.raises(ApiError, match="has hung up"):
+        images.fetch_all(request, make_parser().parse_args([]))
+    assert seen == ["Image 1", "Image 2"]
+
+
+def test_images_are_bounded_together(monkeypatch):
+    flags = make_parser().parse_args([])
+    monkeypatch.setattr(images, "MAX_BYTES", 2 * len(png(1)))
+    request = request_of(2)
+    assert images.fetch_all(request, flags) == [png(1)] * 2
+    assert request.images == []
+    with pytest.raises(ValueError, match="up to number 3 have more than"):
+        images.fetch_all(request_of(4), flags)
+
+
+@pytest.mark.parametrize(("most", "i"), [(3 * 24 * 16, None), (3 * 24 * 16 - 1, 3), (1, 1)])
+def test_pixels_are_counted_before_one_image_is_decoded(most, i, monkeypatch):
+    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+    decoded = []
+    monkeypatch.setattr(prompt, "open_image", lambda source, name: decoded.append(name) or open_image(source, name))
+    if i is None:
+        read = prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+        assert len(read.pixel_values) == len(decoded) == 3
+        return
+    with pytest.raises(ValueError, match=f"up to number {i} have more than {most} pixels"):
+        prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+    assert decoded == []
+
+
+def test_reading_ends_between_two_images():
+    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+    looks = iter([None, None, Gone()])
+
+    def look():
+        if (error := next(looks)) is not None:
+            raise error
+
+    with pytest.raises(Gone) as e:
+        prompt.read_images(vision, [IMAGE_TOKEN] * 5, [png(1)] * 5, before_each=look)
+    (frame,) = [tb.frame for tb in e.traceback if tb.name == "read_images"]
+    assert frame.f_locals["pixel_values"] == []  # given back, though the error has the frame
+
+
+def test_the_server_bounds_pixels_and_looks_for_its_client(monkeypatch):
+    with Engine(*FLAGS) as e:
+        tokenizer = next(iter(e.frontend.models.tokenizers.values()))
+        request = request_of(2)
+        monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
+        with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
+            encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * 2, e.frontend.options)
+        gone = request_of(1)
+        monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
+        with pytest.raises(ApiError, match="has hung up"):
+            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options)

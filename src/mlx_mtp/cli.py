@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -16,12 +17,14 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._version import __version__
+from .checkpoint.files import check_source, make_folder
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
+from .images.open import size_of
 from .models.cache_checks import BITS, GROUP_SIZES
 from .prompt_store import PromptStore
 
@@ -77,8 +80,8 @@ GROUPS: dict[str, Sequence[str]] = {
         "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
-        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_local_media_path", "allowed_media_domains",
-        "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
+        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "allowed_local_media_path",
+        "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
         "min_decode_share",
     ),
     "machines": ("pipeline",),
@@ -259,8 +262,8 @@ def add_mtp(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="HEAD",
-        help="Draft with the model's own multi-token-prediction head or, where it has none, with HEAD: a folder or Hugging "
-        "Face repo that holds a head alone (model type qwen3_5_mtp).",
+        help="Draft with the model's multi-token-prediction head. Where the checkpoint lacks it, the head of its original is "
+        "fetched once. HEAD is another one: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
     )
 
 
@@ -361,7 +364,8 @@ def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
 def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     """
     Raises:
-        ValueError: ``--prompt-cache-dir`` is given, and the model does not draft, or so is one of these flags.
+        OSError: ``--prompt-cache-dir`` cannot be written to.
+        ValueError: It is given, and the model does not draft, or so is one of these flags.
     """
     if args.prompt_cache_dir is None:
         return
@@ -370,11 +374,30 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     for name in flags:
         if getattr(args, name):
             raise ValueError(f"--prompt-cache-dir and {_flag(name)} cannot be combined.")
+    make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
+
+
+def check_images(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        FileNotFoundError: A file of ``--image`` is missing.
+        ValueError: It is not an image.
+    """
+    for file in args.image or ():
+        if drafts(args):
+            size_of(file)
+        else:  # mlx-lm's
+            check_source(Path(file), "--image")
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
     """The prompt store that the flags ask for, if any."""
     return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
+
+
+def head(args: argparse.Namespace) -> bool | str:
+    """The ``mtp`` of ``mlx_mtp.load``: a command finds a missing head by itself."""
+    return "auto" if args.mtp is True else args.mtp
 
 
 def copies(args: argparse.Namespace) -> bool:
@@ -518,7 +541,12 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 
 def report_settings(args: argparse.Namespace, model: Any) -> None:
-    """Say which tuned settings are in use, if any."""
+    """Print which head was fetched and which tuned settings are in use, if any."""
+    if args.mtp and (fetched := model.fetched_head) is not None:
+        when = "fetched to" if fetched.is_new else "fetched before to"
+        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)
+        accepted = fetched.acceptance(model.fingerprint())
+        print(f"Drafts accepted on built-in text: {accepted or 0:.0%}", file=sys.stderr)
     if args.mtp and model.drafting.tuned is not None:
         given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
         used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})

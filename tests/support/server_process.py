@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlx_mtp.server.__main__ import make_engine
-from mlx_mtp.server.app import make_app
+from mlx_mtp.server.__main__ import make_engine, make_server
 from mlx_mtp.server.arguments import check, check_model, make_parser
-from mlx_mtp.server.engine.frontend import Frontend
-from mlx_mtp.server.http import Server as HTTPServer
 from mlx_mtp.server.http import listen
 
 from .launch import connected, free_ports
@@ -138,8 +135,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
     try:
         engine.loaded.result()
         check_model(args, engine.admission.models)
-        app = make_app(Frontend(options, engine), options.api_key, [*options.allowed_origins])
-        server = HTTPServer(app, engine, options.log_level)
+        server = make_server(options, engine)
         server.capture_signals = nullcontext  # those are the main thread's
         with listen(args.host, args.port) as s:
             thread = threading.Thread(target=server.run, args=([s],))

@@ -421,7 +421,7 @@ class BatchGenerator:
         cache.images = s.images
         read_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings)
         caches = cache.backbone
-        maybe_quantize_kv_cache(caches, *self.kv)
+        maybe_quantize_kv_cache(caches, **vars(self.kv))
         cache.backbone = caches
         mx.eval([c.state for c in cache.entries])
         mx.clear_cache()

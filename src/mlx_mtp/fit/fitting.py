@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..checkpoint.config import read_json
-from ..checkpoint.files import write_atomic
+from ..checkpoint.config import read_config, read_json
+from ..checkpoint.files import check_folder, check_source, write_atomic
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
+from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
@@ -56,7 +57,8 @@ def fit(
     ended.
 
     Args:
-        model (str): The path or the huggingface repository of a checkpoint with a head in 16 bits.
+        model (str): The path or the huggingface repository of a checkpoint. Where it has no head, that of its original is
+          fetched and fitted.
         mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
         corpus (Sequence[Union[str, Path]], optional): Files of text like that which the model will write, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
@@ -91,8 +93,21 @@ def fit(
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
     lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
     check_arguments(data, how, drafts, lora)
+    if adapter_path is not None:
+        check_folder(Path(adapter_path), "--adapter-path")
+    if work.exists():
+        check_folder(work, "--cache-path")
     source = fetch(model, None)
-    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
+    head = fetch_missing_head(model, source, read_config(source, model))  # not tried: fitting may be what it needs
+    loaded, tokenizer = load(
+        model,
+        adapter_path=adapter_path,
+        lazy=True,
+        mtp=True if head is None else str(head.folder),
+        draft_vocab=0,
+        settings=False,
+    )
+    loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
     open_work(work, [model, adapter_path, data, texts])
@@ -181,8 +196,15 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
     for name in ("learning_rate", "cache_gb"):
         if given[name] <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {given[name]}.")
+    for name in ("temp", "seed"):
+        if given[name] < 0:
+            raise ValueError(f"--{name} must be 0 or more, not {given[name]}.")
     if lora is not None and lora.rank < 1:
         raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
+    for file in data.corpus or ():
+        check_source(Path(file), "--corpus")
+    if data.prompts is not None:
+        check_source(Path(data.prompts), "--prompts")
 
 
 def open_work(work: Path, what: Any) -> None:

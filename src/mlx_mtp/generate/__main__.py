@@ -14,10 +14,13 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..checkpoint.config import read_json
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
 from ..images.prompt import place, read_images, vision_of
+from ..models import MODEL_TYPES
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from .check import check
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
     """Do what ``mlx_lm.generate`` does with its flags."""
     check_flags(args)
     saved = load_prompt_cache(args)
+    if args.draft_model is not None:
+        fetch(args.draft_model, None)
     model, tokenizer, config = load_model(args, saved)
     if saved is not None and isinstance(model, MTPMixin):
         open_prompt_cache(model, saved.caches)  # --check gives it to mlx-lm first, which does not look at it
@@ -106,6 +111,7 @@ def check_flags(args: argparse.Namespace) -> None:
     cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
+    cli.check_images(args)
     template_options(args)
     if args.json_schema is not None and not Path(args.json_schema).is_file():
         raise FileNotFoundError(f"--json-schema: there is no file {args.json_schema}.")
@@ -138,9 +144,12 @@ def load_model(
     options = cli.options(args)
     if args.check:
         options["settings"] = False
+    sees = bool(args.image) and _is_ours(args.model)
+    if sees:
+        options["vision"] = "auto"
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(mtp=args.mtp, copy_drafts=cli.copies(args), **options)
+    model, tokenizer, config = load_as(mtp=cli.head(args), copy_drafts=cli.copies(args) or sees, **options)
     if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)
@@ -149,6 +158,12 @@ def load_model(
     add_eos_tokens(tokenizer, args.extra_eos_token)
     cli.report_settings(args, model)
     return model, tokenizer, config
+
+
+def _is_ours(model: str) -> bool:
+    """Whether images are read here; those of other families, mlx-lm reads."""
+    file = fetch(model, None) / "config.json"
+    return file.exists() and read_json(file).get("model_type") in MODEL_TYPES
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:

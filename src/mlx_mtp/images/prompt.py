@@ -1,6 +1,8 @@
 """A prompt with images: its tokens, where the images are, and what stands for each in a prompt store."""
 
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +14,13 @@ import numpy as np
 from ..models.mixin import MTPMixin
 from ..models.positions import ImageSpan
 from ..models.prompt_cache import PromptCache, make_prompt_cache, open_prompt_cache
-from .open import open_image
+from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN, from_array
 from .vision import Vision
+
+INSIDE_MARK = re.compile(
+    r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)"
+)  # where to cut what is quoted
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,22 @@ class ImagePrompt:
 
 
 def read_images(
-    vision: Vision, tokens: Sequence[int], images: Sequence[Any], max_tokens: int | None = None
+    vision: Vision,
+    tokens: Sequence[int],
+    images: Sequence[Any],
+    max_tokens: int | None = None,
+    max_pixels: int | None = None,
+    before_each: Callable[[], None] = lambda: None,
 ) -> ImagePrompt:
-    """Open the images of a prompt, and make place for them.
+    """Open the images of a prompt, and make place for them. None is decoded before the sizes of all are known.
 
     Args:
         vision (Vision): Of the model, see ``vision_of``.
         tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
         max_tokens (int, optional): The most that they may become. Default: ``None``, any number.
+        max_pixels (int, optional): The most that they may have together. Default: ``None``, any number.
+        before_each (Callable[[], None]): Called before an image is decoded; an error ends the reading.
 
     Raises:
         ValueError: An image cannot be read, there are more or fewer than placeholders, or they become too many tokens.
@@ -75,15 +88,25 @@ def read_images(
         raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    pixel_values: list[mx.array] = []
-    n_left = max_tokens
+    n_tokens = n_pixels = 0
     for i, image in enumerate(images, 1):
-        opened = _opened(image, i)
-        if n_left is not None and (n_left := n_left - vision.processor.n_tokens(opened)) < 0:
-            raise ValueError(
-                f"The images up to number {i} have more than {max_tokens} tokens: send fewer or smaller ones."
-            )
-        pixel_values.append(vision.processor.preprocess_image(opened))
+        width, height = _size(image, i)
+        rows, columns = vision.processor.grid(width, height)
+        n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
+        for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
+            if most is not None and count > most:
+                raise ValueError(
+                    f"The images up to number {i} have more than {most} {unit}: send fewer or smaller ones."
+                )
+    pixel_values: list[mx.array] = []
+    try:
+        for i, image in enumerate(images, 1):
+            before_each()
+            pixel_values.append(vision.processor.preprocess_image(_opened(image, i)))
+    except BaseException:
+        pixel_values.clear()  # the traceback would keep them
+        mx.clear_cache()
+        raise
     expanded: list[int] = []
     spans: list[ImageSpan] = []
     for token in tokens:
@@ -94,6 +117,33 @@ def read_images(
         else:
             expanded.append(token)
     return ImagePrompt(expanded, spans, pixel_values, vision)
+
+
+class MarkedImages:
+    """Placeholders of images in a text that others have written parts of, told apart from any that these parts quote.
+
+    ``mark`` stands for an image in the text, up to ``encode``. It is drawn for each process, so that nobody can quote it. The
+    model then sees a placeholder for each mark, and of what is quoted the same characters as ordinary tokens.
+    """
+
+    def __init__(self) -> None:
+        self.mark = f"<|image {secrets.token_hex(16)}|>"
+
+    def encode(self, tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
+        """The tokens of a text, with ``<|image_pad|>`` once for each mark and nowhere else.
+
+        Args:
+            tokenizer (TokenizerWrapper): Of the model.
+            text (str): With marks.
+            kwargs (Any): Of ``tokenizer.encode``.
+        """
+        pieces: list[str] = []
+        for i, part in enumerate(text.split(self.mark)):
+            pieces += [PLACEHOLDER] * (i > 0) + INSIDE_MARK.split(part)
+        tokens: list[int] = list(tokenizer.encode(pieces[0], **kwargs))
+        for piece in pieces[1:]:
+            tokens += tokenizer.encode(piece, **kwargs | {"add_special_tokens": False})
+        return tokens
 
 
 def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:
@@ -125,8 +175,17 @@ def vision_of(model: Any) -> Vision:
     return vision
 
 
+def _size(image: Any, i: int) -> tuple[int, int]:
+    if isinstance(image, np.ndarray):
+        size: tuple[int, int] = from_array(image).size
+        return size
+    return size_of(image, _name(image, i))
+
+
 def _opened(image: Any, i: int) -> Any:
     """An image of Pillow; errors name its file or its number."""
-    if isinstance(image, np.ndarray):
-        return from_array(image)
-    return open_image(image, None if isinstance(image, str | Path) else f"Image {i}")
+    return from_array(image) if isinstance(image, np.ndarray) else open_image(image, _name(image, i))
+
+
+def _name(image: Any, i: int) -> str | None:
+    return None if isinstance(image, str | Path) else f"Image {i}"

@@ -5,13 +5,16 @@ import logging
 import os
 import resource
 import signal
+import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from ipaddress import ip_address
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
+from ..decoding.options import asks_for_copies
 from ..distributed.ranks import Ranks
 from .app import make_app
 from .arguments import check, check_model, make_parser
@@ -35,17 +38,19 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
     options = check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
-    engine = make_engine(options, ranks)
-    try:
-        engine.loaded.result()
-        check_model(args, engine.admission.models)
-        if ranks is None or ranks.rank == 0:
-            serve(options, engine, on_loss)
-        else:
-            with suppress(KeyboardInterrupt):  # then it asks the others to end as well
-                engine.thread.join()
-    finally:
-        engine.stop_and_join()
+    is_first = ranks is None or ranks.rank == 0
+    with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
+        engine = make_engine(options, ranks)
+        try:
+            engine.loaded.result()
+            check_model(args, engine.admission.models)
+            if s is not None:
+                serve(options, engine, s, on_loss)
+            else:
+                with suppress(KeyboardInterrupt):  # then it asks the others to end as well
+                    engine.thread.join()
+        finally:
+            engine.stop_and_join()
     if engine.error is not None:
         raise engine.error
 
@@ -58,14 +63,41 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
 
-def serve(options: Options, engine: Engine, on_loss: list[Callable[[str], None]]) -> None:
+def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
     """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
-    app = make_app(Frontend(options, engine), options.api_key, [*options.allowed_origins])
-    server = Server(app, engine, options.log_level)
+    server = make_server(options, engine)
     on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
-    with listen(options.host, options.port) as s:
-        logging.info(f"Starting httpd at {options.host} on port {s.getsockname()[1]}...")
-        server.run(sockets=[s])
+    address, port = s.getsockname()[:2]
+    host = options.host
+    if options.api_key is None and not ip_address(address).is_loopback:
+        logging.warning(f"Everybody who reaches {host} may use the server: require a key with --api-key-file.")
+    logging.info(f"Serving {engine.admission.models.served[0]}, {drafting(options)}: open {url(host, port)}")
+    logging.info(f"Starting httpd at {host} on port {port}...")
+    server.run(sockets=[s])
+
+
+def make_server(options: Options, engine: Engine) -> Server:
+    hosts = [options.host, *options.allowed_hosts]
+    app = make_app(Frontend(options, engine), options.api_key, options.allowed_origins, hosts)
+    return Server(app, engine, options.log_level)
+
+
+def url(host: str, port: int) -> str:
+    """What to open in a browser of this machine."""
+    if host in ("", "0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def drafting(options: Options) -> str:
+    """How the model drafts, in words."""
+    drafters = []
+    if options.mtp:
+        drafters.append("its MTP head" if options.mtp is True else f"the MTP head {options.mtp}")
+    is_auto = options.mtp and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
+    if is_auto or asks_for_copies(options.copy_drafts):
+        drafters.append("copies")
+    return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"
 
 
 def _allow_open_files() -> None:

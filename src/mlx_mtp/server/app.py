@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from importlib import resources
 from types import ModuleType
@@ -17,7 +17,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -26,15 +25,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._version import __version__
 from .api import chat_completions, completions, messages, responses
 from .api.answer import Usage, Writer
-from .api.body import Body, Json, parse_json
-from .engine.frontend import Frontend
-from .request import ApiError, Request, Started, Waiting
+from .api.body import MAX_BODY, Body, Json, parse_json
+from .browsers import ANY, Browsers
+from .choices import choices_of, generate
+from .engine.frontend import Frontend, in_thread
+from .job import Delta
+from .request import ApiError, Request, Waiting
 
-MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
+MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
+LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-RETRY_AFTER = 2  # seconds, where too many wait
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
 
@@ -55,30 +58,35 @@ class API(NamedTuple):
 
 
 CHAT = API(chat_completions, chat_completions.ChatBody, chat_completions.ChatWriter, "messages")
+RESPONSES = API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input")
 MESSAGES = API(messages, messages.MessagesBody, messages.MessagesWriter, "messages")
 APIS = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
     "/v1/completions": API(completions, completions.CompletionBody, completions.CompletionWriter, "prompt"),
-    "/v1/responses": API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input"),
+    "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
-COUNT_TOKENS = "/v1/messages/count_tokens"
+COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 
 
-def make_app(generator: Frontend, api_key: str | None, origins: list[str]) -> FastAPI:
+def make_app(
+    generator: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
+) -> FastAPI:
     """The application that answers HTTP requests.
 
     Args:
         generator (Frontend): What generates.
         api_key (str, optional): What clients must know.
-        origins (List[str]): Web pages that may ask, as ``--allowed-origins`` has them.
+        origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
+        hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
     """
     app = FastAPI(title="mlx_mtp", version=__version__)
     endpoints = Endpoints(generator, api_key)
     for path, api in APIS.items():
         _add(app, path, "POST", endpoints.generate(api), api.body)
     _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
+    _add(app, COUNT_INPUT_TOKENS, "POST", endpoints.count_input_tokens, responses.ResponsesBody)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -90,7 +98,7 @@ def make_app(generator: Frontend, api_key: str | None, origins: list[str]) -> Fa
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
-    app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
     app.add_middleware(Counting, generator=generator)
     return app
 
@@ -112,6 +120,8 @@ class Endpoints:
     def __init__(self, generator: Frontend, api_key: str | None):
         self.generator, self.api_key = generator, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
+        self.n_bytes = 0  # of the bodies that arrive or are parsed
+        self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
@@ -120,18 +130,63 @@ class Endpoints:
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            writer = api.writer(body)
-            return Answer(self.generator, request, writer, body.stream, api.module.error_content, self.waiting)
+            choices = choices_of(request)
+            return Answer(
+                self.generator, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
+            )
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         _, request = await self._read(http, MESSAGES)
-        return JSONResponse({"input_tokens": await self.generator.count_tokens(request)})
+        async with watched([request], http.receive):
+            return JSONResponse({"input_tokens": await self.generator.count_tokens(request)})
+
+    async def count_input_tokens(self, http: HTTPRequest) -> Response:
+        _, request = await self._read(http, RESPONSES)
+        async with watched([request], http.receive):
+            n = await self.generator.count_tokens(request)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
-        content = parse_json(await _read_body(http))
+        raw = bytearray()
+        try:
+            await self._receive(http, raw)
+            if len(raw) <= LARGE_BODY:
+                return self._parse(raw, api)
+            async with self.parsing:
+                return await in_thread(self._parse, raw, api)
+        finally:
+            self.n_bytes -= len(raw)
+            raw.clear()  # also where an error has it
+
+    async def _receive(self, http: HTTPRequest, raw: bytearray) -> None:
+        """Read a body to the end of ``raw``."""
+        n = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                async for chunk in http.stream():
+                    n += len(chunk)
+                    if n <= MAX_BODY:
+                        self._make_room(len(chunk))
+                        raw += chunk
+                    elif n > MAX_DRAINED:
+                        break
+        except TimeoutError as e:
+            raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
+        except ClientDisconnect as e:
+            raise ApiError(400, "The body is shorter than its Content-Length.") from e
+        if n > MAX_BODY:
+            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
+
+    def _make_room(self, n: int) -> None:
+        if self.n_bytes + n > MAX_BODIES:
+            raise ApiError(429, "Too many large bodies arrive at a time: try again later.", code="rate_limit_exceeded")
+        self.n_bytes += n
+
+    def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request]:
+        content = parse_json(raw)
         if api.needs not in content:
             needed = "a prompt" if api.needs == "prompt" else api.needs
             raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
@@ -194,23 +249,25 @@ class Endpoints:
             )
 
 
-async def _read_body(http: HTTPRequest) -> bytes:
-    raw, n = bytearray(), 0
+@asynccontextmanager
+async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterator[None]:
+    """Note in the requests of a client when it hangs up; behind it nobody wants more, whatever has ended it."""
+
+    def leave() -> None:
+        for request in requests:
+            request.is_gone = True
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    task = asyncio.create_task(watch())
     try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            async for chunk in http.stream():
-                n += len(chunk)
-                if n <= MAX_BODY:
-                    raw += chunk
-                elif n > MAX_DRAINED:
-                    break
-    except TimeoutError as e:
-        raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
-    except ClientDisconnect as e:
-        raise ApiError(400, "The body is shorter than its Content-Length.") from e
-    if n > MAX_BODY:
-        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-    return bytes(raw)
+        yield
+    finally:
+        leave()
+        task.cancel()
 
 
 class Answer(Response):
@@ -218,17 +275,17 @@ class Answer(Response):
 
     Args:
         generator (Frontend): What generates.
-        request (Request): The request.
+        choices (List[Request]): The answers that it asks for, as ``choices_of`` has them.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Makes the API's form of an error.
-        waiting (Set[int]): Has the request's number until its first token.
+        waiting (Set[int]): Has the number of the first one's request until its first token.
     """
 
     def __init__(
         self,
         generator: Frontend,
-        request: Request,
+        choices: list[Request],
         writer: Writer,
         is_stream: bool,
         error_content: Callable[[ApiError], Json],
@@ -236,24 +293,17 @@ class Answer(Response):
     ):
         super().__init__()
         self.waiting = waiting
-        self.generator, self.request = generator, request
+        self.generator, self.choices = generator, choices
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+            async with watched(self.choices, receive):
+                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
         except OSError:
             logging.info("The client has hung up.")
         finally:
-            self.request.is_gone = True  # whatever has ended the answer
-            self.waiting.discard(self.request.number)
-            watch.cancel()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.request.is_gone = True
+            self.waiting.discard(self.choices[0].number)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():
@@ -278,19 +328,26 @@ class Answer(Response):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """What each step adds to a stream."""
-        async for item in self.generator.generate(self.request):
+        has_begun = False
+        async for i, item in generate(self.generator, self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
-            elif isinstance(item, Started):
+            elif isinstance(item, Delta):
+                self.waiting.discard(self.choices[0].number)
+                yield self.writer.add(item, i)
+            elif not has_begun:
+                has_begun = True
                 yield self.writer.begin(self._usage())
-            else:
-                self.waiting.discard(self.request.number)
-                yield self.writer.add(item)
 
     def _usage(self) -> Usage:
-        request = self.request
-        counts = request.counts if self.generator.options.drafts else None
-        return Usage(request.n_prompt, request.n_cached, request.n_tokens, request.n_accepted, counts)
+        read = self.choices[:: self.choices[0].n]  # the first one to each prompt
+        return Usage(
+            n_prompt=sum(request.n_prompt for request in read),
+            n_cached=sum(request.n_cached for request in read),
+            n_generated=sum(request.n_tokens for request in self.choices),
+            n_accepted=sum(request.n_accepted for request in self.choices),
+            drafts=[request.counts for request in self.choices] if self.generator.options.drafts else None,
+        )
 
 
 async def _begin_stream(send: Send) -> None:
@@ -313,22 +370,23 @@ class Counting:
         await self.app(scope, receive, count if scope["type"] == "http" else send)
 
 
-def _error_response(path: str, error: ApiError) -> Response:
-    api = MESSAGES if path == COUNT_TOKENS else APIS.get(path, CHAT)
-    headers = {"Retry-After": str(RETRY_AFTER)} if error.status == 429 else None
-    return JSONResponse(api.module.error_content(error), error.status, headers)
+def _error_response(http: HTTPRequest, error: ApiError) -> Response:
+    """In the form of the API that was asked; on a path that several share, a header tells Anthropic's clients."""
+    theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
+    api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
+    return JSONResponse(api.module.error_content(error), error.status, HEADERS.get(error.status))
 
 
 async def _answer_error(http: HTTPRequest, error: Any) -> Response:
-    return _error_response(http.url.path, error)
+    return _error_response(http, error)
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
     """Those of the framework: there is no such path, or it takes another method."""
     message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
-    return _error_response(http.url.path, ApiError(error.status_code, message))
+    return _error_response(http, ApiError(error.status_code, message))
 
 
 async def _answer_failure(http: HTTPRequest, error: Exception) -> Response:
     logging.error("A request failed.", exc_info=error)
-    return _error_response(http.url.path, ApiError(500, f"The request failed: {error}"))
+    return _error_response(http, ApiError(500, f"The request failed: {error}"))

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .. import cli
 from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
+from ..checkpoint.files import check_folder, check_source
 from ..checkpoint.load import DEMO
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
@@ -72,7 +75,20 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
-    add("--allowed-origins", type=lambda x: x.split(","), default="*", help="Allowed origins (default: *)")
+    add(
+        "--allowed-origins",
+        type=_names,
+        metavar="ORIGIN,...",
+        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: those of "
+        "localhost.",
+    )
+    add(
+        "--allowed-hosts",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="Names of the server, besides localhost, this machine's name, --host and all IP addresses; * allows any.",
+    )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
@@ -108,7 +124,14 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="Default nucleus sampling top-p (default: 1.0)")
     add("--top-k", type=int, default=0, help="Default top-k sampling (default: 0, disables top-k)")
     add("--min-p", type=float, default=0.0, help="Default min-p sampling (default: 0.0, disables min-p)")
-    add("--max-tokens", type=int, default=512, help="Default maximum number of tokens to generate (default: 512)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=512,
+        action=_Given,
+        help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
+    )
+    parser.set_defaults(has_max_tokens=False)
     add(
         "--decode-concurrency",
         type=int,
@@ -145,7 +168,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of checkpoints to hold in the prompt cache. Defaults to any number.",
+        help="Maximum number of snapshots to hold in the prompt cache. Defaults to any number.",
     )
     add(
         "--prompt-cache-bytes",
@@ -172,6 +195,20 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_QUANTIZED_KV_START,
         help=f"Token position to start KV cache quantization (default: {DEFAULT_QUANTIZED_KV_START})",
     )
+
+
+class _Given(argparse.Action):
+    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"has_{self.dest}", True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _json(text: str) -> Any:
@@ -220,6 +257,10 @@ def check(args: argparse.Namespace) -> Options:
     cli.check_prompt_cache_dir(args)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
+    for name in ("adapter_path", "allowed_local_media_path"):
+        if (folder := getattr(args, name)) is not None:
+            check_folder(Path(folder), f"--{name.replace('_', '-')}")
+    _check_template(args)
     _check_processes(args)
     _read_api_key(args)
     names = {option.name for option in fields(Options)} - {"load"}
@@ -231,8 +272,19 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
-    own = {"trust_remote_code": args.trust_remote_code, "mtp": args.mtp, "copy_drafts": True}
+    own = {"trust_remote_code": args.trust_remote_code, "mtp": cli.head(args), "copy_drafts": True}
     return {**own, "tokenizer_config": tokenizer_config, **cli.options(args), **cli.groups(args)}
+
+
+def _check_template(args: argparse.Namespace) -> None:
+    """Check what can be known of a template without the model."""
+    try:
+        if args.chat_template:
+            render_jinja_template([[]], chat_template=args.chat_template)
+    except TemplateSyntaxError as e:
+        raise ValueError(f"--chat-template cannot be rendered: {e}") from e
+    except Exception:  # it may need the model's tokens
+        return
 
 
 def _check_processes(args: argparse.Namespace) -> None:
@@ -246,6 +298,7 @@ def _read_api_key(args: argparse.Namespace) -> None:
     if args.api_key is not None and args.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file cannot be combined.")
     if args.api_key_file is not None:
+        check_source(args.api_key_file, "--api-key-file")
         args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
     if args.api_key == "":
         raise ValueError("The API key is empty.")

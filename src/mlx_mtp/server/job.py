@@ -1,6 +1,7 @@
 """What a token adds to an answer."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +9,20 @@ import mlx.core as mx
 from ..batch.generator import Response
 from .answer import Event
 from .request import Request
+from .text_tokens import Pieces
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token, and how likely it was.
+
+    Args:
+        piece (bytes): What it says: one token may have a part of a character.
+        logprob (float): Before the temperature and the sampler's filters.
+    """
+
+    piece: bytes
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -17,28 +32,27 @@ class Delta:
     Args:
         events (List[Event]): What it says.
         token (int): The token.
-        logprob (float): Its own.
-        top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
         stop_word (str, optional): The one of the request's that has ended the text.
         source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar".
+        likely (Likely, optional): The token as ``logprobs`` shows it; ``None`` where the request does not ask for that.
+        top (List[Likely]): The likeliest tokens in its place, as many as were asked for, the likeliest first.
     """
 
     events: list[Event]
     token: int
-    logprob: float
-    top_tokens: tuple[dict[str, Any], ...]
     finish_reason: str | None
     stop_word: str | None = None
     source: str | None = None
+    likely: Likely | None = None
+    top: list[Likely] = field(default_factory=list)
 
 
-def make_delta(request: Request, response: Response, tokenizer: Any, finish_reason: str | None) -> Delta:
+def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
     """Add a token to the request's answer.
 
     Args:
         response (Response): The batch generator's, with a token.
-        tokenizer (TokenizerWrapper): mlx-lm's.
         finish_reason (str, optional): "stop" or "length" with the last token.
     """
     token, logprobs = response.token, response.logprobs
@@ -47,10 +61,12 @@ def make_delta(request: Request, response: Response, tokenizer: Any, finish_reas
     request.n_accepted += response.from_draft
     text = _text_of(request.detokenizer, token, finish_reason)
     events, finish_reason = request.answer.step(text, finish_reason)
-    logprob: Any = logprobs[token].item() if request.args.logprobs else 0.0
-    top = _top_tokens(logprobs, request.args.top_logprobs, tokenizer)
     source = response.counts.source if response.from_draft else "model"
-    return Delta(events, token, logprob, top, finish_reason, request.answer.stop.found, source)
+    delta = Delta(events, token, finish_reason, request.answer.stop.found, source)
+    if request.pieces is None:
+        return delta
+    likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.pieces)
+    return replace(delta, likely=likely, top=top)
 
 
 def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
@@ -62,11 +78,10 @@ def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
     return text
 
 
-def _top_tokens(logprobs: mx.array, n: int, tokenizer: Any) -> tuple[dict[str, Any], ...]:
-    """The n most probable tokens."""
-    if n <= 0:
-        return ()
-    tokens: Any = mx.argpartition(-logprobs, kth=n - 1)[:n].tolist()
-    values: Any = logprobs[mx.array(tokens)].tolist()
-    names = tokenizer.convert_ids_to_tokens(tokens)
-    return tuple({"id": i, "token": name, "logprob": value} for i, name, value in zip(tokens, names, values))
+def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
+    """The token, and the n likeliest ones in its place; those that a grammar forbids are left out."""
+    tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
+    tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
+    values: Any = logprobs[tokens].tolist()
+    likely, *top = map(Likely, pieces.of(tokens.tolist()), values)  # type: ignore[arg-type]
+    return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)

@@ -1,6 +1,6 @@
 """The options of a server: its flags, checked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,8 @@ class Options:
     # HTTP
     host: str
     port: int
-    allowed_origins: list[str]
+    allowed_origins: Sequence[str] | None
+    allowed_hosts: Sequence[str]
     allowed_local_media_path: str | None
     allowed_media_domains: list[str]
     no_ui: bool
@@ -41,6 +42,7 @@ class Options:
     top_k: int
     min_p: float
     max_tokens: int
+    has_max_tokens: bool
     decode_concurrency: int
     prefill_step_size: int
     max_token_gap: float

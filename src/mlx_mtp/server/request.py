@@ -1,17 +1,19 @@
 """A request on its way through the server, and the error that ends one."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, Protocol
 
 from mlx_lm.server import GenerationArguments
 
 from ..decoding.counts import DraftCounts
+from ..decoding.grammar import Grammar
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
-from ..prompt_store.store import Origin
+from ..prompt_store.tree import Handle
 from .answer import Answer
+from .text_tokens import Pieces
 from .thinking import Thinking
 
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
@@ -41,7 +43,7 @@ class Prompt:
         segments (List[List[int]]): The same tokens, split where the prompt cache is saved.
         segment_types (List[str]): The prompt cache's name for each segment.
         initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
-        origin (Origin, optional): Where in a prompt store it is, as far as it is read.
+        handle (Handle, optional): Where in a prompt store it is, as far as it is read.
         pictured (ImagePrompt, optional): It again, if it has images.
     """
 
@@ -49,7 +51,7 @@ class Prompt:
     segments: list[list[int]]
     segment_types: list[str]
     initial_state: str
-    origin: Origin | None = None
+    handle: Handle | None = None
     pictured: ImagePrompt | None = None
 
     def key_of(self, tokens: list[int]) -> list[int]:
@@ -118,20 +120,27 @@ class Waiting:
     n_prompt: int
 
 
+numbers = count()  # of requests
+
+
 @dataclass(eq=False)
 class Request:
     """A request from its arrival to the end of its answer. It is made of a body; the frontend and the engine add to it.
 
     Args:
         request_type (str): "chat" or "text".
-        prompt (str): The prompt of a text.
+        prompt (Union[str, List[int]]): The prompt of a text, or its tokens.
         messages (List[Any]): The messages of a chat, as chat templates take them.
         tools (List[Any], optional): The tools of a chat, in OpenAI's form.
         role_mapping (Dict[str, Any], optional): mlx-lm's, for a model without a chat template.
+        n (int): Answers to each prompt.
+        more_prompts (List[Any]): Texts, or the tokens of each.
         copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
         thinking (Thinking): How long to think.
         form (Form, optional): What the answer must look like.
+        grammar (Grammar, optional): The form's, once it is compiled: each text takes a copy.
         images (List[str]): URLs, in the order of their placeholders; empty once they are read.
+        goes_on (bool): Whether the answer continues a text in the middle of a line.
         one_call (bool): Whether the answer ends with its first call.
         param (str): The field of the body with the prompt.
 
@@ -144,6 +153,7 @@ class Request:
         n_cached (int): Tokens of the prompt that the prompt cache had.
         answer (Answer): Takes the text apart.
         detokenizer (StreamingDetokenizer): mlx-lm's; makes the text.
+        pieces (Pieces, optional): What each token says, where log probabilities are asked for.
         first_token (float, optional): When the first token came.
         n_tokens (int): Tokens of the answer.
         n_accepted (int): Those of them that were drafted.
@@ -151,17 +161,21 @@ class Request:
     """
 
     request_type: Literal["chat", "text"]
-    prompt: str
+    prompt: str | list[int]
     messages: list[Any]
     tools: list[Any] | None
     role_mapping: dict[str, Any] | None
+    n: int = 1
+    more_prompts: list[Any] = field(default_factory=list)
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
+    grammar: Grammar | None = None
     images: list[str] = field(default_factory=list)
+    goes_on: bool = False
     one_call: bool = False
     param: str = "messages"
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)
 
     args: GenerationArguments = field(init=False)
@@ -173,6 +187,7 @@ class Request:
     n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
+    pieces: Pieces | None = field(init=False, default=None)
     first_token: float | None = field(init=False, default=None)
     n_tokens: int = field(init=False, default=0)
     n_accepted: int = field(init=False, default=0)
@@ -189,6 +204,20 @@ class Request:
         n = self.n_tokens - 1
         return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
 
+    def again(self, prompt: Any) -> "Request":
+        """One more request like this one, which has not begun, with a prompt of its own."""
+        request = replace(self, prompt=prompt, n=1, more_prompts=[], number=next(numbers))
+        request.args = self.args
+        return request
+
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks need: the prompt's tokens, not its text, and no client."""
-        return vars(self) | {"prompt": "", "messages": [], "images": [], "client": NoClient()}
+        """For the other ranks, which compile the grammar themselves: the prompt's tokens, not its text, and no client."""
+        unsent: dict[str, Any] = {
+            "prompt": "",
+            "more_prompts": [],
+            "messages": [],
+            "images": [],
+            "grammar": None,
+            "client": NoClient(),
+        }
+        return vars(self) | unsent

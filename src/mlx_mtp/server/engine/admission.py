@@ -18,6 +18,7 @@ from ..answer import make_answer
 from ..caches import Caches
 from ..options import Options
 from ..request import ModelKey, Prompt, Request
+from ..text_tokens import Pieces
 from .budget import make_processors
 from .memory import cache_bytes, check_fits
 from .provider import ModelProvider
@@ -124,6 +125,10 @@ class Admission:
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer
+        if request.goes_on:  # or it would drop a space that the answer begins with
+            request.detokenizer.add_token(prompt.tokens[-1])
+            request.detokenizer.last_segment  # noqa: B018 (it is not the answer's)
+        request.pieces = Pieces(tokenizer) if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
             prompt.initial_state == "reasoning",

@@ -185,8 +185,7 @@ class Engine:
             request.first_token = time.perf_counter()
             metrics.first_token.observe(request.first_token - request.arrived)
         metrics.generated_tokens.inc()
-        tokenizer = self.admission.models.tokenizer
-        delta = make_delta(request, response, tokenizer, response.finish_reason or finish_reason)
+        delta = make_delta(request, response, response.finish_reason or finish_reason)
         request.client.put(delta)
         if delta.finish_reason is not None:
             self._finish(uid, *(self._take_out(uid) if last is None else (last.prompt_cache, last.all_tokens)))

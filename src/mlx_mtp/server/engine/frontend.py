@@ -35,13 +35,16 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
     """Call a function that may take long in a thread that nobody waits for when the server ends."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(f(*args))
         except BaseException as e:
             future.set_exception(e)
+        finally:
+            # Else an error, its traceback, this frame and the future are a cycle, and what it took stays for long.
+            del future
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, args=(future,), daemon=True).start()
     return await asyncio.wrap_future(future)
 
 

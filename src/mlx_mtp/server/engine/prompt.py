@@ -9,7 +9,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ...images.prompt import ImagePrompt, read_images
 from ...images.vision import Vision
 from ..form import make_form
-from ..images import fetch
+from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
 from ..options import Options
 from ..request import ApiError, Prompt, Request
 
@@ -17,6 +17,25 @@ QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token: a text that fits the context is seldom longer
 PIECE = 1 << 16  # characters
 SLACK = 16  # tokens that a cut between two pieces may add
+NO_LIMIT = 2**31 + 1  # tokens of an answer that may go on to the end of the context
+
+
+def goes_on(messages: list[Any]) -> bool:
+    """Whether the answer continues the last message: one of the assistant, with text and without calls."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+
+
+def check_continues(tokenizer: Any, request: Request) -> None:
+    """
+    Raises:
+        ApiError: The request's last message is to be continued, and there is no chat template that could leave its end open.
+    """
+    if request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template:
+        message = (
+            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
+        )
+        raise ApiError(400, message, param=request.param)
 
 
 class BoundedTokenizer:
@@ -36,16 +55,26 @@ class BoundedTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """
+    def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
+        """The tokens of a text. ``MARKED_IMAGES.mark`` stands for an image, a placeholder in the text does not.
+
+        Args:
+            text (Union[str, List[int]]): A client may send the tokens themselves.
+
         Raises:
-            ApiError: The text does not fit the context.
+            ApiError: The text does not fit the context, or a token is not in the vocabulary.
         """
+        if not isinstance(text, str):
+            if (most := max(text)) >= self.n_ids:
+                raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
+            return text
         self._check_length(text)
-        tokens: list[int] = self.tokenizer.encode(text, **kwargs)
-        return tokens
+        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
+        """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""
+        if kwargs.get("add_generation_prompt") and goes_on(messages):
+            kwargs |= {"add_generation_prompt": False, "continue_final_message": True}
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -77,7 +106,7 @@ class BoundedTokenizer:
             raise ApiError(400, "The prompt is empty.", param=param)
         most = self.context_length
         if most is not None and n_prompt + args.max_tokens > most:
-            if n_prompt >= most or args.max_tokens != default_max_tokens:
+            if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
                 raise ApiError(
                     400,
                     f"This model's maximum context length is {most} tokens, but the request has {n_prompt} in its prompt "
@@ -99,6 +128,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
     Raises:
         ApiError: The prompt, or a field that depends on the model, does not fit the model.
     """
+    check_continues(tokenizer, request)
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
         pictured = _read_images(tokenizer, request, tokens, options) if request.images else None
@@ -110,7 +140,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
     if pictured is not None:
         tokens = pictured.tokens
     tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
-    make_form(tokenizer.tokenizer, request, in_reasoning)  # so that one that cannot be read is refused here
+    make_form(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
     return Prompt(tokens, [tokens], ["assistant"], "reasoning" if in_reasoning else "normal", pictured=pictured)
 
 
@@ -142,6 +172,5 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
     """
     if tokenizer.vision is None:
         raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
-    images = [fetch(url, f"Image {i}", options) for i, url in enumerate(request.images, 1)]
-    request.images = []  # they may be large
-    return read_images(tokenizer.vision, tokens, images, tokenizer.context_length)
+    images, most = fetch_all(request, options), tokenizer.context_length
+    return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))
