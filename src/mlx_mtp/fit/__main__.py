@@ -55,7 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with cli.one_line_errors(parser.prog):
-        comparison = fit(**vars(cli.parse(parser)))
+        args = cli.parse(parser)
+        cli.check_files("--corpus", getattr(args, "corpus", ()))
+        cli.check_files("--prompts", [args.prompts] if "prompts" in args else ())
+        comparison = fit(**vars(args))
     if not comparison.is_better:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)
