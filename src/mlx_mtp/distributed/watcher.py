@@ -34,11 +34,12 @@ class Fault(Exception):
         rank (int): Which one is lost.
         what (str): A sentence that names it.
         is_exception (bool): Whether the rank has raised an exception, which it prints itself. Default: ``False``.
+        age (float): Seconds since it was found. Default: ``0.0``.
     """
 
-    def __init__(self, rank: int, what: str, is_exception: bool = False):
+    def __init__(self, rank: int, what: str, is_exception: bool = False, age: float = 0.0):
         super().__init__(what)
-        self.rank, self.what, self.is_exception = rank, what, is_exception
+        self.rank, self.what, self.is_exception, self.found = rank, what, is_exception, monotonic() - age
 
 
 class Link:
@@ -117,6 +118,7 @@ class Watcher:
         try:
             messages = link.read()
         except OSError as e:
+            link.has_failed = True
             raise Fault(link.rank, f"{link.name} has died.") from e
         for kind, *rest in messages:
             link.has_failed = kind in ("fault", "failed")
@@ -154,7 +156,7 @@ class Watcher:
     def end(self, fault: Fault) -> None:
         """Tell the others of a fault, and end the rank."""
         self._tell(fault)
-        if fault.is_exception and (cause := self._cause()):
+        if (fault.is_exception or fault.rank == self.rank) and (cause := self._cause(fault)):
             fault = cause
             self._tell(fault)
         ends_itself = fault.is_exception and self.own.has_failed
@@ -172,10 +174,10 @@ class Watcher:
 
     def _tell(self, fault: Fault) -> None:
         for link in self.others:
-            link.send("fault", fault.rank, fault.what, fault.is_exception)
+            link.send("fault", fault.rank, fault.what, fault.is_exception, monotonic() - fault.found)
 
-    def _cause(self) -> Fault | None:
-        """The loss of a rank, where that is behind an exception: it makes the collectives of the others fail.
+    def _cause(self, fault: Fault) -> Fault | None:
+        """The loss of a rank that is behind a fault: it makes the collectives of the others fail, and ``mlx.launch`` ends them.
 
         Waits for what all ranks have to say, for a beat. This one may be about to raise the same exception as another.
         """
@@ -185,9 +187,9 @@ class Watcher:
             for link in ready:
                 try:
                     self._hear(link)
-                except Fault as fault:
-                    if not fault.is_exception:
-                        return fault
+                except Fault as told:
+                    if not told.is_exception and (fault.is_exception or told.found < fault.found):
+                        return told
             if not ready:
                 break
         return None
