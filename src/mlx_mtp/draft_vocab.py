@@ -121,7 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with cli.one_line_errors(parser.prog):
-        draft_vocab(**vars(cli.parse(parser)))
+        args = cli.parse(parser)
+        cli.check_files("--corpus", args.corpus)
+        draft_vocab(**vars(args))
 
 
 if __name__ == "__main__":

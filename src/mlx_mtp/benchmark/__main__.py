@@ -19,7 +19,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS
 from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth
-from .runs import AUTO, NO_COPIES
+from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
@@ -259,6 +259,10 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_alone(args, "synthetic", "tune", "report")
+    cli.check_head(args)
+    check_sizes(args.max_tokens, args.repeat)
+    if args.prompts and args.prompts not in KINDS:
+        cli.check_files("--prompts", [args.prompts])
     if args.tune:
         check_tune(args)
     if args.synthetic:

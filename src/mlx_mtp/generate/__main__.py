@@ -46,7 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
-    parser.add_argument("--json-schema", metavar="FILE", help="The text is JSON of the schema in this file.")
+    parser.add_argument(
+        "--json-schema", metavar="FILE|JSON", help="The text is JSON of this schema, or of the one in this file."
+    )
     return cli.finish(parser)
 
 
@@ -107,8 +109,9 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     template_options(args)
-    if args.json_schema is not None and not Path(args.json_schema).is_file():
-        raise FileNotFoundError(f"--json-schema: there is no file {args.json_schema}.")
+    if args.json_schema is not None and not is_json(args.json_schema):
+        cli.check_files("--json-schema", [args.json_schema])
+    cli.check_files("--image", [image for image in args.image or () if not image.startswith("data:")])
     if args.check:
         if args.json_schema is not None:
             raise ValueError("--check compares free text and cannot be combined with --json-schema.")
@@ -175,11 +178,11 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     """The logits processor of ``--json-schema``, which begins behind the reasoning.
 
     Raises:
-        ValueError: The file holds no JSON schema.
+        ValueError: It is no JSON schema.
     """
     if schema is None:
         return []
-    text = Path(schema).read_text()
+    text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
     after = ""
     if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
         after = tokenizer.think_end
@@ -187,6 +190,11 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
         return [make_grammar(tokenizer, json_schema=text, after=after)]
     except ValueError as e:
         raise ValueError(f"--json-schema {schema}: {e}") from e
+
+
+def is_json(schema: str) -> bool:
+    """Whether ``--json-schema`` is the schema itself, and no file."""
+    return schema.lstrip().startswith("{")
 
 
 def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:
