@@ -295,6 +295,22 @@ def test_the_first_of_two_deaths_is_named_once(capsys, seconds, first):
     assert capsys.readouterr().err == (f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n" if first == 1 else "")
 
 
+def test_a_rank_that_fails_and_is_then_ended_is_not_the_cause(capsys):
+    """The other one died before, but its watcher says so last."""
+    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
+    with other:
+        rank.sendall(b'["failed", "RuntimeError: recv"]\n')
+        watcher = Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, os.getppid())
+        with own, pytest.raises(Fault, match="has failed: RuntimeError: recv") as found:
+            watcher.watch()
+        rank.close()
+        other.sendall(json.dumps(["fault", 1, f"Rank 1 ({HOST}) has died.", False, 1.0]).encode() + b"\n")
+        other.shutdown(socket.SHUT_WR)
+        watcher.parent = -1  # it has ended
+        watcher.end(found.value)
+    assert capsys.readouterr().err == f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n"
+
+
 @pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])
 def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed, tmp_path):
     os.mkfifo(tmp_path / "errors")

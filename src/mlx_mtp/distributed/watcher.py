@@ -155,10 +155,10 @@ class Watcher:
 
     def end(self, fault: Fault) -> None:
         """Tell the others of a fault, and end the rank."""
-        self._tell(fault)
-        if (fault.is_exception or fault.rank == self.rank) and (cause := self._cause(fault)):
-            fault = cause
-            self._tell(fault)
+        self._tell(fault, [link for link in self.others if not link.has_failed])
+        if fault.is_exception or fault.rank == self.rank:
+            fault = self._cause(fault)
+        self._tell(fault, self.others)  # also whoever told of it: this rank has now said what it knows
         ends_itself = fault.is_exception and self.own.has_failed
         if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
             print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
@@ -172,27 +172,27 @@ class Watcher:
             self._end_rank(fault.what)
             self.close(fault.rank)
 
-    def _tell(self, fault: Fault) -> None:
-        for link in self.others:
+    def _tell(self, fault: Fault, links: list[Link]) -> None:
+        for link in links:
             link.send("fault", fault.rank, fault.what, fault.is_exception, monotonic() - fault.found)
 
-    def _cause(self, fault: Fault) -> Fault | None:
-        """The loss of a rank that is behind a fault: it makes the collectives of the others fail, and ``mlx.launch`` ends them.
+    def _cause(self, fault: Fault) -> Fault:
+        """The first loss of a rank, or else the fault: a loss makes the others' collectives fail, and ``mlx.launch`` ends them.
 
         Waits for what all ranks have to say, for a beat. This one may be about to raise the same exception as another.
         """
-        end = monotonic() + self.beat
+        end, losses = monotonic() + self.beat, [] if fault.is_exception else [fault]
         while waiting := [link for link in (self.own, *self.others) if not link.has_failed]:
             ready = select(waiting, [], [], max(0, end - monotonic()))[0]
             for link in ready:
                 try:
                     self._hear(link)
                 except Fault as told:
-                    if not told.is_exception and (fault.is_exception or told.found < fault.found):
-                        return told
+                    if not told.is_exception:
+                        losses.append(told)
             if not ready:
                 break
-        return None
+        return min(losses, key=lambda loss: loss.found, default=fault)
 
     def _end_rank(self, why: str) -> None:
         self.own.send("end", why)
