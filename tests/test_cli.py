@@ -1,12 +1,17 @@
 """What the command lines share: they end in silence where nobody reads, and their errors name what the user wrote."""
 
 import os
+import socket
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from mlx_mtp import cli
+from mlx_mtp.checkpoint.files import check_target
+from mlx_mtp.checkpoint.output import naming
 from tests.support.models import DATA
 
 COMMANDS = {
@@ -76,6 +81,83 @@ def test_a_pipe_to_head_shows_no_error():
 def test_a_value_of_the_wrong_type_is_named(monkeypatch, capsys, command, flags, message):
     assert run(monkeypatch, command, *flags.split()) == 2
     assert f"error: argument {flags.split()[0]}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", "--mpt", "--mpt: did you mean --mtp?"),
+        ("chat", "--mpt", "--mpt: did you mean --mtp?"),
+        ("server", "--mpt org/head", "--mpt org/head: did you mean --mtp?"),
+        ("convert", "--mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
+        ("benchmark", "--zzz 3", "--zzz 3"),
+        ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
+    ],
+)
+def test_an_unknown_flag_is_asked_about(monkeypatch, capsys, command, flags, message):
+    assert run(monkeypatch, command, *flags.split()) == 2
+    assert capsys.readouterr().err.endswith(f": error: unrecognized arguments: {message}\n")
+
+
+def no_permission():
+    raise PermissionError(13, "Permission denied", "out")
+
+
+@pytest.mark.parametrize(
+    ("raises", "message"),
+    [
+        (lambda: Path("no.md").read_text(), "There is no file or folder no.md."),
+        (lambda: Path("file").mkdir(), "file exists already."),
+        (lambda: Path("file/folder").mkdir(), "file/folder is below a file, which is not a folder."),
+        (lambda: Path(".").read_text(), ". is a folder: name a file."),
+        (no_permission, "You have no permission to use out."),
+        (lambda: os.open("x" * 300, os.O_RDONLY), f"{'x' * 300}: File name too long."),
+        (lambda: socket.create_server(("192.0.2.1", 0)), "Cannot assign requested address"),
+        (lambda: check_target(Path("no/file")), "There is no folder no to write file to."),  # ours
+    ],
+)
+def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end, cli.one_line_errors("mlx_mtp.x"):
+        raises()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mlx_mtp.x: error: {message}")
+    assert (error.count("\n"), "Errno" in error) == (1, False)
+
+
+def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, naming(tmp_path, "out"):
+        (tmp_path / "no.json").read_text()
+    assert cli.sentence(error.value) == "There is no file or folder out/no.json."
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", ["--mtp", "def add(a, b):"], "--mtp takes a head, and 'def add(a, b):' is neither a folder nor the name of"
+         " a repository. The prompt of a text is given with --prompt."),
+        ("generate", ["--mtp", "Hello"], "--mtp takes a head, and 'Hello' is neither"),
+        ("generate", ["--mtp", "Why? " * 1000], f"--mtp takes a head, and '{'Why? ' * 12}...' is neither"),
+        ("chat", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither a folder nor the name of a repo"),
+        ("benchmark", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither"),
+        ("generate", ["--image", "no.png"], "--image: there is no file no.png."),
+        ("generate", ["--mtp", "--prompt-cache-dir", __file__], f"--prompt-cache-dir {__file__} is a file: name a folder."),
+        ("benchmark", ["--repeat", "0"], "repeat must be 1 or more, not 0."),
+        ("benchmark", ["--prompts", "no.txt"], "--prompts: there is no file no.txt."),
+        ("draft_vocab", ["--model", "no/model", "--corpus", "no.md"], "--corpus: there is no file no.md."),
+        ("draft_vocab", ["--model", "no/model", "--corpus", "."], "--corpus: . is a folder: name a file."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, flags, message):
+    module = import_module(COMMANDS[command])
+    for name in ("load", "fetch"):
+        monkeypatch.setattr(module, name, None, raising=False)  # calling it would raise a TypeError
+    assert run(monkeypatch, command, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mlx_mtp.{command}: error: {message}")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli, prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
-from ..checkpoint.files import check_target, write_atomic
+from ..checkpoint.files import check_source, check_target, write_atomic
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
@@ -21,7 +21,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS
 from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth
-from .runs import AUTO, NO_COPIES
+from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
@@ -269,6 +269,10 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_alone(args, "synthetic", "tune", "report")
+    cli.check_head(args)
+    check_sizes(args.max_tokens, args.repeat)
+    if args.prompts and args.prompts not in KINDS:
+        check_source(Path(args.prompts), "--prompts")
     if args.tune:
         check_tune(args)
     if args.synthetic:
