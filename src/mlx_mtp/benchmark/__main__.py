@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli, prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
-from ..checkpoint.files import check_source, check_target, write_atomic
+from ..checkpoint.files import check_target, write_atomic
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
@@ -271,8 +271,6 @@ def check_flags(args: argparse.Namespace) -> None:
     cli.check_alone(args, "synthetic", "tune", "report")
     cli.check_head(args)
     check_sizes(args.max_tokens, args.repeat)
-    if args.prompts and args.prompts not in KINDS:
-        check_source(Path(args.prompts), "--prompts")
     if args.tune:
         check_tune(args)
     if args.synthetic:
@@ -286,9 +284,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--assume-acceptance requires --synthetic.")
     elif prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
-    for name in ("repeat", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}.")
     if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
         raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
