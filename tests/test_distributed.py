@@ -175,7 +175,7 @@ def test_rank_0_prints_what_is_wrong():
 @pytest.mark.slow
 def test_rank_0_chats():
     chat = (sys.executable, "-m", "mlx_mtp.chat", "--mtp", "--num-draft-tokens", "2", "--max-tokens", "8")
-    done = run(2, *chat, stdin="import os\nimport sys\nq\n")
+    done = run(2, *chat, stdin="import os\nimport sys\n/exit\n")
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
     assert done.stdout.count("Starting chat session") == 1
     assert "exited with code" not in done.stderr

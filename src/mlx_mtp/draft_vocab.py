@@ -127,7 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with cli.one_line_errors(parser.prog):
-        draft_vocab(**vars(cli.parse(parser)))
+        args = cli.parse(parser)
+        draft_vocab(**vars(args))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..decoding.depth import MAX_DRAFT_TOKENS
 from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth
-from .runs import AUTO, NO_COPIES
+from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
 
@@ -269,6 +269,8 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_alone(args, "synthetic", "tune", "report")
+    cli.check_head(args)
+    check_sizes(args.max_tokens, args.repeat)
     if args.tune:
         check_tune(args)
     if args.synthetic:
@@ -282,9 +284,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--assume-acceptance requires --synthetic.")
     elif prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
-    for name in ("repeat", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}.")
     if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
         raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:

@@ -58,6 +58,8 @@ def naming(folder: Path, name: str) -> Iterator[None]:
     except (OSError, ValueError) as e:
         if str(folder) not in str(e):
             raise
+        if isinstance(e, OSError) and e.strerror and e.filename:  # the system's own
+            raise OSError(e.errno, e.strerror, str(e.filename).replace(str(folder), name)) from e
         kind = OSError if isinstance(e, OSError) else ValueError
         raise kind(str(e).replace(str(folder), name)) from e
 
