@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from mlx_mtp.server.api.chat_completions import ChatBody, ChatWriter
-from mlx_mtp.server.job import Delta
+from mlx_mtp.server.delta import Delta
 from mlx_mtp.server.text_tokens import Pieces
 from mlx_mtp.server.tool_calls import Text
 from tests.support.models import TRAINED

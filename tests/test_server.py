@@ -473,7 +473,7 @@ def test_start_says_where_and_how(server):
         ("--mtp --num-draft-tokens auto", "with drafts of its MTP head and copies"),
         ("--mtp --num-draft-tokens 2", "with drafts of its MTP head"),
         ("--mtp --num-draft-tokens 2 --copy-drafts 4", "with drafts of its MTP head and copies"),
-        ("--mtp HEAD --copy-drafts off", "with drafts of the MTP head HEAD"),
+        ("--mtp org/head --copy-drafts off", "with drafts of the MTP head org/head"),
         ("--copy-drafts auto", "with drafts of copies"),
     ],
 )

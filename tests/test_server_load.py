@@ -21,6 +21,7 @@ from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.caches import Stores
+from mlx_mtp.server.delta import Delta
 from mlx_mtp.server.engine import admission as admission_of
 from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine import memory as memory_of
@@ -29,7 +30,6 @@ from mlx_mtp.server.engine.clients import Clients
 from mlx_mtp.server.engine.engine import Engine
 from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.job import Delta
 from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
 from tests.support.models import tiny_model
 from tests.support.prompt_store import TEXT, read

@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.delta import Delta
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.frontend import Frontend
-from mlx_mtp.server.job import Delta
 from mlx_mtp.server.request import Request
 
 

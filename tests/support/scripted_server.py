@@ -39,8 +39,8 @@ class Say:
 
 def choose(self, request):
     args, tokenizer = request.args, self.models.tokenizer
-    if text := (args.chat_template_kwargs or {}).get("say"):
-        return Say(tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+    if "say" in (args.chat_template_kwargs or {}):
+        return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
     samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
     return samplers.get(args.sampling.temperature) or make_sampler(self, request)
 

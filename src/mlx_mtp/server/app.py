@@ -28,8 +28,8 @@ from .api.answer import Usage, Writer
 from .api.body import MAX_BODY, Body, Json, parse_json
 from .browsers import ANY, Browsers
 from .choices import choices_of, generate
+from .delta import Delta
 from .engine.frontend import Frontend, in_thread
-from .job import Delta
 from .request import ApiError, Request, Waiting
 
 MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
@@ -71,18 +71,18 @@ COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/i
 
 
 def make_app(
-    generator: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
+    frontend: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
 ) -> FastAPI:
     """The application that answers HTTP requests.
 
     Args:
-        generator (Frontend): What generates.
+        frontend (Frontend): What generates.
         api_key (str, optional): What clients must know.
         origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
         hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
     """
     app = FastAPI(title="mlx_mtp", version=__version__)
-    endpoints = Endpoints(generator, api_key)
+    endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add(app, path, "POST", endpoints.generate(api), api.body)
     _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
@@ -99,7 +99,7 @@ def make_app(
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
     app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
-    app.add_middleware(Counting, generator=generator)
+    app.add_middleware(Counting, frontend=frontend)
     return app
 
 
@@ -117,8 +117,8 @@ def _add(app: FastAPI, path: str, method: str, endpoint: Callable[..., Awaitable
 class Endpoints:
     """What answers the requests."""
 
-    def __init__(self, generator: Frontend, api_key: str | None):
-        self.generator, self.api_key = generator, api_key
+    def __init__(self, frontend: Frontend, api_key: str | None):
+        self.frontend, self.api_key = frontend, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
         self.n_bytes = 0  # of the bodies that arrive or are parsed
         self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
@@ -126,26 +126,24 @@ class Endpoints:
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
-            most = self.generator.options.max_queue
+            most = self.frontend.options.max_queue
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
             choices = choices_of(request)
-            return Answer(
-                self.generator, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
-            )
+            return Answer(self.frontend, choices, api.writer(body), body.stream, api.module.error_content, self.waiting)
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         _, request = await self._read(http, MESSAGES)
         async with watched([request], http.receive):
-            return JSONResponse({"input_tokens": await self.generator.count_tokens(request)})
+            return JSONResponse({"input_tokens": await self.frontend.count_tokens(request)})
 
     async def count_input_tokens(self, http: HTTPRequest) -> Response:
         _, request = await self._read(http, RESPONSES)
         async with watched([request], http.receive):
-            n = await self.generator.count_tokens(request)
+            n = await self.frontend.count_tokens(request)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
@@ -190,24 +188,24 @@ class Endpoints:
         if api.needs not in content:
             needed = "a prompt" if api.needs == "prompt" else api.needs
             raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
-        options = self.generator.options
+        options = self.frontend.options
         body, request, request.args = api.module.read_request(content, options)
         request.copy_drafts = options.copy_drafts if body.copy_drafts is None else body.copy_drafts
         return body, request
 
     async def root(self) -> Response:
         """The page to chat, or where there is none, what this is."""
-        if self.generator.options.no_ui:
+        if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self) -> Response:
-        is_healthy = self.generator.is_healthy
+        is_healthy = self.frontend.is_healthy
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)
-        return Response(self.generator.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
         """List the models that a request may name; if that is any, also those that have been downloaded."""
@@ -225,15 +223,15 @@ class Endpoints:
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
 
     def _names(self) -> list[str]:
-        names = self.generator.models.served[:]
-        if self.generator.options.allow_any_model:
+        names = self.frontend.models.served[:]
+        if self.frontend.options.allow_any_model:
             with suppress(CacheNotFound):
                 names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
         return names
 
     def _describe(self, name: str) -> Json:
         """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
-        created, length = self.generator.created, self.generator.models.context_length(name)
+        created, length = self.frontend.created, self.frontend.models.context_length(name)
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
@@ -274,7 +272,7 @@ class Answer(Response):
     """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
 
     Args:
-        generator (Frontend): What generates.
+        frontend (Frontend): What generates.
         choices (List[Request]): The answers that it asks for, as ``choices_of`` has them.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
@@ -284,7 +282,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        generator: Frontend,
+        frontend: Frontend,
         choices: list[Request],
         writer: Writer,
         is_stream: bool,
@@ -293,7 +291,7 @@ class Answer(Response):
     ):
         super().__init__()
         self.waiting = waiting
-        self.generator, self.choices = generator, choices
+        self.frontend, self.choices = frontend, choices
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -329,7 +327,7 @@ class Answer(Response):
     async def _pieces(self) -> AsyncIterator[bytes]:
         """What each step adds to a stream."""
         has_begun = False
-        async for i, item in generate(self.generator, self.choices):
+        async for i, item in generate(self.frontend, self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):
@@ -346,7 +344,7 @@ class Answer(Response):
             n_cached=sum(request.n_cached for request in read),
             n_generated=sum(request.n_tokens for request in self.choices),
             n_accepted=sum(request.n_accepted for request in self.choices),
-            drafts=[request.counts for request in self.choices] if self.generator.options.drafts else None,
+            drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
         )
 
 
@@ -358,13 +356,13 @@ async def _begin_stream(send: Send) -> None:
 class Counting:
     """Counts answers by their status."""
 
-    def __init__(self, app: ASGIApp, generator: Frontend):
-        self.app, self.generator = app, generator
+    def __init__(self, app: ASGIApp, frontend: Frontend):
+        self.app, self.frontend = app, frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.generator.metrics.requests.labels(message["status"]).inc()
+                self.frontend.metrics.requests.labels(message["status"]).inc()
             await send(message)
 
         await self.app(scope, receive, count if scope["type"] == "http" else send)

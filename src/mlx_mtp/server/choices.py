@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from .delta import Delta
 from .engine.frontend import Frontend
-from .job import Delta
 from .request import Request, Started, Waiting
 
 

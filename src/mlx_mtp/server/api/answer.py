@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...decoding.counts import DraftCounts
-from ..job import Delta
+from ..delta import Delta
 from ..request import ApiError
 
 Json = dict[str, Any]

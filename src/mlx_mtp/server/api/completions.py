@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from pydantic import Field, StringConstraints
 
-from ..job import Delta
+from ..delta import Delta
 from ..request import Request
 from ..tool_calls import Text
 from .answer import Json

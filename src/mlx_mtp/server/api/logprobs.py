@@ -6,7 +6,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from ..job import Delta, Likely
+from ..delta import Delta, Likely
 from .answer import Json
 
 MAX_TOP = 20

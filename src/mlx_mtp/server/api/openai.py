@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
+from ..delta import Delta
 from ..form import form_of, the_only
-from ..job import Delta
 from ..request import ApiError, Form
 from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
-from ..job import make_delta
+from ..delta import make_delta
 from ..request import ApiError, Request, Started, Waiting
 from .admission import Admission
 from .clients import Clients

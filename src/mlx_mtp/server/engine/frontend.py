@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ..job import Delta
+from ..delta import Delta
 from ..options import Options
 from ..request import ApiError, Prompt, Request, Started, Waiting
 from .engine import Engine
