@@ -205,7 +205,7 @@ class BatchGenerator:
         caches: list[list[Any]] | None = None,
         all_tokens: list[list[int]] | None = None,
         samplers: ListOf[Sampler | None] | None = None,
-        logits_processors: list[list[LogitsProcessor]] | None = None,
+        logits_processors: ListOf[ListOf[LogitsProcessor] | None] | None = None,
         stop_sequences: list[StopSequences] | None = None,
         num_draft_tokens: ListOf[NumDraftTokens | None] | None = None,
         copy_drafts: ListOf[CopyDrafts | None] | None = None,
@@ -222,7 +222,7 @@ class BatchGenerator:
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied.
             all_tokens (List[List[int]], optional): The tokens in the caches, which logits processors are shown.
             samplers (List[Sampler], optional): The sampler of each.
-            logits_processors (List[List[LogitsProcessor]], optional): The processors of each.
+            logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
             stop_sequences (List[StopSequences], optional): What ends each.
             num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
               the most of all; ``None`` for the generator's.
@@ -276,7 +276,7 @@ class BatchGenerator:
         caches: list[Any] | None,
         all_tokens: list[int],
         samplers: Sampler | None,
-        logits_processors: list[LogitsProcessor],
+        logits_processors: ListOf[LogitsProcessor] | None,
         stop_sequences: StopSequences,
         num_draft_tokens: NumDraftTokens | None,
         copy_drafts: CopyDrafts | None,
@@ -307,7 +307,7 @@ class BatchGenerator:
             options=options,
             max_tokens=max_tokens,
             sampler=samplers or self.sampler,
-            logits_processors=list(logits_processors),
+            logits_processors=list(logits_processors or ()),
             stop=stop_sequences.matcher(),
             counts=counts,
             segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
