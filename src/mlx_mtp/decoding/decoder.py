@@ -180,13 +180,19 @@ class Decoder:
         tokens, records = mx.zeros((len(plans), 0), mx.uint32), list[list[Any]]([] for _ in plans)
         if max(limits) > 0:
             tokens, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
-        plans = [plan if plan.is_free else Plan(k) for plan, k in zip(plans, limits)]
+        proposed = {
+            b: self.sequences[b].sources[plan.source].propose(plan.k, self.sequences[b].n_unread)
+            for b, plan in enumerate(plans)
+            if plan.is_free
+        }
+        plans = [
+            Plan(limits[b]) if b not in proposed else Plan(len(proposed[b][0]), plan.source)
+            for b, plan in enumerate(plans)
+        ]
         if (n := max(plan.k for plan in plans)) > tokens.shape[1]:
             tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])  # [B, n]
-        for b, plan in enumerate(plans):
-            if plan.is_free:
-                s = self.sequences[b]
-                tokens[b, : plan.k], records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
+        for b, (own, of_own) in proposed.items():
+            tokens[b, : len(own)], records[b] = own, of_own
         self.drafts = Drafts(tokens, records, plans) if n > 0 else Drafts(NO_DRAFTS, [], plans)
         mx.async_eval(self.drafts.tokens)
 

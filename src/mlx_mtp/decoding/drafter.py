@@ -232,6 +232,8 @@ class HeadDrafter:
             self._keep_last_pair()
             if isinstance(self.cache, KVCache):
                 self.cache = HeadRows([self.cache], [_shift(self.positions[0])])
+            if tokens is not None:
+                self._append_image_rows(caches, tokens)
             self.cache.join([c.head for c in caches], [_shift(p) for p in positions])
         self.positions = [*self.positions, *positions]
         if tokens is None:
@@ -243,6 +245,15 @@ class HeadDrafter:
             hidden, tokens = mx.concatenate([held, hidden]), mx.concatenate([held_tokens, tokens])
         self.counts = [*self.counts, *(int(c.last_hidden is not None) for c in caches)]
         self.pending = [(hidden, tokens, max(self.counts))]
+
+    def _append_image_rows(self, caches: list[PromptCache], tokens: mx.array) -> None:
+        """Append the row of an image's last token where it waits for the next token, of [B, 1]: a row of ``HeadRows`` is at a
+        plain position."""
+        for cache, token in zip(caches, tokens):
+            positions, hidden = cache.head_positions, cache.last_hidden
+            if positions is not None and hidden is not None and not positions.are_plain(cache.head.offset):
+                run_head(self.model, hidden, token[None], cache.head, positions=positions)
+                cache.last_hidden = None
 
     def filter(self, keep: list[int]) -> None:
         """Keep these sequences."""

@@ -50,7 +50,8 @@ class Pace:
 
     def _next_of_one(self, s: Sequence, room: int) -> Plan:
         offers, depth = s.offers(), depth_of(self.model, s)
-        plan = next((Plan(n, name) for name in offers if (n := s.sources[name].fixed) is not None), None)
+        fixed = ((name, s.sources[name].fixed) for name in offers)
+        plan = next((Plan(min(n, len(offers[name])), name) for name, n in fixed if n is not None), None)
         if plan is None and depth is not None:
             plan = depth.next(offers)
         if plan is None:

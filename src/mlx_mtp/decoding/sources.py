@@ -39,7 +39,15 @@ class Source(Protocol):
         ...
 
     def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
-        """k drafts [k] for the tokens after the unread ones; and ``None`` for each, which is proposed with probability one."""
+        """
+        Args:
+            k (int): The number of drafts that the step has room for.
+            n_unread (int): As for ``acceptance``.
+
+        Returns:
+            Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unread ones; and ``None`` for each, which is
+            proposed with probability one.
+        """
         ...
 
 

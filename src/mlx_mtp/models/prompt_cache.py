@@ -61,7 +61,7 @@ class PromptCache:
         return self._last[0]
 
     @last_hidden.setter
-    def last_hidden(self, hidden: mx.array) -> None:
+    def last_hidden(self, hidden: mx.array | None) -> None:
         self._last[0] = hidden
 
     @property
