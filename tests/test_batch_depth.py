@@ -86,7 +86,7 @@ def test_times_are_kept_from_one_batch_to_the_next():
     for _ in range(2):
         generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
         run(generator)
-        kept.append(dict(model.drafting.batch_times.by_size))
+        kept.append(dict(model.drafting.timing.of_batches.by_size))
     assert kept[0].keys() == {1, 2}
     assert kept[0] == kept[1]  # the same objects
     measured = kept[0][2].by_depth().keys()

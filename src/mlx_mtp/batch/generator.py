@@ -8,11 +8,11 @@ from collections.abc import Generator
 from collections.abc import Sequence as ListOf
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import StopSequences, generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
@@ -21,16 +21,19 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
-from ..decoding.loop import check_embeddings
+from ..decoding.loop import check_embeddings, make_step
 from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, check_model, resolve
-from ..decoding.pace import Pace, size_times
-from ..decoding.read import read_chunk
+from ..decoding.planner import Planner
+from ..decoding.prefill import prefill_chunk
 from ..decoding.sequence import Sequence
-from ..decoding.window import Step
+from ..decoding.timing import timing_of
+from ..decoding.window import Step, Token
 from ..models.positions import ImageSpan
 from ..models.prompt_cache import open_prompt_cache, place_images
-from ..models.single import KVOptions
+from ..models.single import KVOptions, SingleCache
 from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -143,14 +146,14 @@ class BatchGenerator:
         self.num_draft_tokens, self.copy_drafts = num_draft_tokens, copy_drafts
         self._resolve(num_draft_tokens, copy_drafts)  # checks them
         self.stream = stream or generation_stream
-        self.pace = Pace(self.model, size_times(self.model))
-        if self.pace.exchange is not None:
+        self.planner = Planner(self.model, timing_of(self.model).of_batches)
+        if self.planner.exchange is not None:
             with mx.stream(self.stream):
-                self.pace.exchange.align(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+                self.planner.exchange.align(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
         self.kv, self.return_prompt_caches = kv, return_prompt_caches
         self.prompts: deque[Sequence] = deque()  # that are being read, as far as their last token
         p_min = resolve(self.model).p_min
-        self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=self.pace.exchange, stream=self.stream)
+        self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=self.planner.exchange, stream=self.stream)
         self._uid_count = 0
         self._counters = BatchCounters()
         self._old_wired_limit = maybe_set_recommended_wired_limit()
@@ -159,7 +162,7 @@ class BatchGenerator:
         """Let go of all sequences, and restore the wired limit."""
         self.prompts.clear()
         self.decoder.clear()
-        if self.pace.exchange is not None:
+        if self.planner.exchange is not None:
             mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
         self._restore_wired_limit()
 
@@ -190,7 +193,7 @@ class BatchGenerator:
     def prompt_cache_nbytes(self) -> int:
         """The size of the caches in use."""
         prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
-        return prompts + self.decoder.nbytes
+        return prompts + self.decoder.cache.nbytes + self.decoder.head.nbytes
 
     # Sequences come and go
 
@@ -350,12 +353,12 @@ class BatchGenerator:
 
     def _clear(self) -> None:
         self.decoder.clear()
-        self.pace.clear()
+        self.planner.clear()
 
     def _cache_of(self, s: Sequence) -> list[Any]:
         """The prompt cache of a sequence that ends while a window is in flight."""
         decoder = self.decoder
-        if not decoder.is_alone:
+        if len(decoder) > 1:
             return decoder.extract(s)
         assert decoder.window is not None
         decoder.window.kept = [1]
@@ -406,7 +409,7 @@ class BatchGenerator:
         if responses:
             seconds = time.perf_counter() - start
             self.prefill.record_chunk(n - n_left, n_cached, seconds)
-            self.pace.interrupt()
+            self.planner.interrupt()
             self._counters.prompt_tokens += n - n_left
             self._counters.prompt_time += seconds
         return responses
@@ -419,12 +422,7 @@ class BatchGenerator:
         if embeddings is not None:
             embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
         cache.images = s.images
-        read_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings)
-        caches = cache.backbone
-        maybe_quantize_kv_cache(caches, *self.kv)
-        cache.backbone = caches
-        mx.eval([c.state for c in cache.entries])
-        mx.clear_cache()
+        prefill_chunk(self.model, SingleCache(cache, self.kv), mx.array(tokens, mx.uint32), embeddings)
         s.read(tokens)
         s.n_read += len(tokens)
         cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))
@@ -434,28 +432,17 @@ class BatchGenerator:
         return PromptResponse(s.uid, (s.n_read, s.n_prompt), is_end, False)
 
     def _step(self, ready: list[Sequence]) -> list[Response]:
-        start, decoder, pace = time.perf_counter(), self.decoder, self.pace
-        running = [s for s in decoder.sequences if s.end is None]
-        step, responses = None, []
-        if decoder.window is not None:
-            step = _result(decoder.accept())  # accept
-            pace.record_drafting(step)
-            responses = self._failures(running)
-            if decoder.window is not None:  # one that was alone and has failed is finalized
-                decoder.hand_over()
-        self._come_and_go([s for s in running if self._goes_on(s)], ready)
-        if len(decoder) > 0:
-            decoder.draft(pace.next(decoder))  # draft
-            decoder.roll_back()  # roll back
-            decoder.verify()  # verify
-            pace.start_window(decoder)
-            if step is not None:
-                decoder.wait()
-                pace.record_plain(step)
-            decoder.hand_over()
-        if step is not None:
-            responses = [*self._tokens(step), *responses]
-        responses += self._failures(decoder.sequences)
+        start, decoder = time.perf_counter(), self.decoder
+        running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
+
+        def come_and_go(step: Step | None) -> None:
+            failures.extend(self._failures(running))
+            _drain(decoder.hand_over_accepted(step))
+            decoder.filter([s for s in running if self._goes_on(s)])
+            self._join(ready)
+
+        step = _drain(make_step(decoder, self.planner, come_and_go))
+        responses = [*([] if step is None else self._tokens(step)), *failures, *self._failures(decoder.sequences)]
         if all(s.end is not None for s in decoder.sequences):
             self._clear()
         self._count(len(responses), time.perf_counter() - start)
@@ -467,12 +454,11 @@ class BatchGenerator:
             return self.return_prompt_caches and s.finish_reason != "error"
         return s.max_tokens > s.n_unread
 
-    def _come_and_go(self, stay: list[Sequence], ready: list[Sequence]) -> None:
-        self.decoder.filter(stay)
+    def _join(self, ready: list[Sequence]) -> None:
+        for s in ready:
+            self.prompts.remove(s)
+            s.read(s.segments.pop())
         if ready:
-            for s in ready:
-                self.prompts.remove(s)
-                s.read(s.segments.pop())
             self.decoder.join(ready)
 
     def _count(self, n_tokens: int, seconds: float) -> None:
@@ -509,11 +495,11 @@ class BatchGenerator:
             last.prompt_cache = self._cache_of(s)
 
 
-def _result(accepting: Generator[Any, None, Step]) -> Step:
-    """What a move returns that may yield tokens before: all of a step's are handed over together."""
-    try:
-        while True:
-            next(accepting)
-    except StopIteration as end:
-        step: Step = end.value
-        return step
+def _drain(moves: Generator[Token, None, T]) -> T:
+    """Make moves that yield tokens in between -> what they return: all tokens of a step are handed over together."""
+    while True:
+        try:
+            next(moves)
+        except StopIteration as end:
+            result: T = end.value
+            return result

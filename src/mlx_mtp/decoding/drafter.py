@@ -16,6 +16,7 @@ pair for later. After a step with drafts each sequence has as many pairs as it h
                                     b1
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,6 +63,9 @@ class NoHead:
     def filter(self, keep: list[int]) -> None:
         pass
 
+    def move_to(self, cache: PromptCache) -> None:
+        pass
+
     def extract(self, b: int) -> KVCache:
         return KVCache()
 
@@ -88,8 +92,8 @@ class HeadDrafter:
         self.counts: list[int] = []  # pending pairs of each sequence
         self.positions: list[Positions | None] = []  # of each sequence's rows, if it has images
         # Of one sequence: the first row's position, and the rows that are done; others are of drafts, or of a pass not done.
-        self.n_rows: Any = 0
         self.first_row = 0
+        self.n_rows: Any = 0
 
     @property
     def nbytes(self) -> int:
@@ -228,12 +232,14 @@ class HeadDrafter:
         if not self.counts and len(caches) == 1:
             self.cache, self.pending = caches[0].head, []
             self.n_rows, self.first_row = self.cache.offset, caches[0].first_row
+            if tokens is None:
+                self.n_rows = math.inf  # reading the prompt adds rows, and takes back those of a part that is not done
         else:
             self._keep_last_pair()
             if isinstance(self.cache, KVCache):
                 self.cache = HeadRows([self.cache], [_shift(self.positions[0])])
-            if tokens is not None:
-                self._append_image_rows(caches, tokens)
+            assert tokens is not None
+            self._append_image_rows(caches, tokens)
             self.cache.join([c.head for c in caches], [_shift(p) for p in positions])
         self.positions = [*self.positions, *positions]
         if tokens is None:
@@ -266,6 +272,10 @@ class HeadDrafter:
         self.pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in self.pending]
         self.counts, self.positions = [self.counts[b] for b in keep], [self.positions[b] for b in keep]
         self.n_rows = self.cache.offset
+
+    def move_to(self, cache: PromptCache) -> None:
+        """Put the keys and values of the one sequence that is left into its prompt cache."""
+        cache.head, self.first_row = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
 
     def extract(self, b: int) -> KVCache:
         """A copy of sequence b's keys and values, pending pairs included."""

@@ -9,7 +9,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..models.positions import ImageSpan, Positions
+from ..models.positions import ImageSpan
 from ..models.prompt_cache import PromptCache
 from .acceptance import TokenMatch, make_acceptance, rewind
 from .counts import DraftCounts
@@ -139,11 +139,6 @@ class Sequence:
         self.sources = make_sources(self.options, without_images(text, self.first, self.images), self.logits_processors)
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
-
-    @property
-    def shift(self) -> int:
-        """What to add to the index of its next token to have its position."""
-        return Positions(tuple(self.images)).shift
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The last tokens of a prompt cache of so many, as far back as they are known."""

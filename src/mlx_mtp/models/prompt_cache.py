@@ -37,14 +37,11 @@ class PromptCache:
     Args:
         entries (List[Any]): Of ``make_prompt_cache``.
         n_layers (int): The number of the backbone's layers.
-
-    Attributes:
-        head (KVCache): The head's keys and values.
     """
 
     def __init__(self, entries: list[Any], n_layers: int):
         self.entries, self.n_layers = entries, n_layers
-        self.head, self._last = entries[n_layers:]
+        self._last = entries[-1]
 
     @property
     def backbone(self) -> list[Any]:
@@ -54,6 +51,15 @@ class PromptCache:
     @backbone.setter
     def backbone(self, caches: list[Any]) -> None:
         self.entries[: self.n_layers] = caches
+
+    @property
+    def head(self) -> Any:
+        """The head's keys and values, a ``KVCache``."""
+        return self.entries[-2]
+
+    @head.setter
+    def head(self, cache: Any) -> None:
+        self.entries[-2] = cache
 
     @property
     def last_hidden(self) -> mx.array | None:
@@ -129,6 +135,11 @@ class PromptCache:
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
         self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+
+    @property
+    def shift(self) -> int:
+        """What to add to the index of the next token to have its position."""
+        return Positions(tuple(self.images)).shift
 
     @property
     def first_row(self) -> int:
