@@ -105,7 +105,7 @@ class Defaults:
         if input_embeddings is not None:
             check_embeddings(self.model, n_prompt, input_embeddings)
         cache = open_prompt_cache(self.model, copy.deepcopy(caches))
-        place_images(self.model, cache, images, input_embeddings)
+        place_images(self.model, cache, images, input_embeddings is not None)
         if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
             raise ValueError(
                 f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow."

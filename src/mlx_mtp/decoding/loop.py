@@ -122,7 +122,7 @@ def mtp_generate_step(
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
     cache = open_prompt_cache(model, prompt_cache)
-    place_images(mtp_model, cache, images, input_embeddings)
+    place_images(mtp_model, cache, images, input_embeddings is not None)
     sequence = Sequence(
         cache=cache,
         options=options,

@@ -32,11 +32,12 @@ def pillow() -> Any:
     return Image
 
 
-def open_image(source: "str | Path | bytes | Image", name: str | None = None) -> "Image":
+def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
     """Open an image as it is seen: upright, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, PIL.Image.Image]): A file, a ``data:`` URL, bytes, or an image of Pillow.
+        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
+          [height, width, 3] in RGB, or an image of Pillow.
         name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
 
     Returns:
@@ -52,6 +53,8 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
     elif isinstance(source, str | Path):
         name = name or str(source)[:200]
         source = _read(Path(source), name)
+    elif isinstance(source, np.ndarray):
+        source = from_array(source)
     name = name or "The image"
     if not isinstance(source, bytes | image_module.Image):
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
@@ -71,6 +74,13 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
             return _to_rgb(image if isinstance(source, bytes) else image.copy())
         except Exception as e:
             raise _unreadable(name, e) from e
+
+
+def from_array(pixels: "np.ndarray[Any, Any]") -> "Image":
+    """uint8 values [height, width, 3] in RGB as an image of Pillow."""
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
+        raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
+    return pillow().fromarray(pixels)
 
 
 def _read(file: Path, name: str) -> bytes:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..models.mixin import MTPMixin
 from ..models.positions import ImageSpan
-from ..models.prompt_cache import PromptCache, make_prompt_cache, open_prompt_cache
+from ..models.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from .open import open_image
-from .processor import PLACEHOLDER, VIDEO_TOKEN, from_array
+from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
 
@@ -78,12 +77,12 @@ def read_images(
     pixel_values: list[mx.array] = []
     n_left = max_tokens
     for i, image in enumerate(images, 1):
-        opened = _opened(image, i)
+        opened = open_image(image, None if isinstance(image, str | Path) else f"Image {i}")
         if n_left is not None and (n_left := n_left - vision.processor.n_tokens(opened)) < 0:
             raise ValueError(
                 f"The images up to number {i} have more than {max_tokens} tokens: send fewer or smaller ones."
             )
-        pixel_values.append(vision.processor.preprocess_image(opened))
+        pixel_values.append(vision.processor.patches_of(opened))
     expanded: list[int] = []
     spans: list[ImageSpan] = []
     for token in tokens:
@@ -101,10 +100,9 @@ def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> li
 
     mlx-lm's own functions then read them at the right positions, too: they pass it to the model.
     """
-    entries = make_prompt_cache(model) if prompt_cache is None else open_prompt_cache(model, prompt_cache).entries
-    cache = PromptCache(entries, len(model.layers))
-    cache.images = [*cache.images, *prompt.spans(cache.n_tokens)]
-    return entries
+    cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
+    place_images(model, cache, prompt.spans(cache.n_tokens), are_embedded=True)
+    return cache.entries
 
 
 def vision_of(model: Any) -> Vision:
@@ -123,10 +121,3 @@ def vision_of(model: Any) -> Vision:
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
     return vision
-
-
-def _opened(image: Any, i: int) -> Any:
-    """An image of Pillow; errors name its file or its number."""
-    if isinstance(image, np.ndarray):
-        return from_array(image)
-    return open_image(image, None if isinstance(image, str | Path) else f"Image {i}")

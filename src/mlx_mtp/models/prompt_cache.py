@@ -233,15 +233,15 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     return cache
 
 
-def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], embeddings: mx.array | None) -> None:
+def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
     """Say where the images of a text are, before a prompt is read into its cache.
 
     Args:
         images (Iterable[ImageSpan]): Those of the prompt; those of the cache may be among them.
-        embeddings (mx.array, optional): The prompt's, [T, H].
+        are_embedded (bool): Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: They overlap, are not among the embeddings, or the model takes none.
+        ValueError: They overlap, are still to be read without embeddings, or the model takes none.
     """
     both = sorted({*cache.images, *images})
     if not both:
@@ -251,7 +251,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], em
         raise ValueError("This model takes no images: its positions have one axis.")
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
-    if both[-1].end > cache.n_tokens and embeddings is None:
+    if both[-1].end > cache.n_tokens and not are_embedded:
         raise ValueError(
             f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own."
         )
