@@ -102,4 +102,4 @@ def _verdict(s: Sequence, b: int, window: Window, i: int, j: int) -> tuple[Verdi
     drafts, records = (own.tokens[b, : own.plans[b].k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
     # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
     rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
-    return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_decided + i), rows
+    return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_generated + i), rows

@@ -88,13 +88,13 @@ class Decoder:
         self.drafts, plans = drafts, drafts.plans
         if all(plan.k == 0 for plan in plans):
             return
-        limits = [0 if plan.is_free else plan.k for plan in plans]
+        limits = [0 if plan.skips_head else plan.k for plan in plans]
         tokens, records = mx.zeros((len(plans), 0), mx.uint32), Records([] for _ in plans)
         if max(limits) > 0:
             tokens, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
-        plans = [plan if plan.is_free else Plan(k) for plan, k in zip(plans, limits)]
+        plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
         for b, (s, plan) in enumerate(zip(self.sequences, plans)):
-            if plan.is_free:
+            if plan.skips_head:
                 own, records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
                 plans[b] = Plan(len(own), plan.source)
                 tokens = with_row(tokens, b, own)

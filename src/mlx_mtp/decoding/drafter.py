@@ -310,7 +310,7 @@ class _Chooser:
         s = self.sequence
         before = mx.concatenate(drafts) if drafts and self.processors else NO_TOKENS
         logprobs = s.logprobs(logits, before, self.processors)
-        token, record = s.acceptance.draft(logprobs, s.n_decided + len(self.records))
+        token, record = s.acceptance.draft(logprobs, s.n_generated + len(self.records))
         self.records.append(record)
         if self.p_min > 0:
             # By the likeliest token, not by the one drafted: to drop a draft for what it is would change the distribution.

@@ -17,7 +17,7 @@ So the head's cache has a row for each of the backbone's tokens, each made from 
 last one is not known: the head has one row less, and the hidden state that it waits with is in the last entry of the prompt
 cache.
 
-Drafts may also be copied from the text (``copies.py``); the head then gets its rows when they are accepted.
+Drafts may also be copied from the text (``prompt_lookup.py``); the head then gets its rows when they are accepted.
 
 This module is the loop. Its moves are those of ``decoder.Decoder``. How many drafts to make, and from where, is up to
 ``planner.Planner``.

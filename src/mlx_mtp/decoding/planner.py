@@ -3,12 +3,12 @@
 from typing import cast
 
 from ..models.protocol import MTPModel
+from .batch_depth import BatchDepth, BatchTimes
 from .clock import Clock
 from .decoder import Decoder, room_of
 from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from .exchange import Exchange, Times
 from .sequence import Sequence
-from .size_depth import BatchDepth, SizeTimes
 from .step_times import PLAIN_PLAN, Plan
 from .timing import timing_of
 from .window import Drafts, Step
@@ -27,7 +27,7 @@ class Planner:
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
         self.clock: Clock[tuple[Depth, Plan, float]] = Clock(timing_of(model), self.exchange)
         self.of_many = BatchDepth(timing_of(model).of_batches)
-        self.of_copies = BatchDepth(SizeTimes())  # where no head drafts: what steps then take is no one else's
+        self.of_copies = BatchDepth(BatchTimes())  # where no head drafts: what steps then take is no one else's
         self.latest: list[Drafts] = []  # of the latest windows
 
     def next(self, decoder: Decoder) -> Drafts:
@@ -91,7 +91,7 @@ class Planner:
         depth, plan = drafts.depth, drafts.plan
         if several or depth is None:
             for s, own, n in zip(step.sequences, drafts.plans, step.n_accepted):
-                if own.k > 0 and not own.is_free:
+                if own.k > 0 and not own.skips_head:
                     s.rates.count_window(own.k, n)
         if depth is None or (several and len(drafts) > plan.k):
             self.clock.interrupt()  # no depth learns from a number that was given, or from a sequence's own
@@ -100,7 +100,7 @@ class Planner:
             plan, n_accepted = Plan(len(drafts)), sum(step.n_accepted) / len(step.sequences)
         else:
             # Drafts that the head was too unsure of count as rejected: they were paid for.
-            plan, n_accepted = drafts.plans[0] if plan.is_free else plan, step.n_accepted[0]
+            plan, n_accepted = drafts.plans[0] if plan.skips_head else plan, step.n_accepted[0]
         is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(beside, is_plain))
         if is_first and (several or len(self.latest) > 2):
             depth.observe(plan, n_accepted, None, True)
@@ -125,7 +125,7 @@ def _is_clear(beside: list[Drafts], is_plain: bool) -> bool:
     if is_plain:  # where steps change from plain to drafting or back, more or less than this pass may be behind it
         return all(d.plan == PLAIN_PLAN for d in beside)
     # Behind a step without drafts, part of the time may be that step's. And behind free drafts the head has more rows to make.
-    return len(beside) == 2 and len(beside[0]) > 0 and beside[0].plan.is_free <= last.plan.is_free
+    return len(beside) == 2 and len(beside[0]) > 0 and beside[0].plan.skips_head <= last.plan.skips_head
 
 
 def _best_of_many(s: Sequence, k: int, room: int) -> tuple[Plan, list[float]]:

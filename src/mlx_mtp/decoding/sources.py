@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
-from .copies import CopyDrafter
 from .grammar import ForcedTokens, Grammar
 from .options import DraftOptions
+from .prompt_lookup import PromptLookup
 
 
 class Source(Protocol):
@@ -51,9 +51,9 @@ class Source(Protocol):
         ...
 
 
-def copies(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
+def prompt_lookup(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
     n = options.copy_drafts
-    return None if n == "off" else CopyDrafter(text, None if n == "auto" else n)
+    return None if n == "off" else PromptLookup(text, None if n == "auto" else n)
 
 
 def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
@@ -62,7 +62,7 @@ def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[Log
 
 # Each by what a text asks, its prompt, and its logits processors.
 MakeSource = Callable[[DraftOptions, Sequence[int], Sequence[LogitsProcessor]], Source | None]
-SOURCES: list[MakeSource] = [copies, grammar]
+SOURCES: list[MakeSource] = [prompt_lookup, grammar]
 
 
 def make_sources(

@@ -4,8 +4,8 @@ from typing import Any, cast
 
 from ..models.drafting import Settings
 from ..models.protocol import MTPModel
+from .batch_depth import BatchTimes
 from .depth import MAX_DRAFT_TOKENS
-from .size_depth import SizeTimes
 from .step_times import StepTimes
 
 
@@ -13,7 +13,7 @@ class Timing:
     """
     Attributes:
         of_one (StepTimes): What steps of one sequence take on this machine.
-        of_batches (SizeTimes): What those of several take.
+        of_batches (BatchTimes): What those of several take.
         turn (object): Of the generation that gave the device work last.
 
     Args:
@@ -22,7 +22,7 @@ class Timing:
 
     def __init__(self, tuned: Settings):
         self.of_one = StepTimes(MAX_DRAFT_TOKENS, tuned.seconds)
-        self.of_batches = SizeTimes(self.of_one)
+        self.of_batches = BatchTimes(self.of_one)
         self.turn: Any = None
 
 

@@ -49,7 +49,7 @@ class NGramIndex:
         return self.ends.get(tuple(self.text[-N_GRAM:]))
 
 
-class CopyDrafter:
+class PromptLookup:
     """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
 
     Args:
