@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.drafter import HeadDrafter
+from mlx_mtp.decoding.head_cache import HeadCache
 from mlx_mtp.models.draft_lm_head import DraftLMHead
 from scripts.attack import driver
 from tests.support.decoding import assert_cache_of, mtp, plain
@@ -41,20 +41,20 @@ def close_elsewhere(steps) -> None:
 
 def interrupt_twice(steps) -> None:
     """Close, and interrupt that."""
-    original = HeadDrafter.finalize
+    original = HeadCache.finalize
 
     def interrupted(self, n_tokens):
-        HeadDrafter.finalize = original
+        HeadCache.finalize = original
         original(self, n_tokens)
         raise Interrupted
 
-    HeadDrafter.finalize = interrupted
+    HeadCache.finalize = interrupted
     try:
         steps.close()
     except Interrupted:
         pass
     finally:
-        HeadDrafter.finalize = original
+        HeadCache.finalize = original
 
 
 ENDS = {"close": close, "close elsewhere": close_elsewhere, "interrupt twice": interrupt_twice}

@@ -50,7 +50,7 @@ class Prompts:
 
     def ready(self, most: int) -> list[Sequence]:
         """The first sequences whose prompts are read but for the last token."""
-        return [s for s in self.sequences if s.is_read][: max(most, 0)]
+        return [s for s in self.sequences if _is_read(s)][: max(most, 0)]
 
     def take(self, ready: list[Sequence]) -> None:
         """These begin to generate, from the last token of their prompts."""
@@ -60,7 +60,7 @@ class Prompts:
 
     def read(self, is_running: bool) -> list[PromptResponse]:
         """Read as much as there is time for between two steps, with sequences that generate meanwhile or not."""
-        waiting = [s for s in self.sequences if not s.is_read]
+        waiting = [s for s in self.sequences if not _is_read(s)]
         if not waiting:
             return []
         n_cached = waiting[0].cache.n_tokens
@@ -94,3 +94,8 @@ class Prompts:
         if is_end:
             s.segments.pop(0)
         return PromptResponse(s.uid, (s.n_read, s.n_prompt), is_end, False)
+
+
+def _is_read(s: Sequence) -> bool:
+    """Whether its prompt is read, but for the last token."""
+    return len(s.segments) == 1

@@ -25,8 +25,9 @@ from ..models.single import KVOptions, SingleCache
 from .acceptance import n_leading, rewind
 from .choice import choose_at_once, choose_in_order
 from .depth import MAX_COPY_TOKENS
-from .drafter import HeadDrafter, NoHead
+from .drafter import HeadDrafter
 from .exchange import Exchange
+from .head_cache import HeadCache, NoHead
 from .sequence import Sequence
 from .step_times import Plan
 from .window import Drafts, Records, Step, Token, Window
@@ -71,7 +72,8 @@ class Decoder:
         self.sequences: list[Sequence] = []
         self.rows = RowsCache(self.model)  # of several sequences
         self.cache: PassCaches = self.rows  # or the ``SingleCache`` of the one there is
-        self.head: HeadDrafter | NoHead = HeadDrafter(self.model) if has_head(self.model) else NoHead()
+        self.head = HeadCache(self.model) if has_head(self.model) else NoHead()
+        self.drafter = HeadDrafter(self.model, self.head)
         self.decided = mx.zeros((0, 1), mx.uint32)  # each sequence's next token, [B, 1]
         self.drafts: Drafts | None = None  # the next window's
         self.window: Window | None = None
@@ -91,7 +93,7 @@ class Decoder:
         limits = [0 if plan.skips_head else plan.k for plan in plans]
         tokens, records = mx.zeros((len(plans), 0), mx.uint32), Records([] for _ in plans)
         if max(limits) > 0:
-            tokens, records = self.head.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
+            tokens, records = self.drafter.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
         plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
         for b, (s, plan) in enumerate(zip(self.sequences, plans)):
             if plan.skips_head:
@@ -180,7 +182,7 @@ class Decoder:
         every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
         if self.exchange is not None:
             self.exchange.receive(every)
-        self.head.read(every)
+        self.drafter.read(every)
         step.tokens, self.unread = tokens, None
 
     # Hand over
@@ -251,7 +253,7 @@ class Decoder:
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             s.start()
-            self.head.read(s.tokens)
+            self.drafter.read(s.tokens)
         if len(self) > 1:
             for s in self.sequences:
                 s.cache = PromptCache([None, None], 0)  # its arrays are in the rows
@@ -277,7 +279,7 @@ class Decoder:
             self.cache, self.rows = SingleCache(s.cache, self.kv), RowsCache(self.model)
         else:
             self.rows.filter(keep)
-        self.head.forget(token for s in self.sequences for token in s.tokens)
+        self.drafter.forget(token for s in self.sequences for token in s.tokens)
 
     def extract(self, sequence: Sequence) -> list[Any]:
         """While a window is in flight: a prompt cache of a sequence's tokens."""

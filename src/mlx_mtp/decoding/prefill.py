@@ -80,7 +80,7 @@ def _verify_last(decoder: Decoder, own: SingleCache, token: mx.array, embeddings
         _prefill_head(decoder.model, cache, hidden, token, embeddings, cache.head_positions)
     decoder.head.n_rows = cache.head.offset
     s.start()
-    decoder.head.read(s.tokens)
+    decoder.drafter.read(s.tokens)
     decoder.decided = token[None]
     decoder.draft(Drafts([s], [PLAIN_PLAN], PLAIN_PLAN, s.depth))
     decoder.verify(None if embeddings is None else embeddings[None])

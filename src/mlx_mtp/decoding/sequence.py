@@ -98,11 +98,6 @@ class Sequence:
         return "error" if isinstance(self.end, Exception) else self.end
 
     @property
-    def is_read(self) -> bool:
-        """Whether its prompt is read, but for the last token."""
-        return len(self.segments) == 1
-
-    @property
     def n_unread(self) -> int:
         """The number of decided tokens that the host does not know yet."""
         return self.n_generated - self.n_known

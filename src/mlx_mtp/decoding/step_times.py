@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
 HEAD = "head"  # the source that costs passes of the head; ``sources.py`` has the others
 
 
@@ -47,7 +48,6 @@ class StepTimes:
 
     BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
     FOLLOWS = 0.08  # the part of a difference that a time follows, and half of it at the other depths
-    GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
     FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # drafts of a source beside the head: the most at first, and at all
     STALE = 100  # steps with drafts after which a time is no longer relied on
 
@@ -78,7 +78,9 @@ class StepTimes:
         self.n_drafting += plan.k > 0
         if seconds is not None and plan in self.warm:
             if self.is_guess:
-                self._scale(seconds / self.of(plan))
+                ratio = seconds / self.of(plan)
+                self.seconds, self.is_guess = {known: ratio * t for known, t in self.seconds.items()}, False
+                self._update()
             self._count(plan, seconds)
         self.warm.add(plan)
         self._update()
@@ -93,10 +95,6 @@ class StepTimes:
     def without_pause(self, plan: Plan, seconds: float) -> float:
         """At most ``BEYOND_NOISE`` times what a step is expected to take."""
         return min(seconds, self.BEYOND_NOISE * self.of(plan))
-
-    def _scale(self, ratio: float) -> None:
-        self.seconds, self.is_guess = {plan: ratio * t for plan, t in self.seconds.items()}, False
-        self._update()
 
     def _count(self, plan: Plan, seconds: float) -> None:
         self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
@@ -130,7 +128,7 @@ class StepTimes:
     def _update(self) -> None:
         known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
         head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
-        self.estimate = self._estimate(head, self.n)
+        self.estimate = _estimates(head, self.n)
         self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for
 
     def source_estimate(self, source: str) -> list[float]:
@@ -138,7 +136,7 @@ class StepTimes:
         if source not in self._source_estimates:
             known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
             known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
-            self._source_estimates[source] = self._estimate(known, self.MOST_OF_SOURCE)
+            self._source_estimates[source] = _estimates(known, self.MOST_OF_SOURCE)
         return self._source_estimates[source]
 
     def most_of(self, source: str) -> int:
@@ -148,14 +146,16 @@ class StepTimes:
     def allow_more(self, source: str) -> None:
         self._most_of[source] = min(2 * self.most_of(source), self.MOST_OF_SOURCE)
 
-    def _estimate(self, known: Mapping[int, float], n: int) -> list[float]:
-        points = sorted(known.items()) or [(0, 1.0)]
-        if points[0][0] > 0:
-            k, t = points[0]
-            points.insert(0, (0, t / (1 + self.GUESSED_SLOPE * k)))
-        if len(points) == 1:
-            points.append((1, points[0][1] * (1 + self.GUESSED_SLOPE)))
-        return _on_lines(points, n)
+
+def _estimates(known: Mapping[int, float], n: int) -> list[float]:
+    """t(k) for k from 0 to n by the times that are known, if any."""
+    points = sorted(known.items()) or [(0, 1.0)]
+    if points[0][0] > 0:
+        k, t = points[0]
+        points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
+    if len(points) == 1:
+        points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
+    return _on_lines(points, n)
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
