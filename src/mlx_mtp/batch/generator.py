@@ -95,7 +95,7 @@ class BatchGenerator:
             self.completion_batch_size = 1
         check_count("prefill_step_size", prefill_step_size)
         self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
-        self.prompts = Prompts(self.model, self.prefill, kv)
+        self.prompts = Prompts(self.model, kv)
         self.defaults = Defaults(
             self.model,
             check_count("max_tokens", max_tokens),
@@ -266,7 +266,7 @@ class BatchGenerator:
             n_running = sum(s.end is None for s in self.decoder.sequences)
             ready = self.prompts.ready(self.completion_batch_size - n_running)
             read = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
-            if chunks := self.prompts.read(bool(ready) or n_running > 0):
+            if chunks := self.prompts.read(self.prefill, bool(ready) or n_running > 0):
                 self.planner.interrupt()
             self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_read, self.prompts.seconds
             return read + chunks, self._step(ready)

@@ -21,7 +21,6 @@ class Prompts:
 
     Args:
         model (MTPModel): Reads them.
-        pace (PrefillPace): Says how much to read between two steps.
         kv (KVOptions): When and how to quantize keys and values.
 
     Attributes:
@@ -29,8 +28,8 @@ class Prompts:
         seconds (float): What that took.
     """
 
-    def __init__(self, model: MTPModel, pace: PrefillPace, kv: KVOptions):
-        self.model, self.pace, self.kv = model, pace, kv
+    def __init__(self, model: MTPModel, kv: KVOptions):
+        self.model, self.kv = model, kv
         self.sequences: deque[Sequence] = deque()
         self.n_read, self.seconds = 0, 0.0
 
@@ -58,13 +57,13 @@ class Prompts:
             self.sequences.remove(s)
             s.read(s.segments.pop())
 
-    def read(self, is_running: bool) -> list[PromptResponse]:
-        """Read as much as there is time for between two steps, with sequences that generate meanwhile or not."""
+    def read(self, pace: PrefillPace, is_running: bool) -> list[PromptResponse]:
+        """Read as much as the pace says between two steps, with sequences that generate meanwhile or not."""
         waiting = [s for s in self.sequences if not _is_read(s)]
         if not waiting:
             return []
         n_cached = waiting[0].cache.n_tokens
-        n_left = n = self.pace.next(n_cached, is_running)
+        n_left = n = pace.next(n_cached, is_running)
         start = time.perf_counter()
         responses: list[PromptResponse] = []
         for s in waiting:
@@ -74,7 +73,7 @@ class Prompts:
                 n_left -= s.n_read - n_before
         if responses:
             seconds = time.perf_counter() - start
-            self.pace.record_chunk(n - n_left, n_cached, seconds)
+            pace.record_chunk(n - n_left, n_cached, seconds)
             self.n_read, self.seconds = self.n_read + n - n_left, self.seconds + seconds
         return responses
 
