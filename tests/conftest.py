@@ -1,9 +1,11 @@
 import os
+import shutil
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
 
+from tests.support import profiles
 from tests.support.hub_stand_in import Hub
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
@@ -12,10 +14,16 @@ settings.register_profile("tests", deadline=None)  # no test asserts a time
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="all cases, and 50 times as many examples of properties")
+
+
 def pytest_configure(config):
     """Nothing of the user's is read, and nothing outside is reached: huggingface_hub looks here when it is imported."""
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         os.environ.pop(name, None)
+    if config.getoption("--long"):
+        profiles.LONG, config.option.markexpr = True, ""
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
@@ -23,8 +31,9 @@ def pytest_configure(config):
 
 @pytest.fixture
 def hub():
-    """The stand-in for the hub, with nothing on it."""
+    """The stand-in for the hub, with nothing on it; no heads were fetched from it."""
     HUB.clear()
+    shutil.rmtree(os.path.join(HF_HOME.name, "mlx_mtp"), ignore_errors=True)
     return HUB
 
 

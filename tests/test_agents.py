@@ -9,11 +9,14 @@ import pytest
 
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.conversation import fold_roles
+from mlx_mtp.server.arguments import make_parser
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
-FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+FLAGS = SimpleNamespace(
+    max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
+)
 ASK = [{"role": "user", "content": "a"}]
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
@@ -65,7 +68,7 @@ def test_message_has_text_thinking_and_calls(claude):
         claude, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=MESSAGES_TOOLS, thinking=thinking, max_tokens=2000
     )
     assert blocks(answer) == [
-        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "thinking", "thinking": "Hm.", "signature": messages.SIGNATURE},
         {"type": "text", "text": "I add."},
         {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}},
     ]
@@ -121,6 +124,42 @@ def test_an_answer_may_have_one_call_only(server, claude, client):
     assert len(client.chat.completions.create(**body, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
 
 
+def test_a_streamed_thinking_block_is_signed(claude):
+    """Anthropic's clients drop one without a signature; it comes before the block ends, as their API sends it."""
+    options = {"model": "default_model", "max_tokens": 100, "messages": ASK}
+    with claude.messages.stream(**options, extra_body=said("Hm.</think>Yes.", enable_thinking=True)) as stream:
+        events = list(stream)
+        thinking, text = stream.get_final_message().content
+    assert (thinking.thinking, thinking.signature, text.text) == ("Hm.", messages.SIGNATURE, "Yes.")
+    kinds = [event.delta.type if event.type == "content_block_delta" else event.type for event in events]
+    assert kinds[kinds.index("signature_delta") + 1 :][:2] == ["signature", "content_block_stop"]
+    assert kinds.count("signature_delta") == 1
+    history = [
+        *ASK,
+        {"role": "assistant", "content": [thinking.model_dump(), text.model_dump(include={"type", "text"})]},
+        *ASK,
+    ]
+    _, request, _ = messages.read_request({"messages": history}, FLAGS)
+    assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+
+
+def test_a_last_message_of_the_assistant_is_continued(server, claude):
+    prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
+    options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
+    with claude.messages.stream(**options, extra_body=said(" 42.", enable_thinking=True)) as stream:
+        answer = stream.get_final_message()
+    assert [block.text for block in answer.content] == [" 42."]
+    counted = claude.messages.count_tokens(model="default_model", messages=prefilled).input_tokens
+    assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer is"
+    _, plain = server.request("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    assert counted == plain["usage"]["prompt_tokens"]
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    status, content = server.request("/v1/messages", {**options, "output_format": schema})
+    assert (status, content["error"]["type"]) == (400, "invalid_request_error")
+    assert "output_format does not go with a last message of the assistant" in content["error"]["message"]
+
+
 def test_message_usage_tells_what_was_cached(claude):
     system = "You write Python. " * 20
     counted = claude.messages.count_tokens(model="default_model", system=system, messages=ASK).input_tokens
@@ -141,8 +180,9 @@ def test_messages_become_those_of_a_chat_template():
     }
     body = {
         "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2f;\n"},
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"},
             {"type": "text", "text": "You are a coder.", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "x-anthropic-billing-header: cch=2f;\nBe kind.\n"},
         ],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -168,7 +208,7 @@ def test_messages_become_those_of_a_chat_template():
     }
     _, request, args = messages.read_request(body, FLAGS)
     assert request.messages == [
-        {"role": "system", "content": "You are a coder."},
+        {"role": "system", "content": "You are a coder.\n\nBe kind."},
         {"role": "user", "content": "a\nb"},
         {"role": "user", "content": "<system>\nBe short.\n</system>"},
         {
@@ -199,6 +239,9 @@ def test_messages_become_those_of_a_chat_template():
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
         ({"output_format": {"type": "json_schema", "schema": {"type": "person"}}}, "output_format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"n": 2}, "n: 2"),
+        ({"temperature": 9}, "temperature"),
         ({"thinking": {"type": "deep"}}, "thinking"),
     ],
     ids=lambda x: str(x)[:50],
@@ -212,12 +255,15 @@ def test_messages_refuses_in_anthropics_form(server, change, param):
 def test_errors_are_those_that_the_clients_know(claude, client):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(anthropic.NotFoundError) as theirs:
         claude.models.retrieve("other")
+    error = {"type": "not_found_error", "message": "The model 'other' is not served here."}
+    assert theirs.value.body == {"type": "error", "error": error}
     with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
         client.responses.create(model="default_model", input="a", max_output_tokens=0)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as ours:
         client.models.retrieve("other")
+    assert ours.value.body == {**error, "param": "model", "code": "model_not_found"}
 
 
 def test_any_name_means_the_only_model(server, claude, client):
@@ -287,6 +333,57 @@ def test_response_has_reasoning_text_and_calls(client):
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
     assert answer["status"] == "completed"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_response_logprobs_are_those_of_its_text(client):
+    body = said("Hm.\n</think>\n\nI add, naïve 日本.", enable_thinking=True)
+    options = {"model": "default_model", "input": "a", "extra_body": body}
+    asked = {**options, "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    whole = client.responses.create(**asked).output[1].content[0]
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response().output[1].content[0]
+    assert whole.logprobs == streamed.logprobs
+    assert b"".join(bytes(t.bytes) for t in whole.logprobs).decode() == whole.text
+    assert {len(t.top_logprobs) for t in whole.logprobs} == {3}
+    told = [t for event in events if event.type == "response.output_text.delta" for t in event.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    for found in (told, done.logprobs):
+        assert [(t.token, t.logprob) for t in found] == [(t.token, t.logprob) for t in whole.logprobs]
+    assert client.responses.create(**options).output[1].content[0].logprobs == []
+    assert client.responses.create(**asked | {"top_logprobs": 0}).output[1].content[0].logprobs[0].top_logprobs == []
+
+
+def test_response_without_a_limit_goes_on(client):
+    """As the API says: to the end of the context, unless the operator has set a limit."""
+    text = "7 " * 300
+    answer = response(client, text)
+    assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("completed", text)
+    assert answer["usage"]["output_tokens"] > 512
+    limited = SimpleNamespace(**{**vars(FLAGS), "has_max_tokens": True})
+    assert responses.read_request({"input": "a"}, limited)[2].max_tokens == 5
+    assert responses.read_request({"input": "a", "max_output_tokens": 9}, FLAGS)[2].max_tokens == 9
+    for args, want in (([], False), (["--max-tokens", "512"], True)):
+        assert make_parser().parse_args(args).has_max_tokens == want
+
+
+def test_response_says_what_was_asked(client):
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    answer = client.responses.create(
+        model="default_model", input="a", text=text, metadata={"run": "7"}, max_output_tokens=1
+    )
+    assert answer.text.format.model_dump(by_alias=True, exclude_none=True) == text["format"]
+    assert answer.metadata == {"run": "7"}
+    answer = client.responses.create(model="default_model", input="a", max_output_tokens=1)
+    assert (answer.text.format.type, answer.metadata) == ("text", {})
+
+
+def test_responses_count_their_input_tokens(client):
+    asked = {"model": "default_model", "input": "a " * 50, "instructions": "Be short.", "tools": RESPONSES_TOOLS}
+    counted = client.responses.input_tokens.count(**asked)
+    used = client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", used)
 
 
 def test_response_that_is_cut_is_incomplete(client):
@@ -365,6 +462,10 @@ def test_items_become_messages_of_a_chat_template():
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"input": []}, "input"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"top_logprobs": 21}, "top_logprobs"),
     ],
     ids=lambda x: str(x)[:50],
 )

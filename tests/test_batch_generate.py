@@ -21,7 +21,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.decoder import Decoder
-from scripts import distribution
+from tests.support import distribution
 from tests.support.batches import Faulty, Text, run
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import tiny_model

@@ -17,6 +17,7 @@ from mlx_mtp.server import provider
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+MAIN = SCRIPTS.pop("mlx_mtp")  # tests/test_about.py
 PARSERS = {name: import_module(target.partition(":")[0]).make_parser() for name, target in SCRIPTS.items()}
 PAGES = [
     file
@@ -62,7 +63,7 @@ def test_pages_are_found():
 def test_every_name_and_flag_is_one_that_runs(page):
     text = text_of(page)
     assert "python -m mlx_mtp" not in text
-    for name in set(re.findall(r"\bmlx_mtp\.([a-z_]+)", text)):
+    for name in set(re.findall(r"\bmlx_mtp\.([a-z_]+)", text)) - {"__main__"}:
         assert f"mlx_mtp.{name}" in SCRIPTS or hasattr(mlx_mtp, name) or find_spec(f"mlx_mtp.{name}"), name
     for name, flags in commands(text):
         known = {flag for action in PARSERS[name]._actions for flag in action.option_strings}
@@ -131,7 +132,7 @@ def test_a_flag_of_generate_and_chat_has_one_help(flag):
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark"])
-@pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], True), (["--mtp", "org/head"], "org/head")])
+@pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], "auto"), (["--mtp", "org/head"], "org/head")])
 def test_mtp_takes_a_head_of_its_own(name, flags, mtp, monkeypatch):
     module, given = import_module(f"mlx_mtp.{name}.__main__"), []
 

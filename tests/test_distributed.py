@@ -13,7 +13,7 @@ from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
 from mlx_mtp.models.draft_lm_head import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
-from scripts import distribution
+from tests.support import distribution
 from tests.support.checkpoints import tensors, write
 from tests.support.launch import LAUNCH, launch, run
 from tests.support.models import tiny_config, tiny_model

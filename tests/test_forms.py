@@ -1,6 +1,8 @@
 """The form of answers: JSON of a schema, and calls that are required, in each API."""
 
 import json
+import pickle
+import threading
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -8,11 +10,13 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
+from mlx_mtp.decoding import grammar
 from mlx_mtp.server import form
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
-from mlx_mtp.server.call_grammar import calls_in_lark
-from mlx_mtp.server.request import ApiError, Form
+from mlx_mtp.server.call_grammar import CallGrammar
+from mlx_mtp.server.request import ApiError, Form, Request
 from tests.support.decoding import mtp, plain
+from tests.support.engine import Engine
 from tests.support.server_process import serve_here
 from tests.support.tool_texts import SCHEMAS, THINKING, make_model, render
 
@@ -31,7 +35,9 @@ PICK = {
     "required": ["color", "n"],
 }
 ASK = [{"role": "user", "content": "a"}]
-FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+FLAGS = SimpleNamespace(
+    max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
+)
 OPENAI_TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": PICK}}]
 TOOLS = [
     *({"name": name, "parameters": schema} for name, schema in SCHEMAS.items()),
@@ -174,6 +180,106 @@ def test_refuses_by_name(body, message):
     assert e.value.param in body
 
 
+# Shapes of schemas, through the app
+
+BROKEN = [
+    {"parameters": 5},
+    {"parameters": []},
+    {"parameters": {"properties": 5}},
+    {"parameters": {"properties": {"x": 5}}},
+    {"parameters": {"required": "x"}},
+    {"parameters": {"required": [1]}},
+    {"parameters": {"type": 5}},
+    {"parameters": {"type": "string"}},
+    {"parameters": {"properties": {"x": {"enum": 5}}}},
+    {"parameters": {"properties": {"x": {"anyOf": {}}}}},
+    {"parameters": {"properties": {"x": {"$ref": 5}}}},
+    {"parameters": {"properties": {"x": {"pattern": 5}}}},
+    {"parameters": {"properties": {"x": {"minimum": "a"}}}},
+    {"parameters": {"properties": {"x": {"items": 5}}}},
+]
+NULLS = [{"properties": None}, {"required": None}, {"properties": {"x": {"enum": None}}}, {"$defs": None}, None]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_schemas_of_a_wrong_shape_are_refused(server, strict):
+    choice = "auto" if strict else "required"
+    for tool in BROKEN:
+        tools = [{"type": "function", "function": {"name": "f", "strict": strict, **tool}}]
+        body = {"messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 1}
+        status, answer = server.request("/v1/chat/completions", body)
+        assert status == 400, tool
+        assert "f.parameters" in answer["error"]["message"]
+        assert answer["error"]["param"] == ("strict" if strict else "tool_choice")
+    for parameters in NULLS:
+        tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": parameters}}]
+        body = {"messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 1}
+        assert server.request("/v1/chat/completions", body)[0] == 200, parameters
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": 5}, "response_format: schema.properties is not an object"),
+        ({"type": "array", "uniqueItems": True}, "response_format: schema.uniqueItems cannot be enforced"),
+        ({"x-guidance": 5}, "response_format: x-guidance is an object, not 5"),
+        ({"multipleOf": 10**9 + 7, "type": "integer"}, "response_format: multipleOf: the least common multiple"),
+    ],
+)
+def test_schemas_of_answers_are_refused(server, schema, message):
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    status, answer = server.request("/v1/chat/completions", {"messages": ASK, "response_format": asked})
+    assert status == 400
+    assert answer["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("where", ["parameter", "top", "answer"])
+def test_many_ways_to_the_same_schema_are_one(server, where):
+    """4 ** 14 of them."""
+    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)} | {"d14": PICK}
+    first = {"$ref": "#/$defs/d0"}
+    if where == "parameter":
+        definitions["d14"] = {"enum": ["red", "green"]}
+        schema = {"type": "object", "properties": {"color": first}, "required": ["color"], "$defs": definitions}
+    else:
+        schema = {**first, "$defs": definitions}
+    body = {"messages": ASK, "max_tokens": 80, "chat_template_kwargs": {"enable_thinking": False}}
+    if where == "answer":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    else:
+        function = {"name": "pick", "parameters": schema}
+        body |= {"tools": functions([function]), "tool_choice": "required", "parallel_tool_calls": False}
+    status, answer = server.request("/v1/chat/completions", body)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    text = message["content"] if where == "answer" else message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(text)["color"] in ("red", "green")
+
+
+def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
+    compiled = []
+    compile_here = grammar._compile.__wrapped__
+
+    def note(*args):
+        compiled.append(threading.current_thread())
+        return compile_here(*args)
+
+    monkeypatch.setattr(grammar, "_compile", note)
+    with Engine("--model", str(make_model(tmp_path / "model")), "--mtp") as engine:
+        for options in ({"tools": OPENAI_TOOLS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
+            engine.ask(ASK, max_tokens=4, **options)
+        assert len(compiled) == 2
+        assert engine.generator._generation_thread not in compiled
+
+
+def test_other_ranks_are_not_sent_the_grammar(tagged):
+    request = Request("chat", "", ASK, None, None, form=Form("guided_regex", {"regex": "a"}))
+    first, second = form.make_form(tagged[1], request, False), form.make_form(tagged[1], request, False)
+    assert first[0].matcher is not second[0].matcher
+    sent = pickle.loads(pickle.dumps(request))
+    assert (sent.form, sent.grammar) == (request.form, None)
+
+
 # The grammar of calls
 
 
@@ -191,7 +297,7 @@ def tokenizer(tagged):
 
 def allows(tokenizer, text: str) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = calls_in_lark(tokenizer, Form("tool_choice", calls=TOOLS))
+    lark = CallGrammar(tokenizer, Form("tool_choice", calls=TOOLS)).lark
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
 
@@ -238,7 +344,7 @@ def test_calls_as_qwen3_next_writes_them(monkeypatch, tokenizer, name, arguments
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
-    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS))
+    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS), grammar=None)
     other = SimpleNamespace(tool_parser=lambda text, tools: None)
     with pytest.raises(ApiError, match="tool_choice: no grammar describes the calls of this model"):
         form.make_form(other, request, False)
@@ -265,7 +371,7 @@ def test_values_follow_their_schemas(tokenizer, schema, texts, others):
         "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
     }
     tools = Form("tool_choice", calls=[{"name": "f", "parameters": parameters}])
-    lark = calls_in_lark(tokenizer, tools)
+    lark = CallGrammar(tokenizer, tools).lark
     for text in (*texts, *others):
         tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
         n = mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens)
@@ -285,7 +391,7 @@ def functions(tools: list[dict]) -> list[dict]:
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
-    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)))
+    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)), grammar=None)
     (grammar,) = form.make_form(tokenizer, request, in_reasoning)
     return grammar
 

@@ -172,6 +172,35 @@ def test_regular_expressions_and_larks(demo):
 
 
 @pytest.mark.parametrize(
+    ("regex", "text"),
+    [(r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a/b", "a/b"), (r"[/\\]+", "/\\/"), ("a\nb", "a\nb"), (r"\\\\/", "\\\\/")],
+)
+def test_slashes_of_a_regular_expression_are_its_own(demo, regex, text):
+    tokenizer = demo[1]
+    matcher = make_grammar(tokenizer, regex=regex).matcher
+    assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
+    assert matcher.is_accepting()
+
+
+def test_rules_within_rules_do_not_end_the_process(demo):
+    """llguidance calls itself for each, and a thread's stack is not endless."""
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(5000)]
+    grammar = make_grammar(demo[1], lark="\n".join(["start: r0", *rules, 'r5000: "b"']))
+    assert demo[1].decode(grammar.forced([])) == "a" * 5000 + "b"
+
+
+def test_a_copy_is_at_the_beginning(demo):
+    grammar = make_grammar(demo[1], regex="abc")
+    begin = grammar.forced([])
+    grammar.forced(begin)
+    assert grammar.copy().forced([]) == begin
+
+
+def _has(i):
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"}}, "required": [f"p{i}"]}
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "Give one of json_schema, regex and lark"),
@@ -181,7 +210,16 @@ def test_regular_expressions_and_larks(demo):
         ({"json_schema": {"type": "person"}}, "cannot read the grammar"),
         ({"json_schema": "[1]"}, "A JSON schema is an object"),
         ({"json_schema": "{"}, "Expecting property name"),
+        ({"json_schema": {"x-guidance": 5}}, "x-guidance is an object, not 5"),
+        ({"regex": "a\\"}, "ends with a backslash"),
+        ({"regex": "a" * (1 << 20)}, "The grammar has 1048585 characters, and at most 524288 are supported"),
+        ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "multipleOf: .* at most 100000"),
+        ({"json_schema": {"allOf": [{"multipleOf": n} for n in (0.7, 1.3, 1.9, 2.3, 2.9)]}}, "multipleOf: .* at most"),
+        ({"lark": 'start: %json {"m\\u0075ltipleOf": 1000003}'}, "multipleOf: .* at most 100000"),
+        ({"json_schema": {"allOf": [{"anyOf": [_has(4 * i + j) for j in range(4)]} for i in range(14)]}}, "too large"),
+        ({"json_schema": {"allOf": [{"anyOf": [_has(4 * i + j) for j in range(4)]} for i in range(6)]}}, "too large"),
     ],
+    ids=lambda x: str(x)[:40],
 )
 def test_rejects_what_is_no_grammar(demo, options, message):
     with pytest.raises(ValueError, match=message):

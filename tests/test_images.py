@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -19,7 +21,9 @@ from mlx_mtp.images import open as opening
 from mlx_mtp.images.open import FORMATS, decode_url, open_image
 from mlx_mtp.images.processor import Processor
 from mlx_mtp.images.vision import Vision
+from tests.support import hostile_images
 from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
+from tests.support.profiles import examples
 
 PUBLISHED = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
@@ -292,3 +296,9 @@ def test_settings_are_the_files(tmp_path):
 def test_other_arrays_are_refused(pixels):
     with pytest.raises(ValueError, match=r"must be uint8 \[height, width, 3\], not (uint8|float64) \["):
         Processor().preprocess_image(pixels)
+
+
+@examples(60)
+@given(way=st.sampled_from(hostile_images.WAYS), seed=st.integers(0, 2**64 - 1))
+def test_random_images_are_refused_or_right(way, seed):
+    hostile_images.assert_refused_or_right(way, seed)

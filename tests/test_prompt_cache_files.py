@@ -6,6 +6,8 @@ import functools
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
@@ -16,8 +18,10 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.models import mixin
 from mlx_mtp.models.cache import ArraysCache
 from mlx_mtp.models.fingerprint import SIZE
+from tests.support import damaged_caches
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import deep_model, tiny_model
+from tests.support.profiles import examples
 
 model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
@@ -197,3 +201,9 @@ def test_the_fingerprint_reads_of_every_tensor():
         assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
         model.load_weights([(name, p)], strict=False)
     assert model.fingerprint() == whole
+
+
+@examples(60)
+@given(quantized=st.booleans(), seed=st.integers(0, 2**64 - 1))
+def test_random_damage_is_refused_or_harmless(quantized, seed):
+    damaged_caches.assert_refused_or_right(quantized, seed)

@@ -7,9 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model
 
 import mlx_mtp
+from mlx_mtp.checkpoint.catalog import HEAD_DIM, published
 from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.convert.quantization import backbone_predicate
@@ -51,6 +53,19 @@ def sizes(name, bits):
     model, _ = quantize_model(model, config, None, bits, quant_predicate=backbone_predicate(model))
     weights = tree_flatten(model.parameters())
     return sum(w.nbytes for _, w in weights) / 1e9, sum(w.nbytes for path, w in weights if is_head(path)) / 1e9
+
+
+@pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
+def test_the_catalog_has_the_models_sizes(model):
+    architecture = next(name for name in ARCHITECTURES if f"-{name}" in model.original)
+    _, config = model_of(architecture)
+    text = config.get("text_config", config)
+    assert (model.layers, model.hidden_size) == (text["num_hidden_layers"], text["hidden_size"])
+    assert (model.kv_heads, HEAD_DIM) == (text["num_key_value_heads"], text["head_dim"])
+    assert model.head_gb == pytest.approx(sizes(architecture, 4)[1], abs=0.005)
+    cache = [c for c in model_of(architecture)[0].make_cache() if isinstance(c, KVCache)]
+    n_layers = len(cache) + 1  # the head's
+    assert model.context_bytes(1000) == 1000 * n_layers * 2 * 2 * text["num_key_value_heads"] * text["head_dim"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,7 +13,8 @@ from scipy.stats import chisquare
 
 import mlx_mtp
 from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual, n_leading
-from scripts import distribution
+from tests.support import distribution
+from tests.support.profiles import LONG
 
 LEVEL = 1e-5  # of each chi-square test
 # Draws of each case.
@@ -161,24 +162,12 @@ def test_rejects_options_out_of_range(options):
 # Through the loop
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            distribution.Case(
-                3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}
-            ),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(distribution.Case(2, acceptance="match", temp=1.0, top_p=0.9), marks=pytest.mark.slow),
-        pytest.param(
-            distribution.Case(3, acceptance="coupled", temp=1.0, top_p=0.9, xtc_probability=0.5), marks=pytest.mark.slow
-        ),
-        distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
-        distribution.Case(2, lark="start: /(ab|bc|ca)+/", temp=1.0),
-    ],
-    ids=lambda case: case.name,
-)
+BRIEF = [
+    distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
+    distribution.Case(2, lark="start: /(ab|bc|ca)+/", temp=1.0),
+]
+
+
+@pytest.mark.parametrize("case", distribution.CASES if LONG else BRIEF, ids=lambda case: case.name)
 def test_joint_distribution_of_the_first_tokens(case):
-    """What `python -m scripts.distribution` does for every case."""
-    assert case.p_value(runs=150) > distribution.LEVEL
+    assert case.p_value(runs=5000 if LONG else 150) > distribution.LEVEL

@@ -18,7 +18,7 @@ from mlx_lm import sample_utils
 from mlx_lm import server as stock
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
-from openai import OpenAI
+from openai import AuthenticationError, OpenAI
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
@@ -72,7 +72,8 @@ def alone(trained, text_of):
     @cache
     def text(prompt: str, max_tokens: int, chat: bool = False) -> str:
         prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # it has no template
-        return text_of(plain(tokenizer.encode(prompt), model, max_tokens=max_tokens))
+        tokens = tokenizer.encode(prompt)
+        return text_of(plain(tokens, model, max_tokens=max_tokens), () if chat else tokens)
 
     return text
 
@@ -135,11 +136,13 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
 
 
 def test_logprobs_belong_to_the_tokens(client):
-    extra = {"extra_body": {"logprobs": True, "top_logprobs": 2}}
-    content = complete(client, max_tokens=12, **extra).choices[0].logprobs.content
-    assert len(content) == 12
-    for token in content:
-        assert token["logprob"] == max(other["logprob"] for other in token["top_logprobs"]) <= 0
+    choice = complete(client, max_tokens=12, logprobs=2).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert len(choice.logprobs.tokens) == 12
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    ):
+        assert top[token] == logprob == max(top.values()) <= 0  # without a temperature
 
 
 def test_penalties_equal_mlx_lm(client, trained, text_of):
@@ -238,7 +241,8 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
         body = {"prompt": prompt, "max_tokens": 24, "copy_drafts": 6}
         _, answer = server.request("/v1/completions", body)
         text, usage = answer["choices"][0]["text"], answer["usage"]
-        assert text == text_of(plain(tokenizer.encode(prompt), model, max_tokens=24))
+        tokens = tokenizer.encode(prompt)
+        assert text == text_of(plain(tokens, model, max_tokens=24), tokens)
         details = usage["completion_tokens_details"]
         assert 0 < details["accepted_copied_tokens"] <= details["copied_tokens"]
         assert details["accepted_copied_tokens"] <= details["accepted_prediction_tokens"]
@@ -253,7 +257,8 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
 
 def test_copies_without_a_head(tmp_path, trained, text_of):
     model, tokenizer = trained
-    want = text_of(plain(tokenizer.encode(REPEATS), model, max_tokens=24))
+    tokens = tokenizer.encode(REPEATS)
+    want = text_of(plain(tokens, model, max_tokens=24), tokens)
     with serve_here(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
         for copies in ({}, {"copy_drafts": "off"}):
             status, answer = s.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24, **copies})
@@ -353,6 +358,10 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
+        with OpenAI(base_url=s.url, api_key="none", max_retries=0) as other, pytest.raises(AuthenticationError) as e:
+            other.models.list()
+        assert e.value.response.headers["WWW-Authenticate"] == "Bearer"
+        assert s.request("/v1/models", headers={"anthropic-version": "2023-06-01"})[1]["type"] == "error"
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
         assert s.request("/health")[0] == s.request("/v1/models", headers={"x-api-key": "sesame"})[0] == 200
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter

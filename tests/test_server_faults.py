@@ -36,7 +36,9 @@ def server(tmp_path_factory):
 
 
 def read(body):
-    flags = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+    flags = SimpleNamespace(
+        max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
+    )
     return chat_completions.read_request(parse_json(json.dumps(body).encode()), flags)
 
 
@@ -63,10 +65,11 @@ FIELDS = [
     ("max_tokens", 10**12),
     ("max_tokens", 10**9),
     ("max_completion_tokens", [1]),
-    ("n", 2),
+    ("n", 0),
+    ("n", 9),
     ("temperature", -0.1),
     ("temperature", "hot"),
-    ("temperature", 1e30),
+    ("temperature", 9),
     ("top_p", 1.1),
     ("top_p", -1),
     ("top_k", -1),
@@ -86,10 +89,11 @@ FIELDS = [
     ("logit_bias", {"99999999": 1}),
     ("logit_bias", {"1": "x"}),
     ("logprobs", "yes"),
-    ("top_logprobs", 12),
-    ("top_logprobs", -3),
+    ("logprobs", True),
+    ("logprobs", 21),
+    ("top_logprobs", 2),
     ("seed", "a"),
-    ("seed", -1),
+    ("seed", -(2**63) - 1),
     ("seed", 2**70),
     ("stop", 5),
     ("stop", [5]),
@@ -105,6 +109,17 @@ FIELDS = [
     ("guided_regex", "(a"),
     ("guided_grammar", "start: other"),
     ("guided_json", "a"),
+    ("response_format", {"type": "json_object", "schema": "a"}),
+    ("echo", True),
+    ("suffix", "a"),
+    ("best_of", 2),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "alloy"}),
+    ("web_search_options", {}),
+    ("structured_outputs", {"choice": ["a"]}),
+    ("guided_choice", ["a"]),
+    ("grammar", "root ::= a"),
+    ("continue_final_message", True),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("enable_thinking", False),
@@ -190,7 +205,11 @@ def test_rejects_invalid_tools(server, tools):
     assert_error(*server.request(CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": tools}), 400, "tools")
 
 
-@pytest.mark.parametrize("prompt", [None, "", 5, ["a"], [1, 2, 3], {}], ids=str)
+@pytest.mark.parametrize(
+    "prompt",
+    [None, "", 5, [], [""], [[]], ["a", 1], [["a"]], [-1], [10**6], [[1], "a"], ["a"] * 129, {}],
+    ids=lambda x: str(x)[:20],
+)
 def test_rejects_invalid_prompts(server, prompt):
     assert_error(*server.request(TEXT, {"prompt": prompt}), 400, "prompt")
 

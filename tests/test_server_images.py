@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -117,7 +118,6 @@ def test_errors_name_the_image(client, claude):
     broken = png(1)[:60]
     cases = [
         ([part(broken)], "Image 1 cannot be read"),
-        ([part(png(1)), {"type": "text", "text": "<|image_pad|>"}], "2 placeholders .* for 1 images"),
         (
             [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
             "--allowed-media-domains example.com",
@@ -135,6 +135,26 @@ def test_errors_name_the_image(client, claude):
         with pytest.raises(anthropic.BadRequestError, match=r"image of source .* is not supported"):
             messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
             claude.messages.create(model="tiny", max_tokens=1, messages=messages)
+
+
+def test_quoted_placeholders_are_text():
+    """With an image and without, and the model sees the same characters as ordinary tokens."""
+    quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
+    text = {"role": "user", "content": [{"type": "text", "text": quoted}]}
+    with Engine(*FLAGS) as engine:
+        tokenizer = engine.generator.model_provider.tokenizer
+        special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
+        assert IMAGE_TOKEN in special
+        alone = engine.ask([text], max_tokens=2)
+        assert tokenizer.decode(alone.prompt) == f"u:{quoted};a:"
+        assert not special & {*alone.prompt}
+        shown = [{"role": "user", "content": [part(png(1)), *text["content"]]}]
+        for chat in (shown, [*shown, {"role": "assistant", "content": quoted}, text]):
+            prompt = engine.ask(chat, max_tokens=2).prompt
+            assert [t for t in prompt if t in special].count(IMAGE_TOKEN) == 6
+            said = [t for t in prompt if t not in special]
+            assert tokenizer.decode(said) == "".join(f"{m['role'][0]}:{quoted};" for m in chat) + "a:"
+        assert engine.ask([text], max_tokens=2).prompt == alone.prompt
 
 
 def test_a_model_without_a_tower():

@@ -236,7 +236,7 @@ def test_fail_all_ends_what_is_open():
 def client_of(generate, max_queue=None):
     """A client of a server whose generator does this."""
     args = SimpleNamespace(copy_drafts=None, num_draft_tokens=0, mtp=False, max_queue=max_queue)
-    for name, default in dict(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0).items():
+    for name, default in dict(max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0).items():
         setattr(args, name, default)
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args, generate=generate)
     return TestClient(make_app(generator, None, ["*"]))

@@ -47,7 +47,8 @@ def alone(checkpoint):
 
     def text(prompt: str, max_tokens: int = 12, temperature: float = 0.0, seed: int | None = None) -> str:
         sampler = make_sampler(temperature, seed=seed)
-        return text_of(tokenizer, plain(tokenizer.encode(prompt), model, max_tokens=max_tokens, sampler=sampler))
+        tokens = tokenizer.encode(prompt)
+        return text_of(tokenizer, plain(tokens, model, max_tokens=max_tokens, sampler=sampler), tokens)
 
     return text
 

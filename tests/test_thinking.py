@@ -13,10 +13,12 @@ from mlx_mtp.server.budget import make_budget
 from mlx_mtp.server.thinking import Thinking
 from mlx_mtp.server.tool_calls import Text
 from tests.support.decoding import plain
-from tests.support.server_process import serve_here
+from tests.support.engine import Engine
 from tests.support.tool_texts import make_model
 
-FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+FLAGS = SimpleNamespace(
+    max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
+)
 ASK = [{"role": "user", "content": "a"}]
 
 
@@ -181,17 +183,10 @@ def test_drafts_change_nothing(loaded, budget):
         assert [token for token, _, _ in steps] == want
 
 
-def test_the_server_keeps_to_it_also_behind_a_cached_prompt(folder, tmp_path):
-    body = {"messages": ASK, "max_tokens": 30, "thinking_budget": 7, "logprobs": True}
-    with serve_here(tmp_path / "log", "--model", str(folder), "--mtp") as s:
-        texts = []
-        for _ in range(2):
-            status, answer = s.request("/v1/chat/completions", body)
-            assert status == 200, answer
-            texts.append([t["id"] for t in answer["choices"][0]["logprobs"]["content"]])
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        _, reasoning = s.request("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 7}})
-    assert texts[0] == texts[1]
-    assert answer["choices"][0]["message"]["reasoning_content"] == reasoning["content"][0]["thinking"]
+def test_the_server_keeps_to_it_also_behind_a_cached_prompt(folder):
+    with Engine("--model", str(folder), "--mtp") as engine:
+        first, second = (engine.ask(ASK, max_tokens=30, thinking_budget=7) for _ in range(2))
+    assert (first.n_cached, first.tokens) == (0, second.tokens)
+    assert second.n_cached > 0
     _, tokenizer = load(str(folder))
-    assert tokenizer.think_end_id in texts[0][7:9]
+    assert tokenizer.think_end_id in first.tokens[7:9]

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.server.schema import Schema
 from mlx_mtp.server.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
-from mlx_mtp.server.values import Types, is_string, to_json
+from mlx_mtp.server.values import is_string, to_json
 from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 
@@ -308,7 +309,7 @@ def test_strings_come_as_they_are_written():
 
 
 def types(schema, defs=None):
-    return Types({"properties": {"p": schema}, "$defs": defs or {}}).of("p")
+    return Schema({"properties": {"p": schema}, "$defs": defs or {}}).types_of_property("p")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +374,7 @@ def test_values_by_schema(schema, text, want):
 def test_parameters_without_a_schema_are_strings():
     assert calls_of(render("unknown", {"a": 5, "b": True})) == ("", [("unknown", {"a": "5", "b": "True"})])
     assert calls_of(render("add", {"a": 5, "c": 5})) == ("", [("add", {"a": 5, "c": "5"})])
-    assert Types({"additionalProperties": INTEGER}).of("c") == {"integer"}
+    assert Schema({"additionalProperties": INTEGER}).types_of_property("c") == {"integer"}
 
 
 def test_hostile_schemas():
@@ -392,7 +393,7 @@ def test_hostile_schemas():
         {"properties": 5},
     ):
         assert "string" in types(schema)
-        assert Types(schema).of("p")
+        assert Schema(schema).types_of_property("p")
 
 
 starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])

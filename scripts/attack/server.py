@@ -35,7 +35,7 @@ OPTIONS = {
     "logit_bias": {"5": 1.0},
     "logprobs": True,
     "top_logprobs": 2,
-    "seed": 3,
+    "seed": -3,
     "stop": ["\n\n"],
     "stream": True,
     "stream_options": {"include_usage": True},
@@ -44,6 +44,7 @@ OPTIONS = {
     "xtc_threshold": 0.1,
     "model": "default_model",
 }
+TEXT_OPTIONS = {**{name: value for name, value in OPTIONS.items() if name != "top_logprobs"}, "logprobs": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -83,7 +84,9 @@ ITEMS = [
 ]
 SPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
 BODIES: list[tuple[str, dict[str, Any]]] = [
-    (TEXT, {"prompt": "def f(x):\n", **OPTIONS}),
+    (TEXT, {"prompt": "def f(x):\n", **TEXT_OPTIONS}),
+    (TEXT, {"prompt": ["def f(x):\n", "a"], "n": 2, **TEXT_OPTIONS}),
+    (TEXT, {"prompt": [[1, 2], [3]], **TEXT_OPTIONS}),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
     (
         "/v1/messages",
@@ -106,7 +109,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "instructions": "a",
             "tools": [{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
             "reasoning": {"effort": "low", "summary": "auto"},
-            "include": ["reasoning.encrypted_content"],
+            "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
             "parallel_tool_calls": False,
             "text": {"format": {"type": "text"}},
             "store": True,
@@ -115,6 +118,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "reasoning_effort": "low", **THINKING, **OPTIONS}),
+    ("/v1/responses/input_tokens", {"input": ITEMS, "instructions": "a"}),
+    (CHAT, {"messages": MESSAGES[:4], **OPTIONS}),
+    (CHAT, {"messages": [*MESSAGES[:2], {"role": "assistant", "content": "So"}], "n": 2, **OPTIONS}),
     (CHAT, {"messages": MESSAGES[:2], "role_mapping": {"user": "U: ", "stop": "\n"}, **OPTIONS}),
 ]
 VALUES: list[Any] = [

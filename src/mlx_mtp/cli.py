@@ -259,8 +259,8 @@ def add_mtp(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="HEAD",
-        help="Draft with the model's own multi-token-prediction head or, where it has none, with HEAD: a folder or Hugging "
-        "Face repo that holds a head alone (model type qwen3_5_mtp).",
+        help="Draft with the model's multi-token-prediction head. Where the checkpoint lacks it, the head of its original is "
+        "fetched once. HEAD is another one: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
     )
 
 
@@ -375,6 +375,11 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
     """The prompt store that the flags ask for, if any."""
     return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
+
+
+def head(args: argparse.Namespace) -> bool | str:
+    """The ``mtp`` of ``mlx_mtp.load``: a command finds a missing head by itself."""
+    return "auto" if args.mtp is True else args.mtp
 
 
 def copies(args: argparse.Namespace) -> bool:
@@ -518,7 +523,12 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 
 def report_settings(args: argparse.Namespace, model: Any) -> None:
-    """Say which tuned settings are in use, if any."""
+    """Print which head was fetched and which tuned settings are in use, if any."""
+    if args.mtp and (fetched := model.fetched_head) is not None:
+        when = "fetched to" if fetched.is_new else "fetched before to"
+        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)
+        accepted = fetched.acceptance(model.fingerprint())
+        print(f"Drafts accepted on built-in text: {accepted or 0:.0%}", file=sys.stderr)
     if args.mtp and model.drafting.tuned is not None:
         given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
         used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})

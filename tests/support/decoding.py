@@ -26,15 +26,18 @@ def mtp(prompt, model, **kwargs):
     return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **kwargs)]
 
 
-def text_of(tokenizer, tokens) -> str:
-    """The text up to the end of text."""
+def text_of(tokenizer, tokens, prompt=()) -> str:
+    """The text up to the end of text; behind the tokens of a prompt that it goes on from, with a space that it begins with."""
     detokenizer = tokenizer.detokenizer
+    for token in prompt[-1:]:
+        detokenizer.add_token(token)
+    n = len(detokenizer.text)
     for token in tokens:
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)
     detokenizer.finalize()
-    return detokenizer.text
+    return detokenizer.text[n:]
 
 
 def assert_cache_of(model, prompt_cache, n_tokens):

@@ -88,7 +88,7 @@ class Engine:
                 context = item
             elif isinstance(item, Delta):
                 steps.append(item)
-        tokens, logprobs = [s.token for s in steps], [s.logprob for s in steps]
+        tokens, logprobs = [s.token for s in steps], [s.likely.logprob for s in steps if s.likely is not None]
         return Answered(context.prompt, context.prompt_cache_count, tokens, logprobs)
 
     def metrics(self) -> dict[str, float]:

@@ -12,9 +12,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli, prompts
 from ..checkpoint import settings
+from ..checkpoint.config import read_config
 from ..checkpoint.files import check_target, write_atomic
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.originals.head import fetch_missing_head
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from . import plot, recommend, row, tune
 from .measure import Report, measure
@@ -195,7 +197,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     if args.synthetic:
         return prepare_synthetic(args)
     options = cli.options(args) | {"settings": args.settings or False}
-    model, tokenizer = load(args.model or str(DEMO), mtp=args.mtp, **options, **cli.groups(args))
+    model, tokenizer = load(args.model or str(DEMO), mtp=cli.head(args), **options, **cli.groups(args))
     name = args.model or DEMO_NAME
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
@@ -232,11 +234,11 @@ def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, contex
 
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
-    path, *others = (fetch(folder, None) for folder in (name, args.mtp) if isinstance(folder, str))
-    key = settings.key_of(path, *others)
+    path = fetch(name, None)
+    key = settings.key_of(path, *head_folders(args, name, path))
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
-    model, tokenizer = load(name, mtp=args.mtp, draft_vocab=0, settings=False)
+    model, tokenizer = load(name, mtp=cli.head(args), draft_vocab=0, settings=False)
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
@@ -245,6 +247,14 @@ def run_tune(args: argparse.Namespace) -> None:
     print(f"Written to {file}: {users}.")
     if args.json:
         write_json(args.json, [asdict(m) for m in measured])
+
+
+def head_folders(args: argparse.Namespace, name: str, path: Path) -> list[Path]:
+    """The folder of a head that is not the checkpoint's own."""
+    if isinstance(args.mtp, str):
+        return [fetch(args.mtp, None)]
+    head = fetch_missing_head(name, path, read_config(path, name))
+    return [] if head is None else [head.folder]
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        mtp=args.mtp,
+        mtp=cli.head(args),
         copy_drafts=cli.copies(args),
         **cli.options(args),
         **cli.groups(args),

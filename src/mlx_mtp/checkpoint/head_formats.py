@@ -53,9 +53,8 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
     if head:
         return
     fix = (
-        "convert the original with `mlx_mtp.convert --hf-path ORIGINAL -q`, which keeps the head, or add the original's head "
-        f"with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name}`, or generate without --mtp (convert with "
-        "--no-mtp)."
+        'load it with mtp="auto", which fetches its original\'s head, add that head with `mlx_mtp.convert --graft-mtp-from '
+        f"ORIGINAL --model {name} --mlx-path NEW`, or generate without --mtp (convert with --no-mtp)."
     )
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")

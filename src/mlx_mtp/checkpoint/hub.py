@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
 
+from .catalog import resolve
 from .tensors import WEIGHTS
 
 HEAD_FILE = "mtp.safetensors"
@@ -25,6 +26,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
     """Return the folder of a checkpoint, downloading it if it is a repository.
 
     Args:
+        path_or_hf_repo (str): A folder, a repository, or the name of a published model.
         files (str): Files to download besides those that mlx-lm downloads.
         weights (Sequence[str], optional): Download only these of the model's weights. Default: ``None``, all.
 
@@ -32,6 +34,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
         FileNotFoundError: It is not there or cannot be downloaded; the message says why in one line.
     """
     check_path(path_or_hf_repo)
+    path_or_hf_repo = resolve(path_or_hf_repo)
     with hub_errors(path_or_hf_repo, revision):
         others = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
         patterns = [*others, HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]

@@ -1,6 +1,7 @@
 """Load a checkpoint with its MTP head, or say what is wrong with it."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from .head_formats import (
     quantization_beside,
 )
 from .hub import fetch
+from .originals.acceptance import FLOOR, measure_acceptance
+from .originals.head import FetchedHead, fetch_missing_head
+from .originals.tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .skeleton import loading_errors
@@ -56,6 +60,7 @@ def load(
     draft_vocab: DraftVocab | None = None,
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
+    vision: bool | str = True,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -67,7 +72,8 @@ def load(
 
     Args:
         mtp (Union[bool, str]): The path or repository of a drafter in mlx-vlm's layout, ``True`` for the model's own head,
-          or ``False`` for ``mlx_lm.load``: no head, any model. Default: ``True``.
+          ``"auto"`` for its own or, where it has none, for that of its original, which is found and fetched, or ``False`` for
+          ``mlx_lm.load``: no head, any model. Default: ``True``.
         copy_drafts (bool): With ``mtp=False``, load a supported model without its head, if it has one, so that it can draft
           by copying alone: ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
@@ -75,6 +81,8 @@ def load(
           always included. Default: ``None``, the file ``draft_vocab.json`` beside the checkpoint, or all.
         mtp_bits (int, optional): Quantize the head's decoder layer in memory to this many bits. Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
+        vision (Union[bool, str]): ``"auto"`` to fetch the vision tower of the original where the checkpoint has none, for a
+          supported model. Default: ``True``, the checkpoint's own, if it has one.
         settings (Union[bool, str, Path]): The file that ``mlx_mtp.benchmark --tune`` wrote, ``True`` for the one in the cache
           folder, if any, or ``False`` for none. An argument above overrides it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -82,9 +90,9 @@ def load(
         pipeline_group (mx.distributed.Group, optional): The same, each with some of the layers. Default: ``None``.
 
     Raises:
-        FileNotFoundError: The model or one of its files is missing.
-        ValueError: The model type is not supported, the head is missing or incomplete, a file is damaged, or the model cannot
-          be divided among the processes.
+        FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original.
+        ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
+          original's head, a file is damaged, or the model cannot be divided among the processes.
     """
     drafting, stage, path = (draft_vocab, mtp_bits, draft_head_bits), None, Path()
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
@@ -104,8 +112,11 @@ def load(
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
     with together(ranks):
-        config, head = read_config(path, path_or_hf_repo), None
+        config, head, fetched = read_config(path, path_or_hf_repo), None, None
         model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        if mtp == "auto":
+            fetched = fetch_missing_head(path_or_hf_repo, path, config, None if stage is None else stage.files)
+            mtp = True if fetched is None else str(fetched.folder)
         if mtp:
             path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
         is_lazy = lazy or ranks is not None
@@ -117,6 +128,8 @@ def load(
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
     model.ranks, model.vision = ranks, find_vision(path, config)
+    if model.vision is None and vision == "auto":
+        model.vision = fetch_tower(path_or_hf_repo, path, config)
     if mtp:
         if all(x is None for x in drafting):
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
@@ -129,6 +142,9 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
+    model.fetched_head = fetched
+    if fetched is not None:
+        _check_accepted(model, tokenizer, fetched, path_or_hf_repo)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -157,6 +173,25 @@ def _find_head(
         path = fetch(name, revision, file, weights=files)
     check_head(name, config, tensor_names(path, file, needed=files))
     return path, None if file is None else load_head_file(path / file)
+
+
+def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, name: str) -> None:
+    """Try the head of another checkpoint once, and remember what the model accepts.
+
+    Raises:
+        ValueError: The model rejects nearly all of its drafts.
+    """
+    acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
+    if acceptance is None:
+        acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]
+        with suppress(OSError):  # it is measured again next time
+            head.remember(model.fingerprint(), acceptance)
+    if acceptance < FLOOR:
+        raise ValueError(
+            f"{name} accepts {acceptance:.0%} of the drafts of the head of {head.source} on built-in text, and at least "
+            f"{FLOOR:.0%} of its own head's: name another head with --mtp HEAD, fit this one with `mlx_mtp.fit --model {name} "
+            "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
+        )
 
 
 def _load_model(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     HfApi,
@@ -29,6 +30,7 @@ from tqdm import tqdm
 
 from ..models.mtp import split_head
 from ..models.vision import split_tower
+from .catalog import resolve
 from .config import Config, parse_json
 from .head_formats import head_file_of, is_raw_head_file
 from .hub import check_path, commit_of, fetch, hub_errors
@@ -50,7 +52,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
-        self.name = path_or_hf_repo
+        self.name = path_or_hf_repo = resolve(path_or_hf_repo)
         self.folder: Path | None = None
         self._needs_head = needs_head
         if Path(path_or_hf_repo).exists() or is_offline_mode():
@@ -190,23 +192,33 @@ class CheckpointReader:
             return raw
         return is_raw_head_file(self.name, self.config or {}, raw, head, self.header(self.head_file).metadata)
 
-    def save(self, tensors: Mapping[str, TensorInfo], file: Path) -> None:
-        """Write some tensors to a new safetensors file, reading no other bytes."""
+    def save(self, tensors: Mapping[str, TensorInfo], file: Path, names: Mapping[str, str] | None = None) -> None:
+        """Write some tensors to a new safetensors file, reading no other bytes.
+
+        The file appears when it is complete. Until then its bytes are in ``file`` with ``.part`` behind its name, and another
+        call resumes there.
+
+        Args:
+            names (Dict[str, str], optional): What to call each in the file. Default: ``None``, as they are called.
+        """
         order = sorted(tensors, key=lambda name: (self.weight_map[name], tensors[name].data_offsets))
-        header, offset = {}, 0
+        header, n = {}, 0
         for name in order:
             t = tensors[name]
-            stop = offset + n_bytes(t)
-            header[name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [offset, stop]}
-            offset = stop
+            stop = n + n_bytes(t)
+            header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
+            n = stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with file.open("wb") as f, tqdm(total=offset, desc="Reading", unit="B", unit_scale=True, disable=None) as bar:
-            f.write(struct.pack("<Q", len(text)) + text)
+        head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
+        done = _resume(part, head, n)
+        with part.open("ab") as f, _bar(n, done) as bar:
             for source, start, stop in self._runs(order, tensors):
-                for begin in range(start, stop, CHUNK_BYTES):
+                for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                     f.write(data := self.read(source, begin, min(begin + CHUNK_BYTES, stop)))
                     bar.update(len(data))
+                done -= skipped
+        part.replace(file)
 
     def _runs(self, order: list[str], tensors: Mapping[str, TensorInfo]) -> list[tuple[str, int, int]]:
         """The ranges to read, (file, start, stop), tensors that lie side by side joined into one."""
@@ -227,3 +239,17 @@ class CheckpointReader:
 def n_bytes(tensor: TensorInfo) -> int:
     start, stop = tensor.data_offsets
     return stop - start
+
+
+def _resume(part: Path, head: bytes, n: int) -> int:
+    """Begin a file with these bytes, or keep up to n that another call has written behind them -> the bytes that are there."""
+    if part.exists() and (done := part.stat().st_size - len(head)) <= n:
+        with part.open("rb") as f:
+            if f.read(len(head)) == head:
+                return done
+    part.write_bytes(head)
+    return 0
+
+
+def _bar(n: int, done: int) -> Any:
+    return tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)

@@ -1,9 +1,15 @@
 """A model of a config, without weights; and the errors of loading one, in a line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.utils import TensorInfo
+from mlx.utils import tree_flatten
+
 from ..models import model_module
+from ..models.mtp import sanitize_head
 from ..models.protocol import MTPModel
 from .config import Config
 
@@ -25,3 +31,21 @@ def skeleton(config: Config, name: str) -> MTPModel:
     with loading_errors(name):
         model: MTPModel = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
     return model
+
+
+def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
+    """Check that a head's tensors, named without ``mtp.``, fit a model -> the fewest bits of a quantized one.
+
+    Raises:
+        ValueError: Tensors are missing, unknown or of the wrong shape.
+    """
+    # Zeros that are never evaluated take no memory.
+    weights = sanitize_head(model.mtp, {name: mx.zeros(t.shape) for name, t in head.items()}, False)
+    mtp: nn.Module = model.mtp
+    parameters = dict(tree_flatten(mtp.parameters()))
+    bits = [
+        32 * weights[name].shape[-1] // p.shape[-1]
+        for name, p in parameters.items()
+        if name.removesuffix("weight") + "scales" in weights
+    ]
+    return min(bits, default=None)

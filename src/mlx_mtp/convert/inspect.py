@@ -2,19 +2,15 @@
 
 import re
 
-import mlx.core as mx
-import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
-from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, text_config_of
 from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
 from ..checkpoint.reader import CheckpointReader, n_bytes
-from ..checkpoint.skeleton import skeleton
+from ..checkpoint.skeleton import check_shapes, skeleton
 from ..checkpoint.tensors import INDEX_FILE
 from ..cli import table
-from ..models.mtp import sanitize_head, split_head
-from ..models.protocol import MTPModel
+from ..models.mtp import split_head
 
 Line = tuple[str, str]
 UNKNOWN_LAYOUT = "raw or converted, which is unknown"
@@ -93,25 +89,10 @@ def _verdict(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
         config = check_config(checkpoint.config, name)
         check_head(name, config, checkpoint.weight_map)
         checkpoint.has_raw_head(head)
-        bits = _check_shapes(skeleton(config, name), head)
+        bits = check_shapes(skeleton(config, name), split_head(head)[1])
     except ValueError as e:
         return str(e)
     return "ready" if bits is None or bits > FEW_BITS else "ready, but " + few_bits_warning(name, bits, name)
-
-
-def _check_shapes(model: MTPModel, head: dict[str, TensorInfo]) -> int | None:
-    """Raise a ValueError if the head's tensors do not fit; returns the fewest bits of a quantized one."""
-    # Zeros that are never evaluated take no memory.
-    zeros = split_head({name: mx.zeros(t.shape) for name, t in head.items()})[1]
-    weights = sanitize_head(model.mtp, zeros, False)
-    mtp: nn.Module = model.mtp
-    parameters = dict(tree_flatten(mtp.parameters()))
-    bits = [
-        32 * weights[name].shape[-1] // p.shape[-1]
-        for name, p in parameters.items()
-        if name.removesuffix("weight") + "scales" in weights
-    ]
-    return min(bits, default=None)
 
 
 def _rows(head: dict[str, TensorInfo]) -> list[list[str]]:

@@ -1,8 +1,10 @@
-"""Recipes: what to convert, with which flags, and what the result needs. By name from recipes.toml, or a file of the user's."""
+"""Recipes: what to convert, with which flags, and what the result needs. By name, or from a file of the user's."""
 
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from ..checkpoint.catalog import published
 
 Recipe = dict[str, dict[str, Any]]
 CONVERT = {
@@ -16,18 +18,16 @@ CONVERT = {
     "dtype": str,
 }
 NEEDS = {"disk-gb": float, "memory-gb": int}
-TABLE = Path(__file__).with_name("recipes.toml")
 
 
 def named_recipes() -> dict[str, Recipe]:
-    """The recipes of recipes.toml, as a file of the user's would say them."""
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    recipes = {}
-    for name, row in table["recipes"].items():
-        source: str = row["hf-path"]
-        folder = f"{source.rpartition('/')[2]}-{table['convert']['q-bits']}bit"
-        convert = {"hf-path": source, "mlx-path": folder, **table["convert"]}
-        recipes[name] = {"convert": convert, "needs": {key: row[key] for key in NEEDS}}
+    """A recipe for each published model, as a file of the user's would write it."""
+    recipes: dict[str, Recipe] = {}
+    for name, model in published().items():
+        folder = f"{model.original.rpartition('/')[2]}-4bit"
+        convert: dict[str, Any] = {"hf-path": model.original, "mlx-path": folder, "quantize": True, "q-bits": 4}
+        needs: dict[str, Any] = {"disk-gb": model.disk_gb, "memory-gb": model.memory_gb}
+        recipes[name] = {"convert": convert, "needs": needs}
     return recipes
 
 

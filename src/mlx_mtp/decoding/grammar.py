@@ -11,10 +11,13 @@ Grammars are those of llguidance (github.com/guidance-ai/llguidance): JSON schem
 
 import functools
 import json
+import math
 import re
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from fractions import Fraction
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +27,14 @@ from .depth import MAX_COPY_TOKENS
 from .rates import Rates
 from .reasoning import end_of_reasoning
 
+T = TypeVar("T")
+MAX_CHARACTERS = 1 << 19  # of a grammar in Lark
+MAX_MULTIPLE = 100_000  # of all multipleOf, in units of their last decimal
+STACK = (
+    1 << 29
+)  # bytes, enough for a grammar of that size whose rules are all within each other; the rest is never touched
+STACK_LOCK = threading.Lock()
+TOO_LARGE = ("too big", "too large", "symbols.len()")  # llguidance's words
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
 
 
@@ -84,6 +95,13 @@ class Grammar:
         masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
         # The draft vocabulary may have none of the allowed tokens. Then the draft is a wrong one, and not drawn from nothing.
         return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
+
+    def copy(self) -> "Grammar":
+        """Another one, for another text. It does not compile anything."""
+        beginning = self.beginning and Beginning(self.beginning.tokenizer, self.beginning.find)
+        matcher = self.matcher.deep_copy()
+        matcher.reset()
+        return Grammar(matcher, beginning)
 
     def forced(self, generated: list[int]) -> list[int]:
         """The tokens that follow generated ones, as far as the grammar leaves one way to go on."""
@@ -174,13 +192,13 @@ def make_grammar(
           anything is allowed. Default: ``""``.
 
     Raises:
-        ValueError: Not one of the three is given, or llguidance cannot read it.
+        ValueError: Not one of the three is given, or llguidance cannot read it: a ``GrammarError`` then says where.
     """
     rules = []
     if json_schema is not None:
         rules.append(f"%json {_with_separators(json_schema)}")
     if regex is not None:
-        rules.append("/" + re.sub(r"(?<!\\)/", r"\\/", regex) + "/")
+        rules.append(f"/{_in_lark(regex)}/")
     grammars = [
         f"start: SPACE? answer\nSPACE: /[ \\n]{{1,3}}/\nanswer: {rule}" if after else f"start: {rule}" for rule in rules
     ]
@@ -195,12 +213,38 @@ def make_grammar(
     return Grammar(matcher, Beginning(_llguidance_tokenizer(tokenizer), find))
 
 
+def _in_lark(regex: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
+    from llguidance import regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise ValueError("The regular expression ends with a backslash that escapes nothing.")
+    text: str = regex_to_lark(regex, use_ascii="")
+    return text
+
+
 def _with_separators(schema: dict[str, Any] | str) -> str:
     """Without a choice of white space there is more that is forced. A schema's own ``x-guidance`` comes first."""
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
-    return json.dumps({**schema, "x-guidance": {**SEPARATORS, **schema.get("x-guidance", {})}})
+    own = schema.get("x-guidance")
+    if not isinstance(own, dict | None):
+        raise ValueError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
+    return json.dumps({**schema, "x-guidance": {**SEPARATORS, **(own or {})}})
+
+
+class GrammarError(ValueError):
+    """llguidance cannot read a grammar.
+
+    Args:
+        message (str): What is wrong with it.
+        line (int, optional): The line of its Lark, from 1. ``None`` where it is too large as a whole.
+    """
+
+    def __init__(self, message: str, line: int | None = None):
+        super().__init__(message)
+        self.line = line
 
 
 @functools.lru_cache(maxsize=16)
@@ -208,14 +252,55 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request.
 
     Raises:
-        ValueError: llguidance cannot read the grammar.
+        GrammarError: llguidance cannot read the grammar, or it is too large.
     """
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), LLMatcher.grammar_from_lark(lark), log_level=0)
+    if len(lark) > MAX_CHARACTERS:
+        raise GrammarError(f"The grammar has {len(lark)} characters, and at most {MAX_CHARACTERS} are supported.")
+    _check_multiples(lark)
+    llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
+
+    def compile_here() -> Any:
+        return LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
+
+    matcher = _in_deep_stack(compile_here)
     if matcher.is_error():
-        raise ValueError(f"llguidance cannot read the grammar: {matcher.get_error().splitlines()[0]}")
+        error = matcher.get_error().splitlines()[0][:500]
+        if any(words in error for words in TOO_LARGE):
+            raise GrammarError(f"The grammar is too large once it is written out ({error}): simplify it.")
+        where = re.match(r"(?:at )?([0-9]+)\(", error)
+        raise GrammarError(f"llguidance cannot read the grammar: {error}", int(where[1]) if where else None)
     return matcher
+
+
+def _in_deep_stack(f: Callable[[], T]) -> T:
+    """Call a function in a thread of its own. llguidance calls itself for each rule within a rule, and a thread's usual stack
+    ends after a thousand: that would end the process."""
+    result: list[T] = []
+    with STACK_LOCK:
+        usual = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=lambda: result.append(f()), daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return result[0]
+
+
+def _check_multiples(lark: str) -> None:
+    """The only keyword whose cost llguidance does not bound: a number has as many states as the multiple that all must be of.
+
+    Raises:
+        GrammarError: It is too large.
+    """
+    text = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda m: chr(int(m[1], 16)), lark)
+    found = [float(x) for x in re.findall(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]{0,400})', text)]
+    multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0
+    scale = math.lcm(*(x.denominator for x in multiples))
+    if max(found, default=0) > MAX_MULTIPLE or math.lcm(*(int(x * scale) for x in multiples)) > MAX_MULTIPLE:
+        raise GrammarError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
 
 
 @functools.lru_cache(maxsize=4)

@@ -45,7 +45,9 @@ def write_checkpoint(
     """
     reader = CheckpointReader(str(source), None, False)
     config: Config = check_config(reader.config, name)
-    origin = config.get("mlx_mtp") or {"source": name, "revision": reader.revision}
+    fetched = model.fetched_head
+    own = {"source": name, "revision": reader.revision}
+    origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)
     parameters: Any = tree_flatten(model.mtp.parameters())
     head = {model.head_prefix + path: w for path, w in parameters}
     with atomic_directory(target) as folder:

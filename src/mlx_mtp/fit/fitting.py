@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..checkpoint.config import read_json
+from ..checkpoint.config import read_config, read_json
 from ..checkpoint.files import write_atomic
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
+from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.output import check_new
 from ..decoding.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
@@ -56,7 +57,8 @@ def fit(
     ended.
 
     Args:
-        model (str): The path or the huggingface repository of a checkpoint with a head in 16 bits.
+        model (str): The path or the huggingface repository of a checkpoint. Where it has no head, that of its original is
+          fetched and fitted.
         mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
         corpus (Sequence[Union[str, Path]], optional): Files of text like that which the model will write, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
@@ -92,7 +94,16 @@ def fit(
     lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
     check_arguments(data, how, drafts, lora)
     source = fetch(model, None)
-    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, draft_vocab=0, settings=False)
+    head = fetch_missing_head(model, source, read_config(source, model))  # not tried: fitting may be what it needs
+    loaded, tokenizer = load(
+        model,
+        adapter_path=adapter_path,
+        lazy=True,
+        mtp=True if head is None else str(head.folder),
+        draft_vocab=0,
+        settings=False,
+    )
+    loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
     open_work(work, [model, adapter_path, data, texts])

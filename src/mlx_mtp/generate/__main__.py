@@ -14,10 +14,13 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..checkpoint.config import read_json
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
 from ..images.prompt import place, read_images, vision_of
+from ..models import MODEL_TYPES
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from .check import check
@@ -138,9 +141,12 @@ def load_model(
     options = cli.options(args)
     if args.check:
         options["settings"] = False
+    sees = bool(args.image) and _is_ours(args.model)
+    if sees:
+        options["vision"] = "auto"
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(mtp=args.mtp, copy_drafts=cli.copies(args), **options)
+    model, tokenizer, config = load_as(mtp=cli.head(args), copy_drafts=cli.copies(args) or sees, **options)
     if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)
@@ -149,6 +155,12 @@ def load_model(
     add_eos_tokens(tokenizer, args.extra_eos_token)
     cli.report_settings(args, model)
     return model, tokenizer, config
+
+
+def _is_ours(model: str) -> bool:
+    """Whether images are read here; those of other families, mlx-lm reads."""
+    file = fetch(model, None) / "config.json"
+    return file.exists() and read_json(file).get("model_type") in MODEL_TYPES
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:

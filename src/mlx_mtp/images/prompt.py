@@ -1,5 +1,7 @@
 """A prompt with images: its tokens, where the images are, and what stands for each in a prompt store."""
 
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +16,10 @@ from ..models.prompt_cache import make_prompt_cache, open_prompt_cache, place_im
 from .open import open_image
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
+
+INSIDE_MARK = re.compile(
+    r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)"
+)  # where to cut what is quoted
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,33 @@ def read_images(
         else:
             expanded.append(token)
     return ImagePrompt(expanded, spans, pixel_values, vision)
+
+
+class MarkedImages:
+    """Placeholders of images in a text that others have written parts of, told apart from any that these parts quote.
+
+    ``mark`` stands for an image in the text, up to ``encode``. It is drawn for each process, so that nobody can quote it. The
+    model then sees a placeholder for each mark, and of what is quoted the same characters as ordinary tokens.
+    """
+
+    def __init__(self) -> None:
+        self.mark = f"<|image {secrets.token_hex(16)}|>"
+
+    def encode(self, tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
+        """The tokens of a text, with ``<|image_pad|>`` once for each mark and nowhere else.
+
+        Args:
+            tokenizer (TokenizerWrapper): Of the model.
+            text (str): With marks.
+            kwargs (Any): Of ``tokenizer.encode``.
+        """
+        pieces: list[str] = []
+        for i, part in enumerate(text.split(self.mark)):
+            pieces += [PLACEHOLDER] * (i > 0) + INSIDE_MARK.split(part)
+        tokens: list[int] = list(tokenizer.encode(pieces[0], **kwargs))
+        for piece in pieces[1:]:
+            tokens += tokenizer.encode(piece, **kwargs | {"add_special_tokens": False})
+        return tokens
 
 
 def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:

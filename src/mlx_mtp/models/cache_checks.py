@@ -80,7 +80,8 @@ def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dty
     if not isinstance(entry, stock.QuantizedKVCache):
         return [(name, x, D, FLOATS) for name, x in both]
     bits, size = entry.bits, entry.group_size
-    if bits not in BITS or size not in GROUP_SIZES or D % size > 0:
+    are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS, too
+    if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
         raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
     parts: list[tuple[str, Any, int, tuple[mx.Dtype, ...]]] = []
     for name, x in both:

@@ -25,6 +25,9 @@ class MTPMixin:
     logits: Any
     ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
+    fetched_head: Any = (
+        None  # the ``checkpoint.originals.head.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
+    )
     _fingerprint: bytes | None = None  # once somebody asked for it
 
     def __init__(self, args: Any):

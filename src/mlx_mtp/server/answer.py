@@ -17,6 +17,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ..decoding.reasoning import ReasoningReader, overlap
 from . import tool_calls
 from .request import Request
+from .text_tokens import TextTokens
 from .tool_calls import START, CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 
 
@@ -50,25 +51,27 @@ class Answer:
     def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True, one_call: bool = False):
         self.reader, self.one_call = reader, one_call
         self.stop = _StopWords(stop_words)
+        self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
         self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """The next piece of the text -> what it says, and why the answer ends here, if it does.
+        """The next token -> what it says, and why the answer ends here, if it does.
 
         Args:
-            text (str): The piece.
+            text (str): What it adds to the text.
             finish_reason (str, optional): "stop" or "length", with the last piece.
 
         Returns:
             (List[Event], str): The events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
         """
+        self.tokens.read(text, is_end=finish_reason == "stop")
         events = self._clean(self.reader.add(text))
         if finish_reason is not None:
             events += self._clean(self.reader.finish(cut=finish_reason == "length"))
             if not self.has_ended:
-                events += _texts(self._text.add(self.stop.rest()) + self._text.rest())
+                events += self._say(self._text.add(self.stop.rest()) + self._text.rest())
         if self.has_ended:
             finish_reason = "stop"
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
@@ -80,20 +83,28 @@ class Answer:
             if self.has_ended:
                 break
             if isinstance(event, Text):
-                if text := self._text.skip(event.text):
-                    events += _texts(self._text.add(self.stop.add(text)))
+                text = self._text.skip(event.text)
+                self.tokens.find(event.text, len(text))
+                if text:
+                    events += self._say(self._text.add(self.stop.add(text)))
                     self.has_ended = self.stop.found is not None
             elif isinstance(event, Reasoning):
                 self._text.skips = True
+                self.tokens.leave()
                 events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
             else:
                 if isinstance(event, CallBegins):
                     self.n_calls += 1
-                    events += _texts(self._text.add(self.stop.rest()))
-                    self._text.leave()
+                    events += self._say(self._text.add(self.stop.rest()))
+                    if not self._text.leave():
+                        self.tokens.drop()
+                self.tokens.leave()
                 events.append(event)
                 self.has_ended = self.one_call and isinstance(event, CallEnds)
         return events
+
+    def _say(self, text: str) -> list[Event]:
+        return [Text(text, self.tokens.take(len(text)))] if text else []
 
 
 def _texts(text: str) -> list[Event]:
@@ -128,11 +139,12 @@ class _Edges:
         self._has_text |= bool(kept)
         return kept
 
-    def leave(self) -> None:
-        """Something else follows, so breaks on both sides of it are the template's; text behind it keeps those before it."""
+    def leave(self) -> bool:
+        """Something else follows, and breaks behind it are the template's -> whether those before it may be the text's."""
         self.skips = True
         if not self._has_text:
             self._breaks = ""
+        return self._has_text
 
     def rest(self) -> str:
         """The breaks that the text ends with."""

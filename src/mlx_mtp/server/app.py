@@ -29,14 +29,16 @@ from .._version import __version__
 from .api import chat_completions, completions, messages, responses
 from .api.answer import Usage, Writer
 from .api.body import Body, Json, parse_json
+from .choices import Choice, choices_of, generate
 from .engine import ResponseGenerator, Waiting
+from .job import Delta
 from .request import ApiError, Request
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-RETRY_AFTER = 2  # seconds, where too many wait
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
 
@@ -57,15 +59,16 @@ class API(NamedTuple):
 
 
 CHAT = API(chat_completions, chat_completions.ChatBody, chat_completions.ChatWriter, "messages")
+RESPONSES = API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input")
 MESSAGES = API(messages, messages.MessagesBody, messages.MessagesWriter, "messages")
 APIS = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
     "/v1/completions": API(completions, completions.CompletionBody, completions.CompletionWriter, "prompt"),
-    "/v1/responses": API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input"),
+    "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
-COUNT_TOKENS = "/v1/messages/count_tokens"
+COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 
 
 def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[str]) -> FastAPI:
@@ -81,6 +84,7 @@ def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[st
     for path, api in APIS.items():
         _add(app, path, "POST", endpoints.generate(api), api.body)
     _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
+    _add(app, COUNT_INPUT_TOKENS, "POST", endpoints.count_input_tokens, responses.ResponsesBody)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -122,14 +126,21 @@ class Endpoints:
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            writer = api.writer(body)
-            return Answer(self.generator, request, args, writer, body.stream, api.module.error_content, self.waiting)
+            choices = choices_of(request, args)
+            return Answer(
+                self.generator, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
+            )
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         _, request, args = await self._read(http, MESSAGES)
         return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+
+    async def count_input_tokens(self, http: HTTPRequest) -> Response:
+        _, request, args = await self._read(http, RESPONSES)
+        n = await self.generator.count_tokens(request, args)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
         self._authorize(http)
@@ -222,19 +233,17 @@ class Answer(Response):
 
     Args:
         generator (ResponseGenerator): What generates.
-        request (Request): The request.
-        args (GenerationArguments): mlx-lm's.
+        choices (List[Choice]): The answers that it asks for.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Makes the API's form of an error.
-        waiting (Set[int]): Has the request's number until its first token.
+        waiting (Set[int]): Has the number of the first one's request until its first token.
     """
 
     def __init__(
         self,
         generator: ResponseGenerator,
-        request: Request,
-        args: stock.GenerationArguments,
+        choices: list[Choice],
         writer: Writer,
         is_stream: bool,
         error_content: Callable[[ApiError], Json],
@@ -242,7 +251,7 @@ class Answer(Response):
     ):
         super().__init__()
         self.waiting = waiting
-        self.generator, self.request, self.args = generator, request, args
+        self.generator, self.choices = generator, choices
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,14 +261,18 @@ class Answer(Response):
         except OSError:
             logging.info("The client has hung up.")
         finally:
-            self.request.is_gone = True  # whatever has ended the answer
-            self.waiting.discard(self.request.number)
+            self._leave()  # whatever has ended the answer
+            self.waiting.discard(self.choices[0].request.number)
             watch.cancel()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.request.is_gone = True
+        self._leave()
+
+    def _leave(self) -> None:
+        for choice in self.choices:
+            choice.request.is_gone = True
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():
@@ -284,22 +297,27 @@ class Answer(Response):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """What each step adds to a stream."""
-        self.context: stock.GenerationContext | None = None
-        async for item in self.generator.generate(self.request, self.args):
+        has_begun = False
+        async for i, item in generate(self.generator, self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
-            elif isinstance(item, stock.GenerationContext):
-                self.context = item
+            elif isinstance(item, Delta):
+                self.waiting.discard(self.choices[0].request.number)
+                yield self.writer.add(item, i)
+            elif not has_begun:
+                has_begun = True
                 yield self.writer.begin(self._usage())
-            else:
-                self.waiting.discard(self.request.number)
-                yield self.writer.add(item)
 
     def _usage(self) -> Usage:
-        ctx, request = self.context, self.request
-        assert ctx is not None
-        counts = request.counts if cli.drafts(self.generator.cli_args) else None
-        return Usage(len(ctx.prompt), ctx.prompt_cache_count, request.n_tokens, request.n_accepted, counts)
+        requests = [choice.request for choice in self.choices]
+        read = [choice.context for choice in self.choices if choice.is_first and choice.context is not None]
+        return Usage(
+            n_prompt=sum(len(context.prompt) for context in read),
+            n_cached=sum(context.prompt_cache_count for context in read),
+            n_generated=sum(request.n_tokens for request in requests),
+            n_accepted=sum(request.n_accepted for request in requests),
+            drafts=[request.counts for request in requests] if cli.drafts(self.generator.cli_args) else None,
+        )
 
 
 async def _begin_stream(send: Send) -> None:
@@ -322,22 +340,23 @@ class Counting:
         await self.app(scope, receive, count if scope["type"] == "http" else send)
 
 
-def _error_response(path: str, error: ApiError) -> Response:
-    api = MESSAGES if path == COUNT_TOKENS else APIS.get(path, CHAT)
-    headers = {"Retry-After": str(RETRY_AFTER)} if error.status == 429 else None
-    return JSONResponse(api.module.error_content(error), error.status, headers)
+def _error_response(http: HTTPRequest, error: ApiError) -> Response:
+    """In the form of the API that was asked; on a path that several share, a header tells Anthropic's clients."""
+    theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
+    api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
+    return JSONResponse(api.module.error_content(error), error.status, HEADERS.get(error.status))
 
 
 async def _answer_error(http: HTTPRequest, error: Any) -> Response:
-    return _error_response(http.url.path, error)
+    return _error_response(http, error)
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
     """Those of the framework: there is no such path, or it takes another method."""
     message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
-    return _error_response(http.url.path, ApiError(error.status_code, message))
+    return _error_response(http, ApiError(error.status_code, message))
 
 
 async def _answer_failure(http: HTTPRequest, error: Exception) -> Response:
     logging.error("A request failed.", exc_info=error)
-    return _error_response(http.url.path, ApiError(500, f"The request failed: {error}"))
+    return _error_response(http, ApiError(500, f"The request failed: {error}"))

@@ -106,7 +106,14 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="Default nucleus sampling top-p (default: 1.0)")
     add("--top-k", type=int, default=0, help="Default top-k sampling (default: 0, disables top-k)")
     add("--min-p", type=float, default=0.0, help="Default min-p sampling (default: 0.0, disables min-p)")
-    add("--max-tokens", type=int, default=512, help="Default maximum number of tokens to generate (default: 512)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=512,
+        action=_Given,
+        help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
+    )
+    parser.set_defaults(has_max_tokens=False)
     add(
         "--decode-concurrency",
         type=int,
@@ -171,6 +178,16 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_QUANTIZED_KV_START,
         help=f"Token position to start KV cache quantization (default: {DEFAULT_QUANTIZED_KV_START})",
     )
+
+
+class _Given(argparse.Action):
+    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"has_{self.dest}", True)
 
 
 def _json(text: str) -> Any:

@@ -26,12 +26,13 @@ from .budget import make_processors
 from .caches import Caches
 from .form import make_form
 from .images import fetch
-from .job import Delta, Job, Outbox
+from .job import Delta, Job, Likely, Outbox
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
-from .prompt import BoundedTokenizer
+from .prompt import BoundedTokenizer, check_continues
 from .provider import ModelKey, ModelProvider
 from .request import ApiError, Prompt, Request
+from .text_tokens import Pieces
 
 KEEP_ALIVE = 5.0  # seconds of waiting after which a client is told how far its prompt is read
 POLL = 1.0  # seconds between two looks whether the generation thread lives
@@ -168,7 +169,8 @@ class ResponseGenerator(stock.ResponseGenerator):
             events, finish_reason = answer.step(response.text, response.finish_reason)
             request.n_tokens += 1
             stop_word = answer.stop.found
-            yield Delta(events, response.token, response.logprob, response.top_tokens, finish_reason, stop_word)
+            likely, top = _stock_likely(response, tokenizer) if args.logprobs else (None, [])
+            yield Delta(events, response.token, finish_reason, stop_word, None, likely, top)
             if finish_reason is not None:
                 return
 
@@ -227,6 +229,7 @@ class ResponseGenerator(stock.ResponseGenerator):
             mailbox.put(error)
 
     def _encode(self, tokenizer: BoundedTokenizer, request: Request, args: stock.GenerationArguments) -> Prompt:
+        check_continues(tokenizer, request)
         try:
             tokens, segments, segment_types, initial_state, _ = super()._tokenize(tokenizer, request, args)
             pictured = self._read_images(tokenizer, request, tokens) if request.images else None
@@ -240,7 +243,7 @@ class ResponseGenerator(stock.ResponseGenerator):
         tokenizer.check(len(tokens), args, self.cli_args.max_tokens, request.param)
         make_form(
             tokenizer.tokenizer, request, initial_state == "reasoning"
-        )  # so that one that cannot be read is refused here
+        )  # compiled here, not in the generation thread
         return Prompt(tokens, segments, segment_types, initial_state, pictured=pictured)
 
     def _read_images(self, tokenizer: BoundedTokenizer, request: Request, tokens: list[int]) -> ImagePrompt:
@@ -586,6 +589,13 @@ class ResponseGenerator(stock.ResponseGenerator):
         del self.prompt_cache
         gc.collect()
         mx.clear_streams()
+
+
+def _stock_likely(response: stock.Response, tokenizer: Any) -> tuple[Likely, list[Likely]]:
+    """The token of mlx-lm's own loop, and the likeliest ones."""
+    top = sorted(response.top_tokens, key=lambda t: -t["logprob"])
+    own, *others = Pieces(tokenizer).of([response.token, *(t["id"] for t in top)])
+    return Likely(own, response.logprob), [Likely(piece, t["logprob"]) for piece, t in zip(others, top)]
 
 
 def _check_single(request: Request) -> None:

@@ -5,12 +5,14 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.grammar import Grammar, make_grammar
+from ..decoding.grammar import Grammar, GrammarError, make_grammar
 from .answer import start_of_calls, think_marks
-from .call_grammar import calls_in_lark
+from .call_grammar import CallGrammar
 from .request import ApiError, Form, Request
+from .schema import Schema, document
 
 Json = dict[str, Any]
+MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read, and that are left free one after another
 
 
 def form_of(value: Any, param: str) -> Form | None:
@@ -26,7 +28,10 @@ def form_of(value: Any, param: str) -> Form | None:
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return Form(param, {"json_schema": {"type": "object"}})
+        schema = value.get("schema", {"type": "object"})  # llama.cpp's form has one
+        if not isinstance(schema, dict):
+            raise ApiError(400, f"{param}.schema must be a JSON schema.", param=param)
+        return Form(param, {"json_schema": schema})
     inner = value.get("json_schema", value) if kind == "json_schema" else None
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
@@ -60,7 +65,10 @@ def form_of_choice(choice: Any, tools: list[Json]) -> Form | None:
         return None
     if kind in ("required", "any"):
         return _form_of_calls(None, tools)
-    name = {**choice, **choice.get("function", {})}.get("name") if kind in ("function", "tool", "custom") else None
+    name = None
+    if kind in ("function", "tool", "custom"):
+        inner = choice.get("function", choice)
+        name = inner.get("name") if isinstance(inner, dict) else None
     if not isinstance(name, str):
         raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
     return _form_of_calls(name, tools)
@@ -90,17 +98,65 @@ def _form_of_calls(name: str | None, tools: list[Json]) -> Form:
 def make_form(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
     """The logits processor of a request's form, if it has one; it begins behind the reasoning, or with the first call.
 
+    Compiling it may take seconds, so the first call belongs where the prompt is tokenized, and not in the generation thread.
+    It is kept with the request, and later calls give copies.
+
     Raises:
         ApiError: The grammar cannot be read, or the model's calls cannot be forced.
     """
     form = request.form
     if form is None:
         return []
+    if request.grammar is None:
+        try:
+            request.grammar = _compile(tokenizer, form, in_reasoning)
+        except (ValueError, RecursionError) as e:
+            reason = "it is too deep" if isinstance(e, RecursionError) else str(e)
+            raise ApiError(400, f"{form.param}: {reason}", param=form.param) from e
+    return [request.grammar.copy()]
+
+
+def _compile(tokenizer: TokenizerWrapper, form: Form, in_reasoning: bool) -> Grammar:
+    """
+    Raises:
+        ValueError: The grammar cannot be read.
+        RecursionError: It is too deep.
+    """
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not form.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    try:
-        grammar = {"lark": calls_in_lark(tokenizer, form)} if form.calls else form.grammar
-        return [make_grammar(tokenizer, **grammar, after=after)]
-    except ValueError as e:
-        raise ApiError(400, f"{form.param}: {e}", param=form.param) from e
+    if form.calls:
+        return _compile_calls(tokenizer, form, after)
+    grammar = dict(form.grammar)
+    if "json_schema" in grammar:
+        grammar["json_schema"] = _checked(grammar["json_schema"])
+    return make_grammar(tokenizer, **grammar, after=after)
+
+
+def _compile_calls(tokenizer: TokenizerWrapper, form: Form, after: Any) -> Grammar:
+    """Where llguidance cannot read a schema of a tool that is not strict, what it says there is left free."""
+    calls = CallGrammar(tokenizer, form)
+    for _ in range(MAX_LOOSENED):
+        try:
+            return make_grammar(tokenizer, lark=calls.lark, after=after)
+        except GrammarError as e:
+            if e.line is None:
+                raise
+            if (path := calls.loosen(e.line)) is not None:
+                raise ValueError(f"{path} cannot be enforced: {e}") from e
+    raise ValueError(f"more than {MAX_LOOSENED} parts of the tools' schemas cannot be enforced: simplify them")
+
+
+def _checked(schema: Json) -> Json:
+    """The schema of an answer as llguidance takes it.
+
+    Raises:
+        ValueError: It is malformed, or a grammar cannot enforce it.
+    """
+    read = Schema(schema)
+    if read.malformed:
+        raise ValueError(read.malformed[0])
+    if read.unenforced:
+        raise ValueError(f"{read.unenforced[0]} cannot be enforced: leave it out")
+    own = schema.get("x-guidance")
+    return {**document(read.root), **({} if own is None else {"x-guidance": own})}

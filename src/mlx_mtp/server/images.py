@@ -7,8 +7,10 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ..images.open import MAX_BYTES, decode_url
+from ..images.prompt import MarkedImages
 
 TIMEOUT = 30.0  # seconds for each read from a host
+MARKED_IMAGES = MarkedImages()  # in the texts of conversations
 
 
 def fetch(url: str, name: str, flags: argparse.Namespace) -> bytes:

@@ -1,14 +1,30 @@
 """A request while it is being generated: from its tokens to the text that its client gets."""
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import mlx.core as mx
 from mlx_lm import server as stock
 
 from .answer import Answer, Event
 from .batch import NewToken
 from .request import Request
+from .text_tokens import Pieces
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token, and how likely it was.
+
+    Args:
+        piece (bytes): What it says: one token may have a part of a character.
+        logprob (float): Before the temperature and the sampler's filters.
+    """
+
+    piece: bytes
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -18,21 +34,21 @@ class Delta:
     Args:
         events (List[Event]): What it says.
         token (int): The token.
-        logprob (float): Its own.
-        top_tokens (Tuple[Dict[str, Any]]): The most probable tokens, as mlx-lm formats them.
         finish_reason (str, optional): Why the answer ends here, if it does.
         stop_word (str, optional): The one of the request's that has ended the text.
         source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar". ``None`` where it is
           not known.
+        likely (Likely, optional): The token as ``logprobs`` shows it; ``None`` where the request does not ask for that.
+        top (List[Likely]): The likeliest tokens in its place, as many as were asked for, the likeliest first.
     """
 
     events: list[Event]
     token: int
-    logprob: float
-    top_tokens: tuple[dict[str, Any], ...]
     finish_reason: str | None
     stop_word: str | None = None
     source: str | None = None
+    likely: Likely | None = None
+    top: list[Likely] = field(default_factory=list)
 
 
 class Outbox(Protocol):
@@ -65,6 +81,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.detokenizer = self.tokenizer.detokenizer
+        if self.request.goes_on:  # or it would drop a space that the answer begins with
+            self.detokenizer.add_token(self.ctx.prompt[-1])
+            self.detokenizer.last_segment  # noqa: B018 (it is not the answer's)
+        self.pieces: Pieces | None = None  # where log probabilities are asked for
         self.first_token: float | None = None  # when it came
 
     def respond(self, event: NewToken, finish_reason: str | None) -> bool:
@@ -72,10 +92,22 @@ class Job:
         self.request.n_tokens += 1
         self.request.n_accepted += event.from_draft
         events, finish_reason = self.answer.step(self._text_of(event.token, finish_reason), finish_reason)
-        logprob: Any = event.logprobs[event.token].item() if self.args.logprobs else 0.0
-        top = stock._format_top_logprobs(event.logprobs, self.args.top_logprobs, self.tokenizer)
-        self.queue.put(Delta(events, event.token, logprob, top, finish_reason, self.answer.stop.found, event.source))
+        likely, top = self._likely(event) if self.args.logprobs else (None, [])
+        stop_word = self.answer.stop.found
+        self.queue.put(Delta(events, event.token, finish_reason, stop_word, event.source, likely, top))
         return finish_reason is not None
+
+    def _likely(self, event: NewToken) -> tuple[Likely, list[Likely]]:
+        """The token, and the likeliest ones in its place; those that a grammar forbids are left out."""
+        n = max(self.args.top_logprobs, 0)
+        tokens = mx.argpartition(-event.logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
+        tokens = mx.concatenate([mx.array([event.token]), tokens.astype(mx.int32)])  # [1 + n]
+        if self.pieces is None:
+            self.pieces = Pieces(self.tokenizer)
+        logprobs: Any = event.logprobs[tokens].tolist()
+        pieces = self.pieces.of(tokens.tolist())  # type: ignore[arg-type]
+        likely, *top = map(Likely, pieces, logprobs)
+        return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
 
     def _text_of(self, token: int, finish_reason: str | None) -> str:
         if finish_reason != "stop":  # the token that ends the text has no text

@@ -5,11 +5,31 @@ from typing import Any
 from mlx_lm import server as stock
 
 from ..images.vision import Vision
-from .request import ApiError
+from .images import MARKED_IMAGES
+from .request import ApiError, Request
 
 CHARS = 4  # per token: a text that fits the context is seldom longer
 PIECE = 1 << 16  # characters
 SLACK = 16  # tokens that a cut between two pieces may add
+NO_LIMIT = 2**31 + 1  # tokens of an answer that may go on to the end of the context
+
+
+def goes_on(messages: list[Any]) -> bool:
+    """Whether the answer continues the last message: one of the assistant, with text and without calls."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+
+
+def check_continues(tokenizer: Any, request: Request) -> None:
+    """
+    Raises:
+        ApiError: The request's last message is to be continued, and there is no chat template that could leave its end open.
+    """
+    if request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template:
+        message = (
+            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
+        )
+        raise ApiError(400, message, param=request.param)
 
 
 class BoundedTokenizer:
@@ -29,16 +49,26 @@ class BoundedTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """
+    def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
+        """The tokens of a text. ``MARKED_IMAGES.mark`` stands for an image, a placeholder in the text does not.
+
+        Args:
+            text (Union[str, List[int]]): A client may send the tokens themselves.
+
         Raises:
-            ApiError: The text does not fit the context.
+            ApiError: The text does not fit the context, or a token is not in the vocabulary.
         """
+        if not isinstance(text, str):
+            if (most := max(text)) >= self.n_ids:
+                raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
+            return text
         self._check_length(text)
-        tokens: list[int] = self.tokenizer.encode(text, **kwargs)
-        return tokens
+        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
+        """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""
+        if kwargs.get("add_generation_prompt") and goes_on(messages):
+            kwargs |= {"add_generation_prompt": False, "continue_final_message": True}
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -70,7 +100,7 @@ class BoundedTokenizer:
             raise ApiError(400, "The prompt is empty.", param=param)
         most = self.context_length
         if most is not None and n_prompt + args.max_tokens > most:
-            if n_prompt >= most or args.max_tokens != default_max_tokens:
+            if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
                 raise ApiError(
                     400,
                     f"This model's maximum context length is {most} tokens, but the request has {n_prompt} in its prompt "

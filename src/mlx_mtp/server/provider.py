@@ -86,7 +86,7 @@ class ModelProvider(stock.ModelProvider):
             adapter_path=adapter_path,
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=self.cli_args.trust_remote_code,
-            mtp=self.cli_args.mtp,
+            mtp=cli.head(self.cli_args),
             copy_drafts=cli.copies(self.cli_args),
             **options,
             **cli.groups(self.cli_args),

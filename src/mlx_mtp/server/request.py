@@ -1,13 +1,14 @@
 """A request on its way through the server, and the error that ends one."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from mlx_lm import server as stock
 
 from ..decoding.counts import DraftCounts
+from ..decoding.grammar import Grammar
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.store import Origin
@@ -89,24 +90,42 @@ class Form:
     is_required: bool = True
 
 
+numbers = count()  # of requests
+
+
 @dataclass
 class Request(stock.CompletionRequest):
     """mlx-lm's request, its client, and what has been generated for it."""
 
+    n: int = 1  # answers to each prompt
+    more_prompts: list[Any] = field(default_factory=list)  # texts, or the tokens of each
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
+    grammar: Grammar | None = None  # the form's, once it is compiled: each text takes a copy
     images: list[str] = field(default_factory=list)  # URLs, in the order of their placeholders
+    goes_on: bool = False  # the answer continues a text in the middle of a line
     one_call: bool = False  # the answer ends with its first call
     param: str = "messages"  # the field with the prompt
     is_gone: bool = False  # whether the client has hung up
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)
     encoded: Prompt | None = None
     n_tokens: int = 0
     n_accepted: int = 0  # tokens that were drafted
     counts: DraftCounts = field(default_factory=DraftCounts)
 
+    def again(self, prompt: Any) -> "Request":
+        """One more request like this one, which has not begun, with a prompt of its own."""
+        own: dict[str, Any] = {
+            "prompt": prompt,
+            "n": 1,
+            "more_prompts": [],
+            "number": next(numbers),
+            "counts": DraftCounts(),
+        }
+        return replace(self, **own)
+
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks need: the text is tokenized."""
-        return vars(self) | {"prompt": "", "messages": [], "images": []}
+        """For the other ranks, which compile the grammar themselves: the text is tokenized."""
+        return vars(self) | {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}

@@ -30,21 +30,28 @@ A block may hold several functions. What is no call is content, and nothing of t
 
 import ast
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import regex
 
 from ..decoding.reasoning import fence_after
-from .values import Types, is_string, parse_json, parse_json_values, to_json
+from .schema import Schema
+from .values import is_string, parse_json, parse_json_values, to_json
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the model says to the user."""
+    """What the model says to the user.
+
+    Args:
+        text (str): The next piece of it.
+        tokens (Sequence[int]): The indices, in the answer, of the tokens that it begins to show. Default: none are known.
+    """
 
     text: str
+    tokens: Sequence[int] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class ToolCallParser:
     """
 
     def __init__(self, schemas: Mapping[str, Any]):
-        self._schemas = {name: Types(schema) for name, schema in schemas.items()}
+        self._schemas = {name: Schema(schema) for name, schema in schemas.items()}
         self._read: Callable[[], bool] = self._read_text  # what reads the rest -> whether to go on
         self._rest = ""  # of the text, not read yet
         self._is_last = False  # no text will follow
@@ -170,7 +177,7 @@ class ToolCallParser:
 
     def _begin(self, m: Any) -> None:
         """A function's tag, and its first parameter's or its end."""
-        self._types = self._schemas.get(m["name"], Types(None))
+        self._schema = self._schemas.get(m["name"], Schema(None))
         self._keys: set[str] = set()
         self._events.append(CallBegins(self.n_calls, m["name"]))
         self.n_calls += 1
@@ -193,7 +200,7 @@ class ToolCallParser:
     def _begin_value(self, key: str) -> None:
         self._argue(("{" if not self._keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self._keys.add(key)
-        self._value_types = self._types.of(key)
+        self._value_types = self._schema.types_of_property(key)
         self._value = ""  # its text, until it is known to be a string
         self._is_open = False  # it is known to be one
         self._is_begun = False  # its first character has been read
@@ -268,7 +275,7 @@ class ToolCallParser:
     def _ends(self, after: Any) -> bool:
         """Whether a closing tag ends the value."""
         if after["name"] is None and after["key"] is not None:
-            is_next = not self._n_functions and (not self._n_quoted or self._types.declares(after["key"]))
+            is_next = not self._n_functions and (not self._n_quoted or self._schema.declares(after["key"]))
             return is_next and after["key"] not in self._keys
         is_at_end = after["end"] is not None and not self._rest[after.end() :].strip()
         return is_at_end or not self._n_quoted + self._n_functions

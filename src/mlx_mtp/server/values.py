@@ -17,89 +17,11 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-STRING = frozenset({"string"})
-ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
-PYTHON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
+from .schema import STRING, type_of
+
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 LONGEST_NUMBER = 400  # characters
-DEPTH = 32  # of schemas within a schema; what is deeper allows everything
-
-
-class Types:
-    """The types that the schemas of one tool allow.
-
-    Args:
-        schema (Any): The JSON schema of the tool's parameters, as the client sent it.
-    """
-
-    def __init__(self, schema: Any):
-        self.schema = schema if isinstance(schema, dict) else {}
-        self._known: dict[int, frozenset[str]] = {}  # by the schema's id: each is read once, however often it is named
-
-    def declares(self, name: str) -> bool:
-        properties = self.schema.get("properties")
-        return isinstance(properties, dict) and name in properties
-
-    def of(self, name: str) -> frozenset[str]:
-        """The names of the JSON types that this parameter may have."""
-        if self.declares(name):
-            return self.of_schema(self.schema["properties"][name])
-        others = self.schema.get("additionalProperties")
-        return self.of_schema(others) if isinstance(others, dict) else STRING
-
-    def of_schema(self, schema: Any) -> frozenset[str]:
-        """Those of a part of the tool's schema."""
-        return self._types(schema, DEPTH)
-
-    def _types(self, schema: Any, depth: int) -> frozenset[str]:
-        if not isinstance(schema, dict) or depth == 0:
-            return ANY
-        if id(schema) not in self._known:
-            self._known[id(schema)] = ANY  # a schema that refers to itself
-            self._known[id(schema)] = self._read(schema, depth - 1) or ANY
-        return self._known[id(schema)]
-
-    def _read(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
-        types = ANY
-        if "$ref" in schema:
-            types &= self._types(self.target(schema["$ref"]), depth)
-        if "type" in schema:
-            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            types &= _with_integers({PYTHON.get(name, name) for name in names if isinstance(name, str)} & ANY) or ANY
-        for key in ("anyOf", "oneOf"):
-            if options := _list(schema, key):
-                types &= frozenset[str]().union(*(self._types(option, depth) for option in options))
-        for part in _list(schema, "allOf"):
-            types &= self._types(part, depth)
-        if values := _list(schema, "enum") or [schema[key] for key in ("const",) if key in schema]:
-            types &= _with_integers({_type_of(value) for value in values})
-        return types | {"null"} if schema.get("nullable") is True else types
-
-    def target(self, ref: Any) -> Any:
-        """What a reference within the tool's own schema points to; ``None`` if there is nothing."""
-        found: Any = self.schema
-        if not isinstance(ref, str) or not ref.startswith("#"):
-            return None
-        for name in ref[1:].split("/")[1:]:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        return found
-
-
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _with_integers(types: set[str]) -> frozenset[str]:
-    return frozenset(types | {"integer"} if "number" in types else types)
-
-
-def _type_of(value: Any) -> str:
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "object"
 
 
 def is_string(start: str, types: frozenset[str]) -> bool:
@@ -154,7 +76,7 @@ def _structure(read: Callable[[str], Any], text: str, types: frozenset[str]) -> 
     try:
         value = read(text)
         value = list(value) if isinstance(value, tuple) else value
-        return json.dumps(value, allow_nan=False) if _type_of(value) in types & {"object", "array"} else None
+        return json.dumps(value, allow_nan=False) if type_of(value) in types & {"object", "array"} else None
     except Exception:
         return None
 

@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 
 import mlx_mtp
-from scripts.distribution import Case
+from tests.support.distribution import Case
 from tests.support.launch import report
 
 how, folder, runs = sys.argv[1:]

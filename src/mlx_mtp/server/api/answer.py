@@ -16,18 +16,18 @@ class Usage:
     """What a request took.
 
     Args:
-        n_prompt (int): Tokens of its prompt.
+        n_prompt (int): Tokens of its prompts, each counted once.
         n_cached (int): Those of them that the prompt cache had.
-        n_generated (int): Tokens of the answer.
+        n_generated (int): Tokens of all answers.
         n_accepted (int): Those of them that were drafted.
-        counts (DraftCounts, optional): Its drafts. ``None`` where the server makes none.
+        drafts (List[DraftCounts], optional): The drafts of each answer. ``None`` where the server makes none.
     """
 
     n_prompt: int
     n_cached: int
     n_generated: int
     n_accepted: int
-    counts: DraftCounts | None
+    drafts: list[DraftCounts] | None
 
 
 class Writer(Protocol):
@@ -39,8 +39,12 @@ class Writer(Protocol):
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         """What a stream says while the prompt is read."""
 
-    def add(self, step: Delta) -> bytes:
-        """What a token adds to a stream."""
+    def add(self, step: Delta, choice: int = 0) -> bytes:
+        """What a token adds to a stream.
+
+        Args:
+            choice (int): The number of the answer, where a request may ask for several. Default: ``0``.
+        """
 
     def end(self, usage: Usage) -> bytes:
         """What a stream ends with."""

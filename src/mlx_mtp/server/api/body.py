@@ -27,6 +27,13 @@ TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 )
 Json = dict[str, Any]
+NO_FORM = "docs/server.md lists the forms that an answer can have"
+# Of OpenAI's older APIs, which would change the answers of the others as well.
+OF_CHATS: dict[str, tuple[Sequence[Any], str]] = {
+    "n": ([1], "an answer is one"),
+    "response_format": ([{"type": "text"}], NO_FORM),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], NO_FORM)),
+}
 
 # What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(
@@ -47,11 +54,19 @@ class Body(Part):
     what to do instead.
     """
 
-    REFUSED: ClassVar[Mapping[str, tuple[Sequence[Any], str]]] = {}
+    REFUSED: ClassVar[Mapping[str, tuple[Sequence[Any], str]]] = {
+        "modalities": ([["text"]], "answers are texts"),
+        "audio": ([], "answers are texts"),
+        "web_search_options": ([], "let the client search"),
+        "structured_outputs": ([{}], NO_FORM),
+        "guided_choice": ([[]], NO_FORM),
+        "grammar": ([""], NO_FORM),
+        "continue_final_message": ([False], "a last message of the assistant is continued without it"),
+    }
 
     model: str = "default_model"
     stream: bool = False
-    temperature: Annotated[float, Ge(0), Le(100)] | None = None
+    temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Share | None = None
     top_k: Natural | None = None
     min_p: Share | None = None
@@ -64,7 +79,7 @@ class Body(Part):
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
     logit_bias: dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Penalty] | None = None
-    seed: Annotated[int, Ge(0), Le(2**64 - 1)] | None = None
+    seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], Field(max_length=32)] | None = None
@@ -91,7 +106,7 @@ class Body(Part):
         return None
 
     def arguments(
-        self, flags: Any, max_tokens: int | None, stop: list[str], **others: Any
+        self, flags: Any, max_tokens: int | None, stop: list[str], top: int | None = None
     ) -> stock.GenerationArguments:
         """
         What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line.
@@ -100,7 +115,8 @@ class Body(Part):
             flags (argparse.Namespace): The server's.
             max_tokens (int, optional): The request's.
             stop (List[str]): What ends the text.
-            others (Any): ``logprobs``, ``top_logprobs``.
+            top (int, optional): The number of likely tokens to tell of beside each token. Default: ``None``, no log
+              probabilities are asked for.
         """
 
         def given(name: str, default: Any) -> Any:
@@ -128,9 +144,10 @@ class Body(Part):
             stop_words=stop,
             max_tokens=flags.max_tokens if max_tokens is None else max_tokens,
             num_draft_tokens=given("num_draft_tokens", flags.num_draft_tokens),
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed % 2**64,
             chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
-            **{"logprobs": False, "top_logprobs": -1, **others},
+            logprobs=top is not None,
+            top_logprobs=top or 0,
         )
 
 

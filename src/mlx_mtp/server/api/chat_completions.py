@@ -4,6 +4,7 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 """
 
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,8 +17,9 @@ from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json
 from .body import Part, Short, read
-from .conversation import Images, arguments_of, fold_roles
-from .openai import OpenAIBody, OpenAIWriter, error_content
+from .conversation import Images, arguments_of, continues, fold_roles
+from .logprobs import TopLogprobs, logprob_of
+from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 
@@ -68,6 +70,8 @@ class ChatBody(OpenAIBody):
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None
     # mlx-lm writes a role's prefix before each of its messages.
     role_mapping: dict[str, Short] | None = None
@@ -76,19 +80,26 @@ class ChatBody(OpenAIBody):
     def effort(self) -> Effort | None:
         return self.reasoning_effort
 
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     _refuse_parts(content.get("messages"))
     body = read(ChatBody, content)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
     images = Images()
     messages = fold_roles([_message(m, images) for m in body.messages])
     request = Request(
         "chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted, images=images
     )
-    request.one_call = not body.parallel_tool_calls
+    request.n, request.one_call = body.n, not body.parallel_tool_calls
     request.form = the_only(body.form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
+    request.goes_on = continues(messages, request.form)
     return body, request, body.openai_arguments(flags)
 
 
@@ -122,34 +133,42 @@ def _message(message: ChatMessage, images: Images) -> Json:
     return content
 
 
-class ChatWriter(OpenAIWriter):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, body: ChatBody):
-        super().__init__(body)
+class ChatChoice(Choice):
+    def __init__(self, index: int, body: ChatBody):
+        super().__init__(index, body)
         self.text = self.reasoning = ""
         self.tool_calls: list[Json] = []
+        self.tokens: list[int] = []  # of the text, by index
 
-    def choices(self, step: Delta) -> list[Json]:
-        found: list[Json] = []
+    def pieces(self, step: Delta) -> Iterator[Json]:
         for e in step.events:
             if isinstance(e, Text):
-                found.append({"content": e.text})
+                yield self._piece({"content": e.text}, e.tokens)
             elif isinstance(e, Reasoning):
-                found.append(_reasoning(e.text))
+                yield self._piece(_reasoning(e.text))
             elif isinstance(e, CallBegins):
-                found.append({"tool_calls": [{"index": e.index, **_begin(e)}]})
+                yield self._piece({"tool_calls": [{"index": e.index, **_begin(e)}]})
             elif isinstance(e, CallArguments):
-                found.append({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]})
-        return [{"delta": {"role": "assistant", **delta}} for delta in found]
+                yield self._piece({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]})
 
-    def last_choice(self) -> Json:
-        return {"delta": {"role": "assistant"}}
+    def last(self) -> Json:
+        return self._piece({})
+
+    def _piece(self, delta: Json, tokens: Sequence[int] = ()) -> Json:
+        """The first one says whose the message is."""
+        role = {} if self.has_begun else {"role": "assistant"}
+        return {"delta": role | delta, **self._logprobs(tokens)}
+
+    def _logprobs(self, tokens: Sequence[int]) -> Json:
+        if self.body.top is None:
+            return {}
+        return {"logprobs": {"content": [logprob_of(self.steps[i]) for i in tokens], "refusal": None}}
 
     def collect(self, step: Delta) -> None:
         for e in step.events:
             if isinstance(e, Text):
                 self.text += e.text
+                self.tokens += e.tokens
             elif isinstance(e, Reasoning):
                 self.reasoning += e.text
             elif isinstance(e, CallBegins):
@@ -157,13 +176,18 @@ class ChatWriter(OpenAIWriter):
             elif isinstance(e, CallArguments):
                 self.tool_calls[e.index]["function"]["arguments"] += e.text
 
-    def choice(self) -> Json:
+    def whole(self) -> Json:
         message: Json = {"role": "assistant", "content": self.text or None}
         if self.reasoning:
             message |= _reasoning(self.reasoning)
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
-        return {"message": message}
+        return {"message": message, **self._logprobs(self.tokens)}
+
+
+class ChatWriter(OpenAIWriter):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    choice_kind = ChatChoice
 
 
 def _reasoning(text: str) -> Json:

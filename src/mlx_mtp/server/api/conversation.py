@@ -8,7 +8,9 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from ...images.processor import PLACEHOLDER
+from ..images import MARKED_IMAGES
+from ..prompt import goes_on
+from ..request import ApiError, Form
 from .answer import Json
 
 SYSTEM = ("system", "developer")
@@ -18,9 +20,9 @@ class Images(list[str]):
     """The images of a conversation, by URL, in order."""
 
     def add(self, url: str) -> str:
-        """Take one -> what stands for it in the text, as Qwen's templates write it."""
+        """Take one -> what stands for it in the text until that is tokenized."""
         self.append(url)
-        return PLACEHOLDER
+        return MARKED_IMAGES.mark
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
@@ -39,6 +41,19 @@ def _folded(message: Json) -> Json:
     if message["role"] not in SYSTEM:
         return message
     return {"role": "user", "content": f"<system>\n{text_of(message.get('content'))}\n</system>"}
+
+
+def continues(messages: list[Json], form: Form | None) -> bool:
+    """
+    Whether the answer continues the last message.
+
+    Raises:
+        ApiError: The answer has a form, which its beginning would be a part of.
+    """
+    if goes_on(messages) and form is not None and form.is_required:
+        message = f"{form.param} does not go with a last message of the assistant, which would be continued."
+        raise ApiError(400, message, param=form.param)
+    return goes_on(messages)
 
 
 def text_of(content: Any) -> str:

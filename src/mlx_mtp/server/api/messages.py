@@ -1,8 +1,8 @@
 """Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
 Left aside, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
-``container``, and tools that Anthropic's own servers would run. A line ``x-anthropic-billing-header`` in the system's text is
-taken out: it is another one in every request, so that no prompt would begin like the one before it.
+``container``, and tools that Anthropic's own servers would run. Claude Code's ``x-anthropic-billing-header``, a block of the
+system, is taken out: it is another one in every request, so that no prompt would begin like the one before it.
 """
 
 import re
@@ -18,9 +18,10 @@ from ..request import ApiError, Request
 from ..thinking import Effort, Thinking
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
-from .body import Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, fold_roles, function_call, function_tool
+from .body import OF_CHATS, Body, Part, Positive, Short, read
+from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
 
+SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {
     401: "authentication_error",
@@ -79,6 +80,8 @@ class OutputConfig(Part):
 class MessagesBody(Body):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     REFUSED: ClassVar = {
+        **Body.REFUSED,
+        **OF_CHATS,
         "mcp_servers": ([[]], "let the client call the tools"),
     }
     max_tokens: Positive | None = None
@@ -103,8 +106,9 @@ class MessagesBody(Body):
 def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
     body = read(MessagesBody, content)
-    system = "".join(_texts(body.system, "system"))
-    messages = [{"role": "system", "content": BILLING.sub("", system).strip()}] if system else []
+    blocks = [BILLING.sub("", text).strip() for text in _texts(body.system, "system")]
+    system = "\n\n".join(block for block in blocks if block)
+    messages = [{"role": "system", "content": system}] if system else []
     images = Images()
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
@@ -114,6 +118,7 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]
     request.one_call = body.tool_choice.disable_parallel_tool_use
     formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
     request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools)) or form_of_strict(tools)
+    request.goes_on = continues(folded, request.form)
     return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
 
 
@@ -207,7 +212,7 @@ class MessagesWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return _event("ping")
 
-    def add(self, step: Delta) -> bytes:
+    def add(self, step: Delta, choice: int = 0) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
         self.stop_word = step.stop_word
         return b"".join(self._add(e) for e in step.events)
@@ -245,9 +250,13 @@ class MessagesWriter:
         if not self.is_open:
             return b""
         block, self.is_open = self.content[-1], False
+        signed = b""
         if block["type"] == "tool_use":
             block["input"] = arguments_of(self.arguments)
-        return _event("content_block_stop", index=len(self.content) - 1)
+        elif block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        return signed + _event("content_block_stop", index=len(self.content) - 1)
 
     def end(self, usage: Usage) -> bytes:
         closed = self._close()

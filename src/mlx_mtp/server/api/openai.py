@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -15,6 +16,7 @@ from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words
 
 DONE = b"data: [DONE]\n\n"
+MAX_CHOICES = 8  # of a prompt
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -30,20 +32,29 @@ class OpenAIBody(Body):
     """The fields of both."""
 
     REFUSED: ClassVar = {
+        **Body.REFUSED,
         "functions": ([[]], "send tools"),
         "function_call": (["auto", "none"], "send tools"),
     }
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    n: Annotated[int, Ge(1), Le(1)] = 1
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
     stop: Stop | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Ge(0), Le(11)] | None = None
     response_format: Any = None
     guided_json: Json | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
+
+    @property
+    def n_choices(self) -> int:
+        """The number of answers."""
+        return self.n
+
+    @property
+    def top(self) -> int | None:
+        """The number of likely tokens to tell of beside each token; ``None`` if no log probabilities are asked for."""
+        raise NotImplementedError
 
     @property
     def form(self) -> Form | None:
@@ -59,8 +70,47 @@ class OpenAIBody(Body):
     def openai_arguments(self, flags: Any) -> Any:
         """mlx-lm's arguments."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        top = -1 if self.top_logprobs is None else self.top_logprobs
-        return self.arguments(flags, max_tokens, stop_words(self.stop), logprobs=self.logprobs, top_logprobs=top)
+        return self.arguments(flags, max_tokens, stop_words(self.stop), self.top)
+
+
+class Choice:
+    """One of the answers to a request.
+
+    Args:
+        index (int): Its number.
+        body (OpenAIBody): The request's.
+    """
+
+    def __init__(self, index: int, body: Any):
+        self.index, self.body = index, body
+        self.finish_reason: str | None = None
+        self.has_begun = False  # whether a chunk has told of it
+        self.steps: list[Delta] = []  # where their log probabilities are asked for
+        self.sources: list[str] = []  # of the tokens that no chunk has told of
+
+    def read(self, step: Delta) -> None:
+        """Take a step into account, before it is written."""
+        self.finish_reason = step.finish_reason or self.finish_reason
+        if self.body.top is not None:
+            self.steps.append(step)
+        if step.source is not None:
+            self.sources.append(step.source)
+
+    def pieces(self, step: Delta) -> Iterable[Json]:
+        """What a step adds to a stream: a chunk's choice each."""
+        raise NotImplementedError
+
+    def last(self) -> Json:
+        """The choice of a chunk without text, as of the one with the reason why the answer ends."""
+        raise NotImplementedError
+
+    def collect(self, step: Delta) -> None:
+        """Take a step into the whole answer."""
+        raise NotImplementedError
+
+    def whole(self) -> Json:
+        """The whole answer."""
+        raise NotImplementedError
 
 
 class OpenAIWriter:
@@ -70,13 +120,12 @@ class OpenAIWriter:
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    choice_kind: type[Choice]
 
     def __init__(self, body: OpenAIBody):
         self.body = body
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
-        self.finish_reason: str | None = None
-        self.steps: list[Delta] = []
-        self.sources: list[str] = []  # of the tokens that no chunk has told of
+        self.choices = [self.choice_kind(i, body) for i in range(body.n_choices)]
 
     def begin(self, usage: Usage) -> bytes:
         return b""
@@ -84,57 +133,38 @@ class OpenAIWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
-    def add(self, step: Delta) -> bytes:
-        self.finish_reason = step.finish_reason or self.finish_reason
-        if self.body.stream:
-            self.sources += [step.source] if step.source is not None else []
-            return b"".join(self._chunk(choice, None) for choice in self.choices(step))
-        self.steps.append(step)
-        self.collect(step)
-        return b""
-
-    def choices(self, step: Delta) -> list[Json]:
-        """What a step adds to the answer, as the only choice of each chunk."""
-        raise NotImplementedError
-
-    def last_choice(self) -> Json:
-        """The choice of the chunk with the reason why the answer ends."""
-        raise NotImplementedError
-
-    def collect(self, step: Delta) -> None:
-        """Take a step into the whole answer."""
-        raise NotImplementedError
-
-    def choice(self) -> Json:
-        """The whole answer."""
-        raise NotImplementedError
+    def add(self, step: Delta, choice: int = 0) -> bytes:
+        c = self.choices[choice]
+        c.read(step)
+        if not self.body.stream:
+            c.collect(step)
+            return b""
+        # OpenAI's client takes a chunk of a choice only behind chunks of all those before it.
+        silent = [other for other in self.choices[:choice] if not other.has_begun]
+        chunks = b"".join(self._chunk(other, other.last()) for other in silent)
+        chunks += b"".join(self._chunk(c, piece) for piece in c.pieces(step))
+        return chunks if step.finish_reason is None else chunks + self._chunk(c, c.last(), step.finish_reason)
 
     def end(self, usage: Usage) -> bytes:
-        last = self._chunk(self.last_choice(), self.finish_reason or "stop")
+        last = b"".join(self._chunk(c, c.last(), "stop") for c in self.choices if c.finish_reason is None)
         if self.body.stream_options.include_usage:
-            last += event({**self._head(self.kind), "choices": [], "usage": _usage(usage)})
+            last += event({**self._head(self.chunk_kind), "choices": [], "usage": _usage(usage)})
         return last + DONE
 
-    def _chunk(self, choice: Json, finish_reason: str | None) -> bytes:
+    def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None) -> bytes:
         """A piece of a stream; the first after a token tells where it came from, if the client asks for that."""
         if self.body.stream_options.include_sources:
-            choice, self.sources = {**choice, "sources": self.sources}, []
-        return event(self._response(self.chunk_kind, choice, finish_reason))
+            piece, c.sources = {**piece, "sources": c.sources}, []
+        c.has_begun = True
+        choice = {"index": c.index, "finish_reason": finish_reason, **piece}
+        return event({**self._head(self.chunk_kind), "choices": [choice]})
 
     def whole(self, usage: Usage) -> Json:
-        response = self._response(self.kind, self.choice(), self.finish_reason or "stop")
-        choice = response["choices"][0]
-        if top := [step.top_tokens for step in self.steps if step.top_tokens]:
-            choice["logprobs"] = {"content": [dict(t[0], top_logprobs=t) for t in top]}
-        elif self.body.logprobs:
-            choice["logprobs"] = {"content": [{"id": s.token, "logprob": s.logprob} for s in self.steps]}
-        return {**response, "usage": _usage(usage)}
+        choices = [{"index": c.index, "finish_reason": c.finish_reason or "stop", **c.whole()} for c in self.choices]
+        return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
 
     def failed(self, error: ApiError) -> bytes:
         return event(error_content(error)) + DONE
-
-    def _response(self, kind: str, choice: Json, finish_reason: str | None) -> Json:
-        return {**self._head(kind), "choices": [{"index": 0, "finish_reason": finish_reason, **choice}]}
 
     def _head(self, kind: str) -> Json:
         return {
@@ -153,14 +183,14 @@ def _usage(usage: Usage) -> Json:
         "total_tokens": usage.n_prompt + usage.n_generated,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
     }
-    if (counts := usage.counts) is not None:
+    if (drafts := usage.drafts) is not None:
         content["completion_tokens_details"] = {
             "accepted_prediction_tokens": usage.n_accepted,
-            "rejected_prediction_tokens": counts.n_drafted - usage.n_accepted,
-            "copied_tokens": sum(counts.copied),
-            "accepted_copied_tokens": sum(counts.copies_accepted),
-            "forced_tokens": sum(counts.forced),
-            "accepted_forced_tokens": sum(counts.forced_accepted),
+            "rejected_prediction_tokens": sum(d.n_drafted for d in drafts) - usage.n_accepted,
+            "copied_tokens": sum(sum(d.copied) for d in drafts),
+            "accepted_copied_tokens": sum(sum(d.copies_accepted) for d in drafts),
+            "forced_tokens": sum(sum(d.forced) for d in drafts),
+            "accepted_forced_tokens": sum(sum(d.forced_accepted) for d in drafts),
         }
     return content
 

@@ -1,9 +1,9 @@
 """OpenAI's newer API, ``/v1/responses``, without its memory: each request brings the whole conversation.
 
-``store`` is taken, and nothing is stored. Left aside, since the answer does not depend on them: ``metadata``,
-``client_metadata``, ``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, as
-``web_search``. The ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients that send it back, as
-Codex does, send the reasoning with it, so that the prompt begins like the one before it.
+``store`` is taken, and nothing is stored. Left aside, since the answer does not depend on them: ``client_metadata``,
+``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, as ``web_search``. The
+``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients that send it back, as Codex does, send the
+reasoning with it, so that the prompt begins like the one before it.
 """
 
 import base64
@@ -18,12 +18,14 @@ from pydantic import Field
 from ..answer import Reasoning
 from ..form import form_of, form_of_choice, form_of_strict, the_only
 from ..job import Delta
+from ..prompt import NO_LIMIT
 from ..request import ApiError, Request
 from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json, Usage, event
-from .body import Body, Part, Positive, read
-from .conversation import Images, arguments_of, fold_roles, function_call, function_tool
+from .body import OF_CHATS, Body, Part, Positive, Short, read
+from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
+from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
@@ -73,6 +75,8 @@ class ReasoningOptions(Part):
 
 class ResponsesBody(Body):
     REFUSED: ClassVar = {
+        **Body.REFUSED,
+        **OF_CHATS,
         "previous_response_id": ([], "send the whole conversation as input"),
         "conversation": ([], "send the whole conversation as input"),
         "prompt": ([], "send instructions and input"),
@@ -87,10 +91,18 @@ class ResponsesBody(Body):
     reasoning: ReasoningOptions = ReasoningOptions()
     text: Json | None = None
     include: list[str] | None = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
 
     @property
     def effort(self) -> Effort | None:
         return self.reasoning.effort
+
+    @property
+    def top(self) -> int | None:
+        """The number of likely tokens to tell of beside each token; ``None`` if no log probabilities are asked for."""
+        is_asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or [])
+        return (self.top_logprobs or 0) if is_asked else None
 
     @property
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
@@ -124,7 +136,10 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     request.one_call = not body.parallel_tool_calls
     form = form_of((body.text or {}).get("format"), "text.format")
     request.form = the_only(form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
-    return body, request, body.arguments(flags, body.max_output_tokens, [])
+    request.goes_on = continues(messages, request.form)
+    # As the API says, an answer without a limit goes on to the end of the context, unless the server's operator has set one.
+    limit = None if flags.has_max_tokens else NO_LIMIT
+    return body, request, body.arguments(flags, body.max_output_tokens or limit, [], body.top)
 
 
 def _tool(name: str, tool: Tool) -> Json:
@@ -197,6 +212,7 @@ class ResponsesWriter:
         self.is_open = False  # whether the last item goes on
         self.finish_reason: str | None = None
         self.n_reasoning = self.n_events = 0
+        self.steps: list[Delta] = []  # where their log probabilities are asked for
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
 
     def begin(self, usage: Usage) -> bytes:
@@ -206,8 +222,10 @@ class ResponsesWriter:
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
-    def add(self, step: Delta) -> bytes:
+    def add(self, step: Delta, choice: int = 0) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
+        if self.body.top is not None:
+            self.steps.append(step)
         self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
         return b"".join(self._add(e) for e in step.events)
 
@@ -221,7 +239,8 @@ class ResponsesWriter:
                 "content": [],
             }
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            return self._extend(item, part, e.text, logprobs=[])
+            tokens = e.tokens if self.body.top is not None else []
+            return self._extend(item, part, e.text, logprobs=[logprob_of(self.steps[i]) for i in tokens])
         if isinstance(e, Reasoning):
             item = {"type": "reasoning", "id": _new("rs"), "status": "in_progress", "summary": [], "content": []}
             return self._extend(item, {"type": "reasoning_text", "text": ""}, e.text)
@@ -252,8 +271,11 @@ class ResponsesWriter:
         begun = b""
         if not (self.is_open and self.output[-1]["type"] == item["type"]):
             begun = self._begin(item) + self._item_event("content_part.added", content_index=0, part=part)
-            self.output[-1]["content"] = [part.copy()]
-        self.output[-1]["content"][0]["text"] += text
+            self.output[-1]["content"] = [json.loads(json.dumps(part))]
+        whole = self.output[-1]["content"][0]
+        whole["text"] += text
+        for name, more in fields.items():
+            whole[name] += more
         return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
 
     def _begin(self, item: Json) -> bytes:
@@ -276,7 +298,7 @@ class ResponsesWriter:
             done += self._item_event("custom_tool_call_input.done", input=text)
         else:
             part = item["content"][0]
-            fields: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            fields: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
             done += self._item_event("content_part.done", content_index=0, part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
@@ -315,13 +337,14 @@ class ResponsesWriter:
             "reasoning": body.reasoning.model_dump(),
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice,
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
-            "metadata": {},
+            "metadata": body.metadata or {},
         }
 
     def _usage(self, usage: Usage) -> Json:

@@ -1,24 +1,21 @@
-"""Fuzz prompt cache files: random damage to their token ids, counts, shapes and dtypes.
+"""Prompt cache files with random damage to their token ids, counts, shapes and dtypes.
 
-    python -m scripts.attack.caches --count 500 --seed 1
-
-A damaged file is refused with one sentence, or goes on as mlx-lm does after the same tokens. The values of keys and states are
-left alone: nothing tells a wrong one. Exit status 1 and the damage where it is otherwise.
+A damaged file is refused with one sentence, or the text continues as mlx-lm's does after the same tokens. Values of keys and
+states stay as they are: a wrong one cannot be recognized.
 """
 
 import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache
-from scripts.attack import driver
-from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import deep_model
+
+from .decoding import PROMPT, mtp, plain
+from .models import deep_model
 
 VOCAB, N = 32, len(PROMPT) + 9
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
@@ -113,12 +110,7 @@ def sound(quantized: bool) -> bytes:
         return Path(f"{folder}/sound.safetensors").read_bytes()
 
 
-def random_case(r: random.Random) -> dict[str, Any]:
-    """What a case does, as keyword arguments of ``run_case``."""
-    return {"quantized": r.random() < 0.3, "seed": r.getrandbits(64)}
-
-
-def run_case(quantized: bool, seed: int) -> None:
+def assert_refused_or_right(quantized: bool, seed: int) -> None:
     """
     Raises:
         AssertionError: Something else came than a refusal or the right text.
@@ -129,7 +121,3 @@ def run_case(quantized: bool, seed: int) -> None:
         done = damage(random.Random(seed), file)
         problem = goes_on(file, **(KV if quantized else {}))
     assert problem is None, f"{problem}, where {done}"
-
-
-if __name__ == "__main__":
-    driver.main("Fuzz prompt cache files.", random_case, run_case, count=500)

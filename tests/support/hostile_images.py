@@ -1,9 +1,7 @@
-"""Fuzz images: sound ones of every mode, format and orientation, damaged files, headers that lie, other files, odd shapes.
+"""Random images: sound ones of every mode, format and orientation, damaged files, headers that lie, other files, odd shapes.
 
-    python -m scripts.attack.images --count 500 --seed 1
-
-A sound image becomes the patches that transformers makes of it. Any other is opened, or refused with one sentence. Exit status
-1 where it is otherwise, where one takes longer than a minute, or where memory grows by more than 1 GB.
+A sound image becomes the patches that transformers makes of it. Any other is opened, or refused with one sentence, and memory
+grows by no more than 1 GB.
 """
 
 import io
@@ -11,7 +9,6 @@ import random
 import resource
 import struct
 import sys
-import time
 import zlib
 from functools import cache
 from typing import Any
@@ -23,8 +20,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mlx_mtp.images.open import MAX_RATIO, open_image
 from mlx_mtp.images.processor import Processor
-from scripts.attack import driver
-from tests.support.images import PREPROCESSOR
+
+from .images import PREPROCESSOR
 
 # What each format keeps without loss, or is decoded in one way only
 MODES = {
@@ -36,7 +33,7 @@ MODES = {
     "JPEG": ("L", "RGB", "CMYK"),
     "AVIF": ("RGB", "RGBA"),
 }
-MAX_SECONDS, MAX_GROWTH = 60, 1 << 30
+MAX_GROWTH = 1 << 30  # bytes
 MAX_VALUES = 2 * 3 * PREPROCESSOR["size"]["longest_edge"]  # each frame twice
 WAYS = ("sound", "sound", "cut", "flipped", "spliced", "noise", "header", "text", "shape")
 
@@ -104,17 +101,12 @@ def damaged(r: random.Random, way: str, data: bytes) -> bytes:
     )
 
 
-def random_case(r: random.Random) -> dict[str, Any]:
-    """What a case does, as keyword arguments of ``run_case``."""
-    return {"way": r.choice(WAYS), "seed": r.getrandbits(64)}
-
-
-def run_case(way: str, seed: int) -> None:
+def assert_refused_or_right(way: str, seed: int) -> None:
     """
     Raises:
-        AssertionError: An image came out wrong, an error was no sentence, or it took too much time or memory.
+        AssertionError: The patches are wrong, the error is no sentence, or it took too much memory.
     """
-    peak_before, start = peak(), time.monotonic()
+    peak_before = peak()
     r = random.Random(seed)
     small = (r.randrange(1, 90), r.randrange(1, 90))
     long = r.choice(((1, 1), (1, 200), (1, 201), (10_000, 10), (3, 700)))
@@ -131,8 +123,6 @@ def run_case(way: str, seed: int) -> None:
         assert np.isfinite(ours).all()
         assert ours.size <= MAX_VALUES
         assert not is_sound or np.array_equal(ours.reshape(-1, ours.shape[-1]), theirs(data)), "other patches"
-    seconds = time.monotonic() - start
-    assert seconds < MAX_SECONDS, f"it took {seconds:.0f} s"
     assert peak() - peak_before < MAX_GROWTH, f"memory grew by {(peak() - peak_before) / 1e6:.0f} MB"
 
 
@@ -159,7 +149,3 @@ def peak() -> int:
     """The most memory that the process ever had, in bytes."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
-
-
-if __name__ == "__main__":
-    driver.main("Fuzz images.", random_case, run_case, count=500)

@@ -1,14 +1,6 @@
-"""The joint distribution of the first tokens, from the loop, against that of plain decoding, computed by enumeration.
+"""The joint distribution of the first tokens, from the loop, against that of plain decoding, computed by enumeration."""
 
-    python -m scripts.distribution             every case, 5,000 runs of each
-    python -m scripts.distribution --runs 500  fewer runs
-
-A chi-square test a case, at a level of 1e-4; exit status 1 if one fails. The tests run a sample of the cases.
-"""
-
-import argparse
 import itertools
-import sys
 import zlib
 from collections import Counter
 from unittest import mock
@@ -18,15 +10,15 @@ import numpy as np
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from scipy.stats import chisquare
-from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.decoding.grammar import ForcedTokens
-from tests.support.grammars import grammar_of
-from tests.support.models import tiny_model
-from tests.support.scripted import Scripted
 
-LEVEL = 1e-4
+from .grammars import grammar_of
+from .models import tiny_model
+from .scripted import Scripted
+
+LEVEL = 1e-4  # of each chi-square test
 VOCAB = 6
 TOKENS = ["<eos>", "a", "b", "c", "ab", "bc"]  # of grammars
 PROMPT = [1, 2]
@@ -143,7 +135,7 @@ class Case:
         options = dict(max_tokens=self.n_tokens + max(self.depth, self.copies) + 1, num_draft_tokens=self.depth)
         options |= dict(draft_p_min=self.p_min, copy_drafts=self.copies or "off")
         counts: Counter = Counter()
-        for i in tqdm(range(runs), desc=self.name, disable=None, leave=False):
+        for i in range(runs):
             seed = first + i if self.acceptance == "coupled" else None
             sampler = mlx_mtp.make_sampler(**self.options, acceptance=self.acceptance, seed=seed)
             processors = self.processors()
@@ -195,19 +187,3 @@ CASES = [
     Case(2, acceptance="coupled", temp=0.7, top_p=0.9, xtc_probability=0.5),
     Case(3, acceptance="coupled", temp=1.0, min_p=0.05, penalties={"repetition_penalty": 1.5}),
 ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Sampled tokens with MTP against their exact distribution.")
-    parser.add_argument("--runs", type=int, default=5000)
-    args = parser.parse_args()
-    failed = False
-    for case in CASES:
-        p = case.p_value(args.runs)
-        failed |= p < LEVEL
-        print(f"{case.name}: p = {p:.4f}", flush=True)
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,41 @@
+"""The command line of ``mlx_mtp cache``: list and remove the heads that were fetched."""
+
+import argparse
+
+from .. import cli
+from ..checkpoint.originals.head import fetched_heads, remove
+from .machine import cache_folders
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp cache",
+        description="List the MTP heads that were fetched from originals. Models are in the hub's cache: `hf cache ls`.",
+    )
+    parser.add_argument("--remove", metavar="ORIGINAL", help="Remove the heads of this original, or all of them: all.")
+    return cli.finish(parser, {})
+
+
+def main() -> None:
+    parser = make_parser()
+    with cli.one_line_errors(parser.prog):
+        run(cli.parse(parser))
+
+
+def run(args: argparse.Namespace) -> None:
+    heads = [*fetched_heads()]
+    if args.remove is None:
+        rows = [["original", "revision", "size"]]
+        rows += [[head.source, head.revision[:8], f"{head.nbytes / 1e6:.1f} MB"] for head in heads]
+        print("\n".join(cli.table(rows)) if heads else "No heads were fetched.")
+        for use, folder in cache_folders():
+            print(f"{use} are in {folder}")
+        return
+    chosen = [head for head in heads if args.remove in ("all", head.source)]
+    if not chosen:
+        raise ValueError(f"No head of {args.remove} was fetched: `mlx_mtp cache` lists them.")
+    for head in chosen:
+        n = head.nbytes
+        source = head.source
+        remove(head)
+        print(f"Removed the head of {source}, {n / 1e6:.1f} MB")

@@ -1,0 +1,78 @@
+"""The command line of ``mlx_mtp doctor``: what this machine has, and whether a model drafts on it."""
+
+import argparse
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from .. import cli
+from .._version import __version__
+from ..checkpoint.load import DEMO, load
+from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
+from .machine import GB, cache_folders, cached_heads, cached_repositories, total_memory, usable_memory
+
+Line = tuple[str, str]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp doctor",
+        description="Check this machine and a model: chip, memory, versions, tuned settings, caches, and whether the model has "
+        "an MTP head whose drafts it accepts. The last line is the verdict.",
+    )
+    parser.add_argument("--model", help=cli.MODEL)
+    return cli.finish(parser, {})
+
+
+def main() -> None:
+    parser = make_parser()
+    with cli.one_line_errors(parser.prog):
+        args = cli.parse(parser)
+        lines = [*_machine(), *_caches()]
+        print("\n".join(f"{name + ':':<12}{value}" for name, value in lines), flush=True)
+        for name, value in _model(args.model or str(DEMO)):
+            print(f"{name + ':':<12}{value}", flush=True)
+
+
+def _machine() -> Iterator[Line]:
+    info = mx.device_info()
+    yield "Chip", f"{info.get('device_name')} ({info.get('architecture')}), {mx.default_device()}"
+    yield "Memory", f"{total_memory() / GB:.1f} GB, of which MLX may use {usable_memory() / GB:.1f} GB"
+    packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
+    yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
+
+
+def _caches() -> Iterator[Line]:
+    models, heads = cached_repositories(), cached_heads()
+    for name, folder in cache_folders():
+        sizes = models.values() if name == "Models" else [head.nbytes for head in heads.values()]
+        yield name, f"{len(sizes)} in {folder}, {sum(sizes) / GB:.2f} GB"
+
+
+def _model(name: str) -> Iterator[Line]:
+    """The model's head and settings, and the verdict."""
+    yield "Model", name if Path(name) != DEMO else "the bundled demo, which completes Python only"
+    try:
+        model, tokenizer = load(name, mtp="auto")
+    except (OSError, ValueError) as e:
+        yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
+        return
+    if (head := model.fetched_head) is None:
+        yield "Head", "its own"
+        accepted = measure_acceptance(model, tokenizer)
+    else:
+        yield "Head", f"of {head.source}, {head.nbytes / 1e6:.1f} MB"
+        accepted = head.acceptance(model.fingerprint()) or 0.0
+    tuned = model.drafting.tuned
+    yield "Settings", "none: `mlx_mtp.benchmark --tune` measures some" if tuned is None else str(tuned)
+    yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
+    yield "Verdict", verdict(accepted)
+
+
+def verdict(accepted: float) -> str:
+    if accepted < FLOOR:
+        return "the model rejects most drafts: `mlx_mtp.fit` trains the head, `--copy-drafts auto` drafts without it"
+    return "ready: use --mtp; `mlx_mtp.benchmark` measures the speed"

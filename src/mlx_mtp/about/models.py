@@ -1,0 +1,58 @@
+"""The command line of ``mlx_mtp models``: the published models by the names that ``--model`` takes."""
+
+import argparse
+
+from .. import cli
+from ..checkpoint.catalog import Published, published
+from .machine import GB, cached_heads, cached_repositories, total_memory
+
+CONTEXT = 32_768  # tokens
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp models",
+        description="List the published models that --model takes by name: the size of the 4-bit weights and of the head, the "
+        "memory of a context, whether the model fits this machine, and what is in the cache.",
+    )
+    parser.add_argument("--context", type=int, default=CONTEXT, help="Tokens of the context.")
+    return cli.finish(parser, {})
+
+
+def main() -> None:
+    parser = make_parser()
+    with cli.one_line_errors(parser.prog):
+        args = cli.parse(parser)
+        if args.context < 1:
+            raise ValueError(f"--context must be 1 or more, not {args.context}.")
+        print(show(args.context))
+
+
+def show(context: int) -> str:
+    """A table of the published models, and a line about the machine."""
+    cached, heads, memory = cached_repositories(), cached_heads(), total_memory()
+    rows = [["name", "weights", "head", "images", "context", "Mac from", "fits here", "in the cache"]]
+    for model in published().values():
+        here = [model.conversion in cached and "weights", model.original in heads and "head"]
+        rows.append(
+            [
+                model.name,
+                f"{model.disk_gb - model.head_gb:.1f} GB",
+                f"{model.head_gb:.2f} GB",
+                "yes" if model.takes_images else "no",
+                f"{model.context_bytes(context) / GB:.1f} GB",
+                f"{model.memory_gb} GB",
+                "yes" if fits(model, memory) else "no",
+                ", ".join(name for name in here if name) or "-",
+            ]
+        )
+    note = (
+        f"This machine has {memory / 2**30:.0f} GB of memory. The context is {context:,} tokens in 16 bits.\n"
+        "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
+    )
+    return "\n".join([*cli.table(rows), "", note])
+
+
+def fits(model: Published, memory: int) -> bool:
+    """Whether a machine with this memory, in bytes, runs a model."""
+    return model.memory_gb <= memory / 2**30 + 1  # the system reports less than was bought

@@ -1,0 +1,87 @@
+"""The published models: their originals, conversions and sizes, by the names that people type."""
+
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from .config import Config, text_config_of
+
+HEAD_DIM = 256  # of all published models
+TABLE = Path(__file__).with_name("catalog.toml")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    Args:
+        name (str): As people type it, such as ``qwen3.6-27b-4bit``.
+        original (str): The repository with its weights, head and tower.
+        conversion (str): A repository with its 4-bit weights for MLX.
+        disk_gb (float): The size of a 4-bit conversion with the head, in GB of 10^9 bytes.
+        head_gb (float): That of the head, in 16 bits.
+        memory_gb (int): The memory of the smallest Mac to run it, in GB.
+        layers (int): The number of the backbone's layers.
+        hidden_size (int): H.
+        kv_heads (int): The number of key-value heads of an attention layer, of 256 values each.
+    """
+
+    name: str
+    original: str
+    conversion: str
+    disk_gb: float
+    head_gb: float
+    memory_gb: int
+    layers: int
+    hidden_size: int
+    kv_heads: int
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the original has a vision tower. Qwen3-Next has none."""
+        return "Next" not in self.original
+
+    def context_bytes(self, n_tokens: int) -> int:
+        """The bytes of keys and values in 16 bits: of each fourth layer, and of the head."""
+        return n_tokens * (self.layers // 4 + 1) * 2 * self.kv_heads * HEAD_DIM * 2
+
+
+@cache
+def published() -> dict[str, Published]:
+    """All of catalog.toml, by name."""
+    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return {name: Published(name, **row) for name, row in rows.items()}
+
+
+def originals_like(name: str, config: Config) -> list[str]:
+    """The originals with the sizes of a config whose name is part of a checkpoint's, the longest name first."""
+    text, key = text_config_of(config), _key(name)
+    sizes = text.get("num_hidden_layers"), text.get("hidden_size")
+    fitting = {m.original for m in published().values() if (m.layers, m.hidden_size) == sizes}
+    named = [original for original in fitting if _key(original.rpartition("/")[2]) in key]
+    return sorted(named, key=len, reverse=True)
+
+
+def resolve(name: str) -> str:
+    """The repository of a published 4-bit conversion, for a short name such as ``qwen3.6-27b``; other names as they are.
+
+    Raises:
+        FileNotFoundError: It is no folder and no repository, and not the name of a published model.
+    """
+    if "/" in name or name in (".", "..") or Path(name).exists():
+        return name
+    by_name = {short: m for m in published().values() for short in (m.name, m.name.removesuffix("-4bit"))}
+    if (model := by_name.get(name.lower())) is not None:
+        return model.conversion
+    near = get_close_matches(name.lower(), by_name, 3)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise FileNotFoundError(
+        f"{name} is neither a folder nor the name of a repository, nor a published model. {hint}`mlx_mtp models` lists them."
+    )
+
+
+def _key(name: str) -> str:
+    """A name without case and separators, which conversions write differently."""
+    return "".join(c for c in name.lower() if c.isalnum())

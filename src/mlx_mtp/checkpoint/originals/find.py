@@ -1,0 +1,106 @@
+"""Find the original of a checkpoint: the one with the MTP head or the vision tower that a conversion or a fine-tune lacks.
+
+A model card names the checkpoint that its model was made from (``base_model``), and that one's card the next. Where no card
+leads to the original, the config's ``_name_or_path`` is tried, and then the published models whose name and sizes fit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import RepoCard
+from yaml import YAMLError
+
+from ..catalog import originals_like
+from ..config import Config, check_config, first_difference, text_config_of
+from ..reader import CheckpointReader
+
+MAX_STEPS = 4  # from a checkpoint to its original
+CARD = "README.md"
+
+
+def find_original(
+    name: str, folder: Path, config: Config, what: str, check: Callable[[CheckpointReader], Any]
+) -> CheckpointReader:
+    """Find the original of a checkpoint that lacks a part of it.
+
+    From a repository on the hub this downloads cards, configs and headers only.
+
+    Args:
+        name (str): The checkpoint's path or repository, as the user knows it.
+        folder (Path): The checkpoint.
+        config (Dict[str, Any]): Its config.json.
+        what (str): The part, for the error.
+        check (Callable[[CheckpointReader], Any]): Raises a ValueError where a candidate has no such part, or one that does not
+          fit.
+
+    Raises:
+        FileNotFoundError: There is none, or it cannot be read; the message names each candidate, and why it is not used.
+    """
+    tried: dict[str, str] = {}
+    for original in _candidates(name, folder, config):
+        try:
+            check(reader := CheckpointReader(original))
+        except (FileNotFoundError, ValueError) as e:
+            tried[original] = str(e)
+        else:
+            return reader
+    reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
+    raise FileNotFoundError(f"{name} has no {what}, and its original was not found. {reasons}")
+
+
+def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config:
+    """Return the config of an original whose sizes are those of a model.
+
+    Raises:
+        ValueError: One differs, or models of its type are not supported.
+    """
+    own = check_config(original.config, original.name)
+    ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
+    difference = first_difference(own, config)
+    if not difference and ties[0] != ties[1]:
+        difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
+    if difference:
+        raise ValueError(f"{original.name} does not fit {name}: {difference}.")
+    return own
+
+
+def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
+    """Repositories and folders that may be the original, the nearest first, each once."""
+    seen = {name, str(folder)}
+    bases = [*base_models(folder / CARD)]
+    for _ in range(MAX_STEPS):
+        found: list[str] = []
+        for base in bases:
+            if base not in seen:
+                seen.add(base)
+                yield base
+                found += _bases_of(base)
+        bases = found
+    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
+    for other in (own_name, *originals_like(f"{name} {own_name}", config)):
+        if isinstance(other, str) and other and other not in seen:
+            seen.add(other)
+            yield other
+
+
+def _bases_of(name: str) -> list[str]:
+    """The ``base_model`` of a checkpoint that may not be readable."""
+    try:
+        reader = CheckpointReader(name)
+        return [*_parse(reader.read(CARD).decode("utf-8"))] if CARD in reader.files else []
+    except (FileNotFoundError, ValueError):
+        return []  # its own error is reported where its head is tried
+
+
+def base_models(card: Path) -> Iterable[str]:
+    """The ``base_model`` of a model card: the checkpoints that its model was made from."""
+    return _parse(card.read_text(encoding="utf-8", errors="replace")) if card.exists() else []
+
+
+def _parse(card: str) -> list[str]:
+    try:
+        bases = RepoCard(card, ignore_metadata_errors=True).data.get("base_model")
+    except (ValueError, YAMLError):
+        return []  # written by hand
+    return [base for base in (bases if isinstance(bases, list) else [bases]) if isinstance(base, str) and base]

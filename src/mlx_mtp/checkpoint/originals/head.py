@@ -1,0 +1,137 @@
+"""The MTP head of a model's original."""
+
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.utils import TensorInfo
+
+from ...models.mtp import split_head
+from ..config import Config, read_json, text_config_of
+from ..head_formats import DRAFTER, check_head, head_file_of
+from ..reader import CheckpointReader
+from ..skeleton import check_shapes, skeleton
+from ..tensors import tensor_names
+from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before, folder_of, read_own, update_own
+from .find import check_sizes, find_original
+
+HEADS, ACCEPTANCE = "heads", "acceptance.json"
+DTYPES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class FetchedHead:
+    """A head that was fetched from an original.
+
+    Args:
+        folder (Path): It is a drafter, as ``load(..., mtp=str(folder))`` takes.
+        is_new (bool): Whether it was fetched just now.
+    """
+
+    folder: Path
+    is_new: bool = False
+
+    @property
+    def record(self) -> Config:
+        """Where it is from, as conversions record it in their config.json."""
+        record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
+        return record
+
+    @property
+    def source(self) -> str:
+        """The original's path or repository."""
+        return str(self.record.get("source", ""))
+
+    @property
+    def revision(self) -> str:
+        return str(self.record.get("revision", ""))
+
+    @property
+    def nbytes(self) -> int:
+        return (self.folder / WEIGHTS).stat().st_size
+
+    def acceptance(self, fingerprint: bytes) -> float | None:
+        """The acceptance rate of a model that has tried it; ``None`` if it has not."""
+        return read_own(self.folder / ACCEPTANCE).get(fingerprint.hex())
+
+    def remember(self, fingerprint: bytes, acceptance: float) -> None:
+        """Remember the acceptance rate of a model."""
+        update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
+
+
+def fetch_missing_head(
+    name: str, folder: Path, config: Config, needed: Collection[str] | None = None
+) -> FetchedHead | None:
+    """Return the head of a checkpoint's original, fetching it the first time. Later nothing is asked of the hub.
+
+    Args:
+        name (str): The checkpoint's path or repository.
+        folder (Path): The checkpoint.
+        config (Dict[str, Any]): Its config.json.
+        needed (Collection[str], optional): As in ``tensor_names``.
+
+    Returns:
+        Optional[FetchedHead]: ``None`` if the checkpoint has a head of its own.
+
+    Raises:
+        FileNotFoundError: The original was not found, or the head could not be downloaded. What was downloaded of it stays, and
+          the next call resumes there.
+        ValueError: The original is damaged.
+    """
+    if head_file_of(name, config) is not None or split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1]:
+        return None
+    if (known := fetched_before(HEADS, folder, config)) is not None:
+        return FetchedHead(known)
+    try:
+        original = find_original(name, folder, config, "MTP head", lambda o: fitting_head(o, config, name))
+    except FileNotFoundError as e:
+        raise FileNotFoundError(
+            f"{e} Name a head with --mtp HEAD, add one with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name} "
+            "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
+        ) from e
+    return FetchedHead(*fetch_part(HEADS, original, folder, lambda target: _write(original, config, name, target)))
+
+
+def fitting_head(original: CheckpointReader, config: Config, name: str) -> dict[str, TensorInfo]:
+    """Describe the tensors of an original's head.
+
+    Args:
+        config (Dict[str, Any]): That of the model which is to draft with it.
+        name (str): That model's.
+
+    Raises:
+        ValueError: There is no head, or it does not fit the model, or it is quantized.
+    """
+    own, tensors = check_sizes(original, config, name), original.head()
+    if not tensors:
+        raise ValueError(f"{original.name} has no MTP head.")
+    check_head(original.name, own, original.weight_map)
+    if any(t.dtype not in DTYPES for t in tensors.values()) or any(n.endswith(".scales") for n in tensors):
+        raise ValueError(f"The MTP head of {original.name} is quantized.")
+    check_shapes(skeleton(config, name), split_head(tensors)[1])
+    return tensors
+
+
+def _write(original: CheckpointReader, config: Config, name: str, target: Path) -> Config:
+    """Write the head as a drafter -> its config."""
+    tensors = fitting_head(original, config, name)
+    own = check_sizes(original, config, name)
+    prefix = "mtp." if original.has_raw_head(tensors) else ""  # a drafter's names tell its layout
+    names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
+    original.save(tensors, target / WEIGHTS, names)
+    record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
+    return {"model_type": DRAFTER, "text_config": text_config_of(own), "mlx_mtp": record}
+
+
+def fetched_heads() -> Iterator[FetchedHead]:
+    """All heads that were fetched completely."""
+    for file in sorted(folder_of(HEADS).glob(f"*/*/{CONFIG}")):
+        yield FetchedHead(file.parent)
+
+
+def remove(head: FetchedHead) -> None:
+    shutil.rmtree(head.folder)
+    with suppress(OSError):  # another revision is there
+        head.folder.parent.rmdir()

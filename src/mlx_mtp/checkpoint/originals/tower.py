@@ -1,0 +1,63 @@
+"""The vision tower of a model's original."""
+
+from pathlib import Path
+
+from huggingface_hub.utils import TensorInfo
+
+from ...images.vision import CONFIG_FILES, TOKENS, Vision
+from ..config import Config, read_json, text_config_of
+from ..reader import CheckpointReader
+from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before
+from .find import check_sizes, find_original
+
+TOWERS = "towers"
+
+
+def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
+    """Return what reads images for a checkpoint without a tower: that of its original, fetched the first time.
+
+    Args:
+        name (str): The checkpoint's path or repository.
+        folder (Path): The checkpoint.
+        config (Dict[str, Any]): Its config.json.
+
+    Raises:
+        FileNotFoundError: The original was not found, or the tower could not be downloaded. What was downloaded stays, and the
+          next call resumes there.
+        ValueError: The original is damaged.
+    """
+    known = fetched_before(TOWERS, folder, config)
+    if known is None:
+        try:
+            original = find_original(name, folder, config, "vision tower", lambda o: fitting_tower(o, config, name))
+        except FileNotFoundError as e:
+            raise FileNotFoundError(
+                f"{e} Add one with `mlx_mtp.convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
+            ) from e
+        known, _ = fetch_part(TOWERS, original, folder, lambda target: _write(original, config, name, target))
+    own = read_json(known / CONFIG)
+    return Vision(known, config | {key: own[key] for key in ("vision_config", *TOKENS) if key in own}, [WEIGHTS])
+
+
+def fitting_tower(original: CheckpointReader, config: Config, name: str) -> dict[str, TensorInfo]:
+    """Describe the tensors of an original's tower.
+
+    Raises:
+        ValueError: There is none, or its model's sizes are not those of the model that is to see with it.
+    """
+    own, tensors = check_sizes(original, config, name), original.tower()
+    if not tensors or not isinstance(own.get("vision_config"), dict):
+        raise ValueError(f"{original.name} has no vision tower.")
+    return tensors
+
+
+def _write(original: CheckpointReader, config: Config, name: str, target: Path) -> Config:
+    """Write the tower and the settings of its images -> its config."""
+    tensors, own = fitting_tower(original, config, name), check_sizes(original, config, name)
+    for file in CONFIG_FILES:
+        if file in original.files:
+            (target / file).write_bytes(original.read(file))
+    original.save(tensors, target / WEIGHTS)
+    parts = {key: own[key] for key in ("vision_config", *TOKENS) if key in own}
+    record = {"source": original.name, "revision": original.revision}
+    return {"text_config": text_config_of(own), **parts, "mlx_mtp": record}

@@ -1,0 +1,168 @@
+"""One command for all, names for models, and the commands that tell about models, caches and this machine."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp.__main__ import COMMANDS, main
+from mlx_mtp.about import cache, doctor, models
+from mlx_mtp.checkpoint.catalog import published, resolve
+from mlx_mtp.checkpoint.originals.fetch import folder_of
+from tests.support.checkpoints import configure, no_head
+from tests.support.models import DATA
+
+
+def run(capsys, monkeypatch, call, *words):
+    """(exit status, stdout, stderr) of a command."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp", *words])
+    try:
+        status = call()
+    except SystemExit as e:
+        status = e.code
+    out, err = capsys.readouterr()
+    return status or 0, out, err
+
+
+# One command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help(name, capsys, monkeypatch):
+    status, out, err = run(capsys, monkeypatch, main, name, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: ")
+
+
+def test_help_lists_the_commands(capsys, monkeypatch):
+    _, out, _ = run(capsys, monkeypatch, main)
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert run(capsys, monkeypatch, main, "--help") == (0, out, "")
+    assert run(capsys, monkeypatch, main, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("genrate", "did you mean generate?"), ("xyz", "choose from generate, chat,")]
+)
+def test_an_unknown_command_is_one_line(word, hint, capsys, monkeypatch):
+    status, out, err = run(capsys, monkeypatch, main, word)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"mlx_mtp: error: There is no command {word}: {hint}")
+    assert err.count("\n") == 1
+
+
+def test_python_m_runs_it():
+    done = subprocess.run([sys.executable, "-W", "error", "-m", "mlx_mtp", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
+
+
+# Names of models
+
+
+@pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
+def test_a_name_is_that_of_a_conversion(model):
+    assert (
+        resolve(model.name)
+        == resolve(model.name.removesuffix("-4bit"))
+        == resolve(model.name.upper())
+        == model.conversion
+    )
+    assert resolve(model.conversion) == model.conversion
+
+
+def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3.6-27b").mkdir()
+    assert resolve("qwen3.6-27b") == "qwen3.6-27b"
+    assert resolve("org/qwen3.6-27b") == "org/qwen3.6-27b"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(
+        FileNotFoundError, match=r"^qwen3\.6-72b is .* Did you mean qwen3\.6-27b or .* `mlx_mtp models`"
+    ):
+        mlx_mtp.load("qwen3.6-72b")
+    with pytest.raises(FileNotFoundError, match=r"published model\. `mlx_mtp models` lists them\.$"):
+        mlx_mtp.load("xyz")
+
+
+def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_mtp.checkpoint.load.measure_acceptance", lambda model, tokenizer: 0.8)
+    model = published()["qwen3.5-0.8b-4bit"]
+    bare = DATA / "dense"
+    hub.publish(model.original, bare)
+    copy = tmp_path / "bare"
+    copy.mkdir()
+    for file in bare.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    no_head(copy)
+    (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
+    hub.publish(model.conversion, copy)
+    assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
+    assert "weights, head" in models.show(1000)
+
+
+# About models, caches and this machine
+
+
+def test_models_lists_all(capsys, monkeypatch):
+    monkeypatch.setattr(models, "total_memory", lambda: 32 * 2**30)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 200}))
+    status, out, _ = run(capsys, monkeypatch, models.main, "--context", "65536")
+    assert status == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("qwen")}
+    assert rows.keys() == published().keys()
+    assert rows["qwen3.6-27b-4bit"][1:] == ["15.2", "GB", "0.85", "GB", "yes", "4.6", "GB", "32", "GB", "yes", "-"]
+    assert rows["qwen3-next-80b-a3b-instruct-4bit"][-2:] == ["no", "-"]
+    assert "65,536 tokens" in out
+    assert run(capsys, monkeypatch, models.main, "--context", "0")[0] == 2
+
+
+def test_cache_lists_and_removes_heads(hub, capsys, monkeypatch):
+    head = folder_of("heads") / "org--original" / "0123456789"
+    head.mkdir(parents=True)
+    (head / "model.safetensors").write_bytes(bytes(2_500_000))
+    (head / "config.json").write_text('{"mlx_mtp": {"source": "org/original", "revision": "0123456789"}}')
+    assert "org/original  01234567  2.5 MB" in run(capsys, monkeypatch, cache.main)[1]
+    status, _, err = run(capsys, monkeypatch, cache.main, "--remove", "org/other")
+    assert (status, err) == (
+        2,
+        "mlx_mtp cache: error: No head of org/other was fetched: `mlx_mtp cache` lists them.\n",
+    )
+    assert (
+        run(capsys, monkeypatch, cache.main, "--remove", "org/original")[1]
+        == "Removed the head of org/original, 2.5 MB\n"
+    )
+    assert not head.parent.exists()
+    assert "No heads were fetched." in run(capsys, monkeypatch, cache.main)[1]
+
+
+def test_doctor_of_the_demo(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.94)
+    status, out, _ = run(capsys, monkeypatch, doctor.main)
+    assert status == 0
+    assert "Model:      the bundled demo, which completes Python only" in out
+    assert "Accepted:   94% of first drafts on built-in text" in out
+    assert out.splitlines()[-1].startswith("Verdict:    ready: use --mtp")
+    monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.1)
+    assert "Verdict:    the model rejects most drafts" in run(capsys, monkeypatch, doctor.main)[1]
+
+
+def test_doctor_of_a_model_that_does_not_draft(hub, tmp_path, capsys, monkeypatch):
+    copy = tmp_path / "bare"
+    copy.mkdir()
+    for file in (DATA / "dense").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    no_head(copy)
+    configure(copy, _name_or_path=None)
+    status, out, _ = run(capsys, monkeypatch, doctor.main, "--model", str(copy))
+    assert status == 0
+    assert "Verdict:    no drafts: " in out.splitlines()[-1]
+    assert "--mtp HEAD" in out
+
+
+def test_every_command_is_a_module_with_a_parser():
+    for name, (module, _) in COMMANDS.items():
+        assert import_module(module).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"

@@ -1,0 +1,290 @@
+"""OpenAI's chat completions and completions, as its own Python client and its stream helpers get them."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import openai
+import pytest
+
+from mlx_mtp.server.api.chat_completions import ChatBody, ChatWriter
+from mlx_mtp.server.job import Delta
+from mlx_mtp.server.text_tokens import Pieces
+from mlx_mtp.server.tool_calls import Text
+from tests.support.models import TRAINED
+from tests.support.scripted_server import serve_scripted
+from tests.support.server_process import serve_here
+from tests.support.tool_texts import SCHEMAS, make_model, render
+
+ASK = [{"role": "user", "content": "a"}]
+CHAT = {"model": "default_model", "messages": ASK}
+TEXT = {"model": "default_model", "prompt": "import os\n", "max_tokens": 12}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+ADD = render("add", {"a": 1, "b": 2})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One that says what it is told to say."""
+    folder = tmp_path_factory.mktemp("server")
+    with serve_scripted(folder / "log", "--model", str(make_model(folder / "model"))) as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory):
+    """One that writes Python."""
+    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp") as s:
+        yield s
+        assert "Traceback" not in s.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def writer(drafting):
+    with openai.OpenAI(base_url=drafting.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def said(text: str, thinking: bool = False) -> dict:
+    return {"chat_template_kwargs": {"say": text, "enable_thinking": thinking}}
+
+
+def joined(chunks) -> dict[int, dict]:
+    """What the chunks of completions say, by choice."""
+    found: dict[int, dict] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        whole = found.setdefault(choice.index, {"text": "", "logprobs": {}, "finish_reason": None})
+        whole["text"] += choice.text
+        for name, more in choice.logprobs.model_dump().items() if choice.logprobs else ():
+            whole["logprobs"].setdefault(name, []).extend(more)
+        assert whole["finish_reason"] is None
+        whole["finish_reason"] = choice.finish_reason
+    return found
+
+
+# Streams
+
+
+def test_the_stream_helper_gets_usage_and_one_role(client):
+    options = {"stream_options": {"include_usage": True}, "extra_body": said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)}
+    with client.chat.completions.stream(**CHAT, tools=TOOLS, max_tokens=900, **options) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        final = stream.get_final_completion()
+    message = final.choices[0].message
+    assert (message.role, message.content, message.reasoning) == ("assistant", "I add.", "Hm.")
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert [c.choices[0].delta.role for c in chunks if c.choices] == ["assistant"] + [None] * (len(chunks) - 2)
+    whole = client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=900, extra_body=options["extra_body"])
+    assert final.usage.completion_tokens == whole.usage.completion_tokens > 0
+
+
+def test_an_answer_without_text_has_a_role(client):
+    with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert (message.role, message.content) == ("assistant", None)
+
+
+# Log probabilities
+
+
+def test_chat_logprobs_are_those_of_the_content(client):
+    """Not of the reasoning, the calls or the template's line breaks; whole and streamed."""
+    extra = said(f"Hm.\n</think>\n\nI add, naïve 日本.\n\n{ADD}", True)
+    options = {"tools": TOOLS, "max_tokens": 900, "logprobs": True, "extra_body": extra}
+    with client.chat.completions.stream(**CHAT, **options, top_logprobs=20) as stream:
+        deltas = [event.content for event in stream if event.type == "logprobs.content.delta"]
+        streamed = stream.get_final_completion().choices[0]
+    whole = client.chat.completions.create(**CHAT, **options, top_logprobs=20).choices[0]
+    assert whole.logprobs.content == streamed.logprobs.content
+    assert len(deltas) > 1
+    assert whole.message.content == "I add, naïve 日本."
+    said_by = b"".join(bytes(t.bytes) for t in whole.logprobs.content).decode()
+    assert (
+        said_by.removesuffix("\n\n") == whole.message.content
+    )  # one token has the full stop and the template's breaks
+    for t in whole.logprobs.content:
+        assert t.token == bytes(t.bytes).decode(errors="replace")
+        assert [len(t.top_logprobs), max(t.top_logprobs, key=lambda x: x.logprob)] == [20, t.top_logprobs[0]]
+    for top in (0, None):
+        alone = client.chat.completions.create(**CHAT, **options, top_logprobs=top).choices[0].logprobs.content
+        assert [(t.token, t.logprob, t.top_logprobs) for t in alone] == [
+            (t.token, t.logprob, []) for t in whole.logprobs.content
+        ]
+    assert client.chat.completions.create(**CHAT, extra_body=extra).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="top_logprobs requires logprobs"):
+        client.chat.completions.create(**CHAT, top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=21)
+
+
+def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
+    """With a temperature, by the model's own pass over the text."""
+    model, tokenizer = trained
+    options = {"temperature": 2.0, "seed": 3, "max_tokens": 24, "logprobs": 1}
+    told = writer.completions.create(**{**TEXT, **options}).choices[0].logprobs
+    ids = {piece: i for i, piece in reversed([*enumerate(Pieces(tokenizer).of(range(len(tokenizer))))])}
+    pieces = [t.encode() if not t.startswith("bytes:") else eval(f"b'{t[6:]}'") for t in told.tokens]
+    answer, prompt = [ids[piece] for piece in pieces], tokenizer.encode(TEXT["prompt"])
+    logits = model(mx.array([prompt + answer]))[0, len(prompt) - 1 : -1].astype(mx.float32)  # [T, V]
+    own = nn.log_softmax(logits)[mx.arange(len(answer)), mx.array(answer)]
+    assert told.token_logprobs == pytest.approx(own.tolist(), abs=0.07)  # bfloat16
+    likeliest = [max(top.values()) for top in told.top_logprobs]
+    assert sum(a < b for a, b in zip(told.token_logprobs, likeliest)) > 3
+    assert all(
+        top[token] == logprob for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs)
+    )
+
+
+def test_a_completion_begins_with_its_space(server, client):
+    for say in (" os", "os", "  os"):
+        answer = client.completions.create(**{**TEXT, "prompt": "import"}, logprobs=0, extra_body=said(say)).choices[0]
+        assert answer.text == "".join(answer.logprobs.tokens) == say
+
+
+def test_completions_have_logprobs_of_their_own_form(writer):
+    options = {**TEXT, "logprobs": 5}
+    whole = writer.completions.create(**options).choices[0]
+    told = whole.logprobs
+    assert "".join(told.tokens) == whole.text
+    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(12)]
+    assert {len(top) for top in told.top_logprobs} == {5}
+    streamed = joined(writer.completions.create(**options, stream=True))
+    assert streamed == {0: {"text": whole.text, "logprobs": told.model_dump(), "finish_reason": "length"}}
+    assert writer.completions.create(**TEXT).choices[0].logprobs is None
+    cut = writer.completions.create(**options, stop=whole.text[5:9]).choices[0]
+    assert cut.text == whole.text[:5]
+    assert "".join(cut.logprobs.tokens).startswith(cut.text)
+    assert cut.logprobs.text_offset[-1] < 5
+
+
+# Several answers
+
+
+def test_several_answers_read_a_prompt_once(drafting, writer):
+    prompt = "class Stack:\n" + "    def push(self, item):\n        self.items.append(item)\n\n" * 30
+    options = {"model": "default_model", "prompt": prompt, "max_tokens": 12, "temperature": 1.5}
+    before = drafting.metrics()
+    answer = writer.completions.create(**options, n=4, seed=2**64 - 2)
+    after = drafting.metrics()
+    read = [
+        after[name] - before[name] for name in ("mlx_mtp_prompt_tokens_total", "mlx_mtp_cached_prompt_tokens_total")
+    ]
+    n, usage = answer.usage.prompt_tokens, answer.usage
+    assert read[0] == 4 * n
+    assert read[0] - read[1] <= n + 3 * 2  # the last token is read again
+    assert (usage.completion_tokens, usage.total_tokens) == (4 * 12, n + 4 * 12)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    alone = [writer.completions.create(**options, seed=seed) for seed in (-2, -1, 0, 1)]
+    assert [c.text for c in answer.choices] == [a.choices[0].text for a in alone]
+    assert len({c.text for c in answer.choices}) == 4
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+
+
+def test_several_prompts_as_texts_and_as_tokens(writer, trained):
+    texts = ["import os\n", "def f(x):\n", "class A:\n"]
+    tokens = [trained[1].encode(text) for text in texts]
+    alone = [writer.completions.create(**{**TEXT, "prompt": text}) for text in texts]
+    want = [a.choices[0].text for a in alone]
+    for prompt in (texts, tokens):
+        answer = writer.completions.create(**{**TEXT, "prompt": prompt})
+        assert [(c.index, c.text) for c in answer.choices] == [*enumerate(want)]
+        assert answer.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone)
+        assert answer.usage.completion_tokens == sum(a.usage.completion_tokens for a in alone)
+    assert writer.completions.create(**{**TEXT, "prompt": tokens[1]}).choices[0].text == want[1]
+    options = {
+        **TEXT,
+        "prompt": texts,
+        "n": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 0,
+    }
+    chunks = list(writer.completions.create(**options))
+    streamed = joined(chunks)
+    assert [streamed[i]["text"] for i in range(6)] == [text for text in want for _ in range(2)]
+    assert {len(streamed[i]["logprobs"]["tokens"]) for i in range(6)} == {12}
+    assert chunks[-1].usage.completion_tokens == 72
+
+
+def test_the_stream_helper_gets_each_choice(client):
+    extra = said(f"I add.\n\n{ADD}")
+    with client.chat.completions.stream(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=extra) as stream:
+        choices = stream.get_final_completion().choices
+    whole = client.chat.completions.create(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=extra).choices
+    for found in (choices, whole):
+        assert [c.index for c in found] == [0, 1, 2]
+        assert {(c.message.role, c.message.content, c.finish_reason) for c in found} == {
+            ("assistant", "I add.", "tool_calls")
+        }
+        assert {c.message.tool_calls[0].function.arguments for c in found} == {'{"a": 1, "b": 2}'}
+        assert len({c.message.tool_calls[0].id for c in found}) == 3
+
+
+def test_choices_come_in_order_first():
+    """OpenAI's client takes a chunk of a choice only behind chunks of those before it."""
+    body = ChatBody(messages=ASK, n=3, stream=True)
+    chunks = ChatWriter(body).add(Delta([Text("a"), Text("b")], 1, None), 2).decode().split("\n\n")[:-1]
+    choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+    assert [(c["index"], c["delta"]) for c in choices] == [
+        (0, {"role": "assistant"}),
+        (1, {"role": "assistant"}),
+        (2, {"role": "assistant", "content": "a"}),
+        (2, {"content": "b"}),
+    ]
+
+
+def test_one_answer_that_fails_fails_the_request(drafting):
+    body = {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2}
+    status, content = drafting.request("/v1/completions", body)
+    assert (status, content["error"]["param"]) == (400, "prompt")
+    assert "1000000" in content["error"]["message"]
+    drafting.until_idle()
+
+
+# A last message of the assistant
+
+
+def test_a_last_message_of_the_assistant_is_continued(server, client):
+    """Its space is kept, and no thinking begins."""
+    messages = [*ASK, {"role": "assistant", "content": "The answer is"}]
+    options = {"model": "default_model", "messages": messages, "extra_body": said(" 42.", thinking=True)}
+    whole = client.chat.completions.create(**options)
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion()
+    for answer in (whole, streamed):
+        message = answer.choices[0].message
+        assert (message.content, getattr(message, "reasoning", None)) == (" 42.", None)
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer is"
+    assert whole.usage.prompt_tokens == client.completions.create(**{**TEXT, "prompt": prompt}).usage.prompt_tokens
+    body = {"messages": messages, "response_format": {"type": "json_object"}}
+    status, content = server.request("/v1/chat/completions", body)
+    assert (status, content["error"]["param"]) == (400, "response_format")
+    assert "a last message of the assistant" in content["error"]["message"]
+
+
+def test_without_a_template_no_message_is_continued(writer):
+    """The model's text would begin a message of its own."""
+    messages = [*ASK, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(openai.BadRequestError, match="cannot be continued without a chat template"):
+        writer.chat.completions.create(model="default_model", messages=messages)
+
+
+def test_calls_are_not_continued(client):
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [*ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    answer = client.chat.completions.create(
+        model="default_model", messages=messages, extra_body=said("Hm.</think>Yes.", True)
+    )
+    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("Hm.", "Yes.")
+
+
+# Errors
+
+
+def test_a_schema_inside_json_object(writer):
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_object", "schema": schema}
+    answer = writer.chat.completions.create(**CHAT, max_tokens=60, response_format=form)
+    assert json.loads(answer.choices[0].message.content) == {"a": 7}
