@@ -83,6 +83,15 @@ def test_any_pattern_of_right_and_wrong_drafts(way, family, right, depth, max_to
     assert_goes_on(model, text.last.prompt_cache, truth[: n + max_tokens])
 
 
+@every_way
+def test_no_draft_goes_beyond_max_tokens(way):
+    """A window yields one more token than it accepts, and a single prompt's last token has a window of its own."""
+    model, truth = model_of("qwen3_5"), text_of_plain("qwen3_5")
+    text = generate(way, PROMPT, model, text=truth, right=lambda i: True, max_tokens=3, num_draft_tokens=8)
+    assert text.tokens == truth[len(PROMPT) : len(PROMPT) + 3]
+    assert text.last.counts.drafted == ([1] if way == "alone" else [1, 1])
+
+
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257])
 @pytest.mark.parametrize(("way", "prefill"), [("alone", 64), ("batch of three", 100), ("alone", 2048)])
 def test_prompt_lengths_around_the_cache_step(length, way, prefill):
