@@ -58,12 +58,13 @@ class Interrupts:
 
 
 def head_rows(prompt_cache):
-    head = prompt_cache[-2]
-    return [] if head.keys is None else [x[:, :, : head.offset] for x in (head.keys, head.values)]
+    """The head's keys and values, and the hidden state that it waits with."""
+    head, (last_hidden, *_) = prompt_cache[-2], prompt_cache[-1].cache
+    return [] if head.keys is None else [*(x[:, :, : head.offset] for x in (head.keys, head.values)), last_hidden]
 
 
 def assert_head_rows(prompt_cache, want):
-    """The head's keys and values are these, up to rounding."""
+    """They are these, up to rounding."""
     rows = head_rows(prompt_cache)
     assert [x.shape for x in rows] == [x.shape for x in want]
     assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(rows, want))

@@ -311,6 +311,7 @@ class Decoder:
 
 
 def finalize(decoder: Decoder) -> None:
+    """``Decoder.finalize``, once. What an interrupt has left undone is done when it is called again."""
     own = decoder.cache
     assert isinstance(own, SingleCache)
     with mx.stream(decoder.stream):
