@@ -83,6 +83,15 @@ def test_any_pattern_of_right_and_wrong_drafts(way, family, right, depth, max_to
     assert_goes_on(model, text.last.prompt_cache, truth[: n + max_tokens])
 
 
+def test_a_sampled_draft_is_judged_by_the_distribution_it_was_drawn_from():
+    """Where that is the target's own, every draft is accepted, however unlikely it is."""
+    model, truth, counts = model_of("qwen3_5"), text_of_plain("qwen3_5"), DraftCounts()
+    head = Scripted(model, truth, lambda i: True, says=True)
+    options = dict(num_draft_tokens=3, sampler=mlx_mtp.make_sampler(temp=5.0), counts=counts)
+    assert mtp(PROMPT, head, max_tokens=40, **options) != truth[len(PROMPT) : len(PROMPT) + 40]
+    assert counts.accepted == counts.drafted
+
+
 @every_way
 def test_no_draft_goes_beyond_max_tokens(way):
     """A window yields one more token than it accepts, and a single prompt's last token has a window of its own."""
