@@ -45,7 +45,7 @@ class Stream(threading.Thread):
         self.start_time = time.perf_counter()
         self.socket = socket.create_connection(("127.0.0.1", server.port))
         self.socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
         )
         self.start()
 

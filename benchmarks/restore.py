@@ -35,10 +35,10 @@ def text(tokenizer: Any, n: int) -> list[int]:
 
 
 def read(model: Any, tokens: list[int], store: PromptStore) -> None:
-    prompt_cache, n = store.fetch(tokens[:-1])
+    prompt_cache, n, handle = store.fetch(tokens[:-1])
     for cut in choose_cuts([], len(tokens)):
         prefill(mx.array(tokens[n:cut]), model, prompt_cache=prompt_cache)
-        store.insert(tokens[:cut], prompt_cache)
+        handle = store.insert(tokens[:cut], prompt_cache, handle=handle)
         n = cut
 
 

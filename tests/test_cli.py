@@ -11,6 +11,7 @@ from tests.support.models import DATA
 
 COMMANDS = {
     "generate": "mlx_mtp.generate.__main__",
+    "chat": "mlx_mtp.chat.__main__",
     "convert": "mlx_mtp.convert.__main__",
     "server": "mlx_mtp.server.__main__",
     "benchmark": "mlx_mtp.benchmark.__main__",
@@ -100,3 +101,63 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
     assert run(monkeypatch, command, flag, "", *others) == 2
     name = "--hf-path" if flag == "--model" and command == "convert" else flag
     assert capsys.readouterr().err == f"mlx_mtp.{command}: error: {name} is empty: give it a value, or leave it out.\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", "--prompt a --image GONE", "There is no image GONE"),
+        ("generate", "--prompt a --image FILE", "FILE is not an image of a known format"),
+        ("generate", "--prompt a --image FOLDER", "FOLDER is not a file"),
+        ("generate", "--prompt a --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
+        (
+            "generate",
+            "--prompt a --prompt-cache-dir FILE/a",
+            "--prompt-cache-dir: the folder FILE/a cannot be written to",
+        ),
+        ("generate", "--prompt a --settings GONE", "There are no settings GONE"),
+        ("generate", "--prompt a --settings FILE", "FILE is not a settings file"),
+        ("generate", "--prompt a --draft-vocab GONE", "There is no draft vocabulary GONE"),
+        ("generate", "--prompt a --draft-vocab FILE", "FILE is not a draft vocabulary"),
+        ("generate", "--prompt a --mtp-bits 7", "mtp_bits is 7"),
+        ("generate", "--prompt a --draft-head-bits 7", "draft_head_bits is 7"),
+        ("generate", "--prompt a --adapter-path GONE", "there is no folder GONE"),
+        ("chat", "--prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
+        ("chat", "--adapter-path FILE", "FILE is not a folder"),
+        ("server", "--port 0 --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
+        ("server", "--port 0 --adapter-path GONE", "--adapter-path: there is no folder GONE"),
+        ("server", "--port 0 --allowed-local-media-path GONE", "--allowed-local-media-path: there is no folder GONE"),
+        ("server", "--port 0 --allowed-local-media-path FILE", "--allowed-local-media-path: FILE is not a folder"),
+        ("server", "--port 0 --chat-template {%", "--chat-template cannot be rendered"),
+        ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
+        ("server", "--port 0 --draft-vocab GONE", "There is no draft vocabulary GONE"),
+        ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
+        ("benchmark", "--repeat 0", "--repeat must be 1 or more, not 0"),
+        ("benchmark", "--max-tokens 0", "--max-tokens must be 1 or more, not 0"),
+        ("benchmark", "--prompts GONE", "there is no file GONE"),
+        ("benchmark", "--prompts EMPTY", "EMPTY has no prompts"),
+        ("benchmark", "--tune FOLDER", "FOLDER is a folder: name a file"),
+        ("fit", "--mlx-path NEW --corpus FILE GONE", "--corpus: there is no file GONE"),
+        ("fit", "--mlx-path NEW --prompts FOLDER", "--prompts: FOLDER is not a file"),
+        ("fit", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),
+        ("fit", "--mlx-path NEW --cache-path FILE", "--cache-path: FILE is not a folder"),
+        ("fit", "--mlx-path NEW --temp -1", "--temp must be 0 or more, not -1.0"),
+        ("fit", "--mlx-path NEW --seed -1", "--seed must be 0 or more, not -1"),
+        ("draft_vocab", "--corpus GONE", "--corpus: there is no file GONE"),
+        ("draft_vocab", "--corpus FILE --size 0", "--size must be 1 or more, not 0"),
+        ("draft_vocab", "--corpus FILE --output GONE/a", "There is no folder GONE to write a to"),
+        ("convert", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),
+    ],
+)
+def test_flags_are_checked_before_the_model(monkeypatch, capsys, tmp_path, command, flags, message):
+    """Which would fail: there is none."""
+    (tmp_path / "FILE").write_text("x")
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "FOLDER").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = ["--hf-path" if command == "convert" else "--model", "NO/MODEL/HERE"]
+    drafts = ["--mtp"] * (command in ("generate", "chat", "server"))
+    assert run(monkeypatch, command, *model, *drafts, *flags.split()) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert message in line
+    assert "Errno" not in line

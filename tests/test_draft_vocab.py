@@ -385,7 +385,7 @@ def test_failure_keeps_the_old_list(tmp_path, monkeypatch):
     [
         (["--model", "MODEL", "--corpus", "none.txt", "--size", "5"], "none.txt"),
         (["--model", "MODEL", "--corpus", "EMPTY", "--size", "5"], "The corpus has no text"),
-        (["--model", "MODEL", "--corpus", "GOOD", "--size", "0"], "A draft vocabulary of 0 token ids is not possible"),
+        (["--model", "MODEL", "--corpus", "GOOD", "--size", "0"], "--size must be 1 or more, not 0"),
         (
             ["--model", "MODEL", "--corpus", "GOOD", "--size", "513"],
             "this model has 512, and its 1 special and stop tokens",

@@ -14,6 +14,7 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.models.cache import ArraysCache
 from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.models.single import KVOptions
 from mlx_mtp.prompt_store import PromptStore
 from tests.support.decoding import mtp, plain
 from tests.support.models import arrays_equal, tiny_model
@@ -30,20 +31,20 @@ def test_fetched_is_what_was_inserted(family, kv):
     for before, n in zip((0, *cuts), cuts):
         prefill(mx.array(TEXT[before:n]), model, prompt_cache=fresh, **options)
         PromptCache(fresh, len(model.layers)).record(n, TEXT[:n])
-        fetched, n_fetched = store.fetch([*TEXT[:n], 31], kv)
+        fetched, n_fetched, _ = store.fetch([*TEXT[:n], 31], kv)
         assert n_fetched == n
         assert_same(fetched, fresh)
 
 
 def test_an_empty_store_gives_an_empty_cache():
     store = PromptStore(model_of("qwen3_5"), 1 << 30)
-    fetched, n = store.fetch(TEXT)
-    assert n == 0
+    fetched, n, handle = store.fetch(TEXT)
+    assert (n, handle) == (0, None)
     assert_same(fetched, make_prompt_cache(store.model))
     assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
 
 
-def test_the_deepest_checkpoint_of_the_common_prefix_is_found():
+def test_the_deepest_snapshot_of_the_common_prefix_is_found():
     model = model_of("qwen3_5")
     store = PromptStore(model, 1 << 30)
     read(model, TEXT, cuts=(4, 8), store=store)
@@ -58,7 +59,7 @@ def test_a_fetched_cache_is_the_callers_own():
     store = PromptStore(model, 1 << 30)
     read(model, TEXT, store=store)
     for _ in range(3):
-        prompt_cache, n = store.fetch(TEXT)
+        prompt_cache, n, _ = store.fetch(TEXT)
         assert mtp([7, 7], model, max_tokens=9, prompt_cache=prompt_cache, num_draft_tokens=3) == plain(
             [*TEXT[:n], 7, 7], model, max_tokens=9
         )
@@ -72,18 +73,17 @@ def test_a_shared_beginning_is_held_once():
     read(model, TEXT, cuts=(10,), store=store)  # the same text again
     assert store.nbytes == before
     read(model, [*TEXT[:10], 30, 31, 30, 31, 30, 31], cuts=(10,), store=store)
-    read(model, TEXT[10:], store=alone)  # six tokens, a checkpoint; the head's row of a first token is missing
+    read(model, TEXT[10:], store=alone)  # six tokens, a snapshot; the head's row of a first token is missing
     rows_of_the_head = 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
     assert store.nbytes == before + alone.nbytes + rows_of_the_head
 
 
-def test_a_batch_returns_caches_that_do_not_know_where_they_came_from():
-    """Then the rows are compared, and those that are the same are not held again."""
+def test_without_a_handle_rows_are_compared():
+    """Those that are the same are not held again."""
     model = model_of("qwen3_5")
     store = PromptStore(model, 1 << 30)
     prompt_cache = read(model, TEXT, cuts=(10,), store=store)
     before = store.nbytes
-    del prompt_cache[-1].origin
     prefill(mx.array([30]), model, prompt_cache=prompt_cache)
     store.insert([*TEXT, 30], prompt_cache)
     one_row = store.nbytes - before
@@ -102,9 +102,9 @@ def test_a_text_that_was_read_otherwise_keeps_its_own_rows():
     keys.keys = keys.keys.at[:, :, 3].add(1e-6)  # as another cut would round
     PromptCache(other, len(model.layers)).record(len(TEXT), TEXT)
     store.insert(TEXT, other)
-    fetched, n = store.fetch(TEXT)
+    fetched, n, _ = store.fetch(TEXT)
     assert n == len(TEXT)
-    assert store.n_checkpoints == 3
+    assert store.n_snapshots == 3
     candidates = (read(model, TEXT, cuts=(8,)), other)
     for c in candidates:
         PromptCache(c, len(model.layers)).record(len(TEXT), TEXT)
@@ -134,10 +134,10 @@ def check_random_tree(data, n_steps):
     for _ in range(n_steps):
         base = draw(st.sampled_from(texts))
         text = base[: draw(st.integers(0, len(base)))] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-        prompt_cache, n = store.fetch(text[:-1], kv)
+        prompt_cache, n, handle = store.fetch(text[:-1], kv)
         if n > 0:
             assert_same(prompt_cache, inserted[tuple(text[:n])])
-            ends = [node.length for node in prompt_cache[-1].origin().path()[1:]]
+            ends = [node.length for node in handle().path()[1:]]
             assert_same_next(model, prompt_cache, read(model, text[:n], ends, kv=kv), kv)
         n_known = max((i for i in range(1, len(text)) if tuple(text[:i]) in inserted), default=0)
         assert n <= n_known
@@ -148,21 +148,21 @@ def check_random_tree(data, n_steps):
             PromptCache(prompt_cache, len(model.layers)).record(n, text[:n])
             if tuple(text[:n]) not in inserted or store.fetch(text[:n], kv)[1] < n:
                 inserted[tuple(text[:n])] = copy.deepcopy(prompt_cache)
-            store.insert(text[:n], prompt_cache, kv)
+            handle = store.insert(text[:n], prompt_cache, kv, handle if draw(st.booleans()) else None)
         texts.append(text)
         if draw(st.booleans()):
             store.trim_to(int(store.nbytes * draw(st.floats(0, 1))))
     assert store.nbytes == sum(node_bytes(store))
     store.trim_to(0)
     assert store.nbytes == 0
-    assert list(store._nodes()) == []
+    assert list(store._forest.nodes()) == []
 
 
 def node_bytes(store):
-    for node in store._nodes():
+    for node in store._forest.nodes():
         yield node.span.nbytes
-        if node.checkpoint is not None:
-            yield node.checkpoint.nbytes
+        if node.snapshot is not None:
+            yield node.snapshot.nbytes
 
 
 def test_the_limit_holds_after_every_insert():
@@ -175,11 +175,11 @@ def test_the_limit_holds_after_every_insert():
         assert 0 < store.nbytes <= store.max_bytes
 
 
-def test_the_number_of_checkpoints_can_be_limited():
+def test_the_number_of_snapshots_can_be_limited():
     model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30, max_checkpoints=2)
+    store = PromptStore(model, 1 << 30, max_snapshots=2)
     read(model, TEXT, cuts=(4, 8, 12), store=store)
-    assert store.n_checkpoints == 2
+    assert store.n_snapshots == 2
     PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
 
 
@@ -193,7 +193,7 @@ def test_what_is_held_pins_nothing_larger():
         cut = read(model, text[: 300 * n], store=PromptStore(model, 0))
         store.insert(text[: 300 * n], cut)
     del prompt_cache, cut
-    assert store.n_checkpoints == 3
+    assert store.n_snapshots == 3
     assert active_memory() - before < 1.1 * store.nbytes
 
 
@@ -211,11 +211,11 @@ def test_a_cache_of_mlx_lm_is_kept_without_the_head():
     n_entries = len(theirs)
     store.insert(text, theirs)
     assert len(theirs) == n_entries
-    fetched, n = store.fetch([*text, 7])
+    fetched, n, _ = store.fetch([*text, 7])
     assert n == len(text)
     assert mtp([7], model, max_tokens=9, prompt_cache=fetched) == plain([*text, 7], model, max_tokens=9)
     read(model, text, store=PromptStore(model, 1 << 30))
-    fetched, n = store.fetch(text)
+    fetched, n, _ = store.fetch(text)
     assert PromptCache(fetched, n_entries).head.offset == 0
     store.insert(text, read(model, text))  # with the head's rows: these are preferred
     assert PromptCache(store.fetch(text)[0], n_entries).head.offset == len(text) - 1
@@ -226,12 +226,12 @@ def test_a_model_without_a_head():
     store = PromptStore(model, 1 << 30)
     history = [*TEXT]
     for _ in range(3):
-        prompt_cache, n = store.fetch(history[:-1])
+        prompt_cache, n, handle = store.fetch(history[:-1])
         assert n == (0 if history == TEXT else len(history) - 1)
         answer = mtp(history[n:], model, max_tokens=5, prompt_cache=prompt_cache, copy_drafts="auto")
         assert answer == plain(history, model, max_tokens=5)
         history += answer
-        store.insert(history, prompt_cache)
+        store.insert(history, prompt_cache, handle=handle)
         history.append(7)
 
 
@@ -244,7 +244,8 @@ def test_what_is_not_quantized_yet_serves_both():
     assert store.fetch(TEXT, KV)[1] == len(TEXT)
     assert "QuantizedKVCache" in names(store.fetch(TEXT, KV)[0])
     assert "QuantizedKVCache" not in names(store.fetch(TEXT)[0])
-    assert store.fetch(TEXT, (4, 32, 6))[1] == 5
+    assert store.fetch(TEXT, KVOptions(**{**KV_OPTIONS, "kv_bits": 4}))[1] == 5
+    assert store.fetch(TEXT, KVOptions())[1] == store.fetch(TEXT)[1]
 
 
 def test_other_weights_begin_anew():

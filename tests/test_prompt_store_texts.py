@@ -10,8 +10,9 @@ from mlx_lm.sample_utils import make_logits_processors
 import mlx_mtp
 from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.generate import stored
 from mlx_mtp.generate.stored import seeing
+from mlx_mtp.models.single import KVOptions
+from mlx_mtp.prompt_store import arrays, reader
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED, arrays_equal
@@ -30,7 +31,7 @@ IDS = ["dense", "bfloat16", "moe", "next", "8 bits", "8 bits later"]
 
 
 def kv_of(options):
-    return tuple(options.values()) or None
+    return KVOptions(**options)
 
 
 def read_to(model, n, **options):
@@ -76,19 +77,19 @@ def test_a_batch_of_restored_prefixes(family, dtype, options, trained):
     model = model_of(family, dtype=dtype)
     store, ends = filled(model, options), (7, 16)
     asked = [store.fetch(TEXT[:end]) for end in ends]
-    fresh = [read_to(model, n) for _, n in asked]
+    fresh = [read_to(model, n) for _, n, _ in asked]
     outs = [
         batch_generate(
             model,
             trained[1],
-            [TEXT[n:] for _, n in asked],
+            [TEXT[n:] for _, n, _ in asked],
             caches,
             8,
             num_draft_tokens=2,
             return_token_ids=True,
             return_logprobs=True,
         )
-        for caches in ([cache for cache, _ in asked], fresh)
+        for caches in ([cache for cache, _, _ in asked], fresh)
     ]
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[0].logprobs == outs[1].logprobs
@@ -118,6 +119,17 @@ def test_a_session_is_that_of_mlx_lm(trained):
     assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
 
 
+def test_a_session_compares_no_rows(trained, monkeypatch):
+    """Handles say where a text was read."""
+    model, tokenizer = trained
+    store, text, compared = PromptStore(model, 1 << 30), "def read_lines(path):\n", []
+    monkeypatch.setattr(arrays, "are_equal", lambda *_: compared.append(_))
+    for n in range(3):
+        text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + f"import module_{n}\n"
+    assert store.counts.hits == 2
+    assert compared == []
+
+
 def _note(calls, *progress):
     calls.append(progress)
 
@@ -136,7 +148,7 @@ def test_prompts_are_cut_where_messages_end(trained):
     for end in ends[1:]:  # the first is short
         assert store.fetch([*tokens[:end], 1])[1] == end
     assert choose_cuts(ends, len(tokens)) == ends[1:]
-    assert store.n_checkpoints == len(ends)
+    assert store.n_snapshots == len(ends)
 
 
 def test_an_answer_that_is_stopped_is_kept(trained):
@@ -151,7 +163,7 @@ def test_a_prompt_that_is_stopped_is_kept(demo, monkeypatch):
     """As far as it is read: up to a cut and the chunk after it."""
     model, tokenizer = demo
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
-    monkeypatch.setattr(stored, "choose_cuts", lambda *_: [5])
+    monkeypatch.setattr(reader, "choose_cuts", lambda *_: [5])
 
     def interrupt(n_read, _):
         if n_read == 9:

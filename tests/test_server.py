@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import openai
@@ -223,7 +224,9 @@ def begin(server: Server, **body) -> socket.socket:
     """Send a request -> the connection, once something is being generated."""
     connection = socket.create_connection(("127.0.0.1", server.port))
     raw = json.dumps({"prompt": PROMPT, **body}).encode()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+    )
     deadline = time.monotonic() + 60
     while server.metrics()["mlx_mtp_requests_in_flight"] == 0:
         assert time.monotonic() < deadline
@@ -301,7 +304,7 @@ def test_interrupt_completes_open_answers(tmp_path, how, streams):
 def test_answers_500_connections_at_once(server):
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(500)]
     for c in connections:
-        c.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for c in connections:
         with c:
             assert c.recv(12) == b"HTTP/1.1 200"
@@ -331,7 +334,10 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     for block in re.split(r"\n  (?=--)", text)[1:]:
         flag = block.split()[0]
         default = re.search(r"\(default: ([^),]+)", block)
-        if default and flag != "--num-draft-tokens":  # --mtp has its own default
+        if default and flag not in (
+            "--num-draft-tokens",
+            "--allowed-origins",
+        ):  # --mtp has its own, and not every page may ask
             assert str(actions[flag].default) == default[1]
 
 
@@ -448,13 +454,73 @@ def test_rejects_invalid_sizes(size, capsys):
     assert "--prompt-cache-bytes" in capsys.readouterr().err
 
 
+def test_start_says_where_and_how(server):
+    log = server.log.read_text()
+    assert log.count(f"Serving {TRAINED}, with drafts of its MTP head: open http://127.0.0.1:{server.port}\n") == 1
+    assert "--api-key-file" not in log  # only this machine reaches it
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "without drafts"),
+        ("--mtp", "with drafts of its MTP head and copies"),
+        ("--mtp --num-draft-tokens auto", "with drafts of its MTP head and copies"),
+        ("--mtp --num-draft-tokens 2", "with drafts of its MTP head"),
+        ("--mtp --num-draft-tokens 2 --copy-drafts 4", "with drafts of its MTP head and copies"),
+        ("--mtp HEAD --copy-drafts off", "with drafts of the MTP head HEAD"),
+        ("--copy-drafts auto", "with drafts of copies"),
+        ("--draft-model SMALL", "with drafts of SMALL"),
+    ],
+)
+def test_how_a_server_drafts_in_words(flags, words):
+    args = make_parser().parse_args(flags.split())
+    check(args)
+    assert command.drafting(args) == words
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://localhost:80"),
+        ("::", "http://localhost:80"),
+        ("::1", "http://[::1]:80"),
+        ("box", "http://box:80"),
+    ],
+)
+def test_what_to_open(host, url):
+    assert command.url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+        ("0.0.0.0", None, True),
+        ("192.168.1.7", None, True),
+        ("::", None, True),
+        ("0.0.0.0", "key", False),
+    ],
+)
+def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
+    monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    args = make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])])
+    generator = SimpleNamespace(model_provider=SimpleNamespace(served=["a"]))
+    command.serve(args, generator, SimpleNamespace(getsockname=lambda: (address, 80)), [])
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == warns
+    assert all("--api-key-file" in w for w in warnings)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--mtp", "--model", "/nowhere"], "/nowhere"),
         (["--mtp", "--top-k", "4096"], "--top-k"),
         (["--mtp", "--chat-template", "{% if"], "--chat-template"),
-        (["--mtp", "--port", None], "in use"),
+        (["--mtp", "--port", None, "--model", "/nowhere"], "in use"),  # before the model is looked for
     ],
     ids=lambda x: str(x)[:40],
 )

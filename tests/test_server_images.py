@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,10 +14,14 @@ import pytest
 from PIL import Image
 
 from mlx_mtp import load, stream_generate
+from mlx_mtp.images import prompt
+from mlx_mtp.images.open import open_image
 from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.images.vision import Vision
+from mlx_mtp.server import engine, images
 from mlx_mtp.server.arguments import make_parser
 from mlx_mtp.server.images import fetch
-from mlx_mtp.server.request import ApiError
+from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.models import TRAINED
@@ -239,3 +244,76 @@ def test_hosts_and_folders(host, tmp_path):
     for name in ("../secret.png", "link.png", "none.png", ""):
         with pytest.raises(ValueError, match="no file in the folder"):
             read(f"file://{folder}/{name}", *flags)
+
+
+class Gone(Exception):
+    pass
+
+
+def request_of(n: int, image: bytes = png(1)) -> Request:
+    return Request("chat", "", [], None, None, images=[url_of(image)] * n)
+
+
+def test_images_of_a_client_that_has_hung_up_are_not_read(monkeypatch):
+    request, seen = request_of(3), []
+
+    def read(url, name, flags):
+        seen.append(name)
+        request.is_gone = len(seen) == 2
+        return b""
+
+    monkeypatch.setattr(images, "fetch", read)
+    with pytest.raises(ApiError, match="has hung up"):
+        images.fetch_all(request, make_parser().parse_args([]))
+    assert seen == ["Image 1", "Image 2"]
+
+
+def test_images_are_bounded_together(monkeypatch):
+    flags = make_parser().parse_args([])
+    monkeypatch.setattr(images, "MAX_BYTES", 2 * len(png(1)))
+    request = request_of(2)
+    assert images.fetch_all(request, flags) == [png(1)] * 2
+    assert request.images == []
+    with pytest.raises(ValueError, match="up to number 3 have more than"):
+        images.fetch_all(request_of(4), flags)
+
+
+@pytest.mark.parametrize(("most", "i"), [(3 * 24 * 16, None), (3 * 24 * 16 - 1, 3), (1, 1)])
+def test_pixels_are_counted_before_one_image_is_decoded(most, i, monkeypatch):
+    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+    decoded = []
+    monkeypatch.setattr(prompt, "open_image", lambda source, name: decoded.append(name) or open_image(source, name))
+    if i is None:
+        read = prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+        assert len(read.pixel_values) == len(decoded) == 3
+        return
+    with pytest.raises(ValueError, match=f"up to number {i} have more than {most} pixels"):
+        prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+    assert decoded == []
+
+
+def test_reading_ends_between_two_images():
+    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+    looks = iter([None, None, Gone()])
+
+    def look():
+        if (error := next(looks)) is not None:
+            raise error
+
+    with pytest.raises(Gone) as e:
+        prompt.read_images(vision, [IMAGE_TOKEN] * 5, [png(1)] * 5, before_each=look)
+    (frame,) = [tb.frame for tb in e.traceback if tb.name == "read_images"]
+    assert frame.f_locals["pixel_values"] == []  # given back, though the error has the frame
+
+
+def test_the_server_bounds_pixels_and_looks_for_its_client(monkeypatch):
+    with Engine(*FLAGS) as e:
+        tokenizer = next(iter(e.generator.model_provider.tokenizers.values()))
+        request = request_of(2)
+        monkeypatch.setattr(engine, "MAX_PIXELS", 24 * 16)
+        with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
+            e.generator._read_images(tokenizer, request, [IMAGE_TOKEN] * 2)
+        gone = request_of(1)
+        monkeypatch.setattr(engine, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
+        with pytest.raises(ApiError, match="has hung up"):
+            e.generator._read_images(tokenizer, gone, [IMAGE_TOKEN])

@@ -84,7 +84,7 @@ def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
 
 def stream_request(max_tokens: int) -> bytes:
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": max_tokens, "stream": True}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 def sampled(i: int) -> dict:

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_mtp.models.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
-from mlx_mtp.prompt_store.folder import Folder
+from mlx_mtp.prompt_store.shared_folder import SharedFolder
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.caches import Stores, WholeCaches, make_caches
 from mlx_mtp.server.request import Prompt
@@ -78,7 +78,11 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
 
 def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
     """A running answer does not wait for another one's text."""
-    flags, threads, read_file = ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)], set(), Folder.read
+    flags, threads, read_file = (
+        ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)],
+        set(),
+        SharedFolder.read,
+    )
     with Engine(*flags) as engine:
         engine.ask(MESSAGES, max_tokens=2)
 
@@ -86,7 +90,7 @@ def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
         threads.add(threading.current_thread().name)
         return read_file(*args)
 
-    monkeypatch.setattr(Folder, "read", note)
+    monkeypatch.setattr(SharedFolder, "read", note)
     with Engine(*flags) as engine:
         assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
     assert threads == {"prompt-store-reader_0"}
@@ -191,16 +195,16 @@ def test_a_text_goes_on_from_where_all_ranks_can(rank):
     prompt = prompt_of([*TEXT[:9], *[30] * 300])
     cache, n = stores.fetch(prompt)
     assert [mine for mine, _ in sent] == [theirs for _, theirs in sent]
-    assert n == PromptCache(cache, len(stores.store.model.layers)).n_tokens == prompt.origin().length == 4
+    assert n == PromptCache(cache, len(stores.store.model.layers)).n_tokens == prompt.handle().length == 4
     assert [len(s) for s in prompt.segments] == [200 - LINE - 4, 108 + LINE, 1]
 
 
-def test_number_of_checkpoints():
+def test_number_of_snapshots():
     stores = Stores(args_of("--prompt-cache-size", "1"))
     stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
     for n in (4, 8):
         stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]), "user")
-    assert stores.store.n_checkpoints == 1
+    assert stores.store.n_snapshots == 1
 
 
 def test_who_has_a_store():

@@ -175,7 +175,7 @@ def hostile_json(rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         i = rng.randrange(len(raw) + 1)
         raw = raw[:i] + rng.choice([b"", rng.randbytes(3), raw[:i]])
-    return b"POST %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
         path.encode(),
         len(raw),
         raw,

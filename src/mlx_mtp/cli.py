@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -16,12 +17,14 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._version import __version__
+from .checkpoint.files import check_source, make_folder
 from .checkpoint.vocabulary import LIST_FILE
 from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .decoding.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
+from .images.open import size_of
 from .models.cache_checks import BITS, GROUP_SIZES
 from .prompt_store import PromptStore
 
@@ -77,8 +80,8 @@ GROUPS: dict[str, Sequence[str]] = {
         "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
-        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_local_media_path", "allowed_media_domains",
-        "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
+        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "allowed_local_media_path",
+        "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
         "min_decode_share",
     ),
     "machines": ("pipeline",),
@@ -361,7 +364,8 @@ def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
 def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     """
     Raises:
-        ValueError: ``--prompt-cache-dir`` is given, and the model does not draft, or so is one of these flags.
+        OSError: ``--prompt-cache-dir`` cannot be written to.
+        ValueError: It is given, and the model does not draft, or so is one of these flags.
     """
     if args.prompt_cache_dir is None:
         return
@@ -370,6 +374,20 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     for name in flags:
         if getattr(args, name):
             raise ValueError(f"--prompt-cache-dir and {_flag(name)} cannot be combined.")
+    make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
+
+
+def check_images(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        FileNotFoundError: A file of ``--image`` is missing.
+        ValueError: It is not an image.
+    """
+    for file in args.image or ():
+        if drafts(args):
+            size_of(file)
+        else:  # mlx-lm's
+            check_source(Path(file), "--image")
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:

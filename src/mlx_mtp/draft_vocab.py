@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from . import cli
 from .checkpoint.config import text_config_of
-from .checkpoint.files import check_target, write_atomic
+from .checkpoint.files import check_source, check_target, write_atomic
 from .checkpoint.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
 
@@ -68,6 +68,12 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
         OSError: A file cannot be read or written.
         ValueError: The size is impossible, or a file is not text.
     """
+    for text in corpus:
+        check_source(Path(text), "--corpus")
+    if size < 1:
+        raise ValueError(f"--size must be 1 or more, not {size}.")
+    if output is not None:
+        check_target(Path(output))
     path = fetch(model, None)
     vocab_size, tokenizer = _load_vocabulary(model, path)
     always = always_in(tokenizer, vocab_size)

@@ -9,25 +9,26 @@ from mlx_lm.models import cache as stock
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.models.single import KVOptions
 
 from .models import arrays_equal, deep_model
 
 model_of = functools.cache(deep_model)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
-KV = (8, 32, 6)  # quantized from the 6th token on
-KV_OPTIONS = dict(kv_bits=KV[0], kv_group_size=KV[1], quantized_kv_start=KV[2])
+KV_OPTIONS = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=6)
+KV = KVOptions(**KV_OPTIONS)
 
 
 def read(model, tokens, cuts=(), store=None, kv=None):
     """A prompt cache of a text, read on from the store's where it is given, and inserted at each cut and at the end."""
-    prompt_cache, n = (make_prompt_cache(model), 0) if store is None else store.fetch(tokens, kv)
+    prompt_cache, n, handle = (make_prompt_cache(model), 0, None) if store is None else store.fetch(tokens, kv)
     options = KV_OPTIONS if kv else {}
     for cut in sorted({*cuts, len(tokens)}):
         if cut > n:
             prefill(mx.array(tokens[n:cut]), model, prompt_cache=prompt_cache, **options)
             n = cut
             if store is not None:
-                store.insert(tokens[:n], prompt_cache, kv)
+                handle = store.insert(tokens[:n], prompt_cache, kv, handle)
     return prompt_cache
 
 

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mlx_mtp.prompt_store import forest
 from mlx_mtp.prompt_store import store as module
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.cuts import choose_cuts
 from mlx_mtp.prompt_store.tree import _n_common
 
 MIB = 1 << 20
-SIZES = {"27B": (64 << 10, 150 * MIB), "35B-A3B": (20 << 10, 63 * MIB)}  # bytes of a token, of a checkpoint
+SIZES = {"27B": (64 << 10, 150 * MIB), "35B-A3B": (20 << 10, 63 * MIB)}  # bytes of a token, of a snapshot
 FORMAT = Format(None, True)
 
 
@@ -21,7 +22,7 @@ class Sizes:
     """In place of ``prompt_store.arrays``."""
 
     n_token: int
-    n_checkpoint: int
+    n_snapshot: int
 
     def format_of(self, *_):
         return FORMAT
@@ -30,7 +31,7 @@ class Sizes:
         return (end - begin) * self.n_token
 
     def states(self, cache, format):
-        return self.n_checkpoint
+        return self.n_snapshot
 
     def copied(self, n_bytes):
         return n_bytes
@@ -45,8 +46,9 @@ class Sizes:
 
 
 def sized_store(monkeypatch, sizes, max_bytes):
-    """A store for a model whose tokens and checkpoints take so many bytes."""
-    monkeypatch.setattr(module, "arrays", Sizes(*sizes))
+    """A store for a model whose tokens and snapshots take so many bytes."""
+    for changed in (module, forest):
+        monkeypatch.setattr(changed, "arrays", Sizes(*sizes))
     monkeypatch.setattr(module, "make_prompt_cache", lambda model: [SimpleNamespace()])
     monkeypatch.setattr(module, "open_prompt_cache", lambda model, entries: entries[0])
     return module.PromptStore(SimpleNamespace(fingerprint=lambda: b""), max_bytes)
@@ -75,7 +77,7 @@ class Sessions:
         """Read a prompt of these messages, answer with so many tokens -> the answer, as the next prompt may contain it."""
         ends = [int(n) for n in np.cumsum([len(m) for m in messages])]
         prompt = np.concatenate([*messages, np.zeros(4, np.uint32)])  # the opening of the answer
-        _, n = self.store.fetch(prompt[:-1])
+        n = self.store.fetch(prompt[:-1]).n_tokens
         read = len(prompt) - n
         for cut in choose_cuts(ends, len(prompt), self.store.n_common(prompt)):
             if cut > n:

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlx_mtp.server.__main__ import make_generator
-from mlx_mtp.server.app import make_app
+from mlx_mtp.server.__main__ import make_generator, make_server
 from mlx_mtp.server.arguments import check, check_model, make_parser
-from mlx_mtp.server.http import Server as HTTPServer
 from mlx_mtp.server.http import listen
 
 from .launch import connected, free_ports
@@ -137,7 +135,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
     try:
         generator.loaded.result()
         check_model(args, generator.model_provider)
-        server = HTTPServer(make_app(generator, args.api_key, [*args.allowed_origins]), generator, args.log_level)
+        server = make_server(args, generator)
         server.capture_signals = nullcontext  # those are the main thread's
         with listen(args.host, args.port) as s:
             thread = threading.Thread(target=server.run, args=([s],))

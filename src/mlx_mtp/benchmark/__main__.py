@@ -280,6 +280,11 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--synthetic has no tokenizer: give --draft-vocab a number.")
     elif args.assume_acceptance is not None:
         raise ValueError("--assume-acceptance requires --synthetic.")
+    elif prompt_kind(args) not in KINDS:
+        prompts.read_prompts(Path(args.prompts))
+    for name in ("repeat", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}.")
     if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
         raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
@@ -309,6 +314,8 @@ def check_tune(args: argparse.Namespace) -> None:
         raise ValueError(
             "--tune measures without settings: remove --settings. To write another file, give --tune FILE."
         )
+    if args.tune is not True:
+        settings.check_writable(Path(args.tune))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,38 @@ from pathlib import Path
 import mlx.core as mx
 
 
+def check_source(file: Path, name: str) -> None:
+    """Raise an OSError that begins with a name, such as that of a flag, if the file cannot be read."""
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{name}: {file} is not a file." if file.exists() else f"{name}: there is no file {file}."
+        )
+    try:
+        file.open("rb").close()
+    except OSError as e:
+        raise PermissionError(f"{name}: {file} cannot be read: {e.strerror}.") from e
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise an OSError that begins with a name, such as that of a flag, if there is no such folder."""
+    if not folder.is_dir():
+        wrong = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
+        raise FileNotFoundError(f"{name}: {wrong}.")
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Make a folder that its user alone can read, if it is not there, or raise an OSError that begins with a name, such as that
+    of a flag, if files cannot be written to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError as e:
+        raise NotADirectoryError(f"{name}: {folder} is not a folder.") from e
+    except OSError as e:
+        raise OSError(f"{name}: the folder {folder} cannot be written to: {e.strerror}.") from e
+
+
 def check_target(file: Path) -> None:
     """Raise an OSError if the file cannot be written."""
     if file.is_dir():

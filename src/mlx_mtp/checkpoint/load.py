@@ -18,7 +18,8 @@ from ..models.protocol import MTPModel
 from ..models.shard import check_shard
 from ..models.vision import split_tower
 from .config import Config, read_config
-from .drafting import cheapen_drafts
+from .drafting import cheapen_drafts, check_bits
+from .files import check_folder
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -36,9 +37,10 @@ from .originals.head import FetchedHead, fetch_missing_head
 from .originals.tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
+from .settings import read as read_settings
 from .skeleton import loading_errors
 from .tensors import check_weight_files, names_in, tensor_names
-from .vocabulary import DraftVocab
+from .vocabulary import DraftVocab, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -99,6 +101,7 @@ def load(
     if not mtp:
         _check_no_drafting(drafting, settings)
     with together(ranks):
+        _check_arguments(adapter_path, settings, *drafting)
         if ranks is None:
             path = fetch(path_or_hf_repo, revision)
         else:
@@ -146,6 +149,23 @@ def load(
     if fetched is not None:
         _check_accepted(model, tokenizer, fetched, path_or_hf_repo)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_arguments(
+    adapter_path: str | None,
+    settings: bool | str | Path,
+    draft_vocab: DraftVocab | None,
+    mtp_bits: int | None,
+    draft_head_bits: int | None,
+) -> None:
+    """Raise a ValueError or an OSError for what is wrong with any model, before this one is loaded."""
+    check_bits(mtp_bits, draft_head_bits)
+    if isinstance(draft_vocab, str | Path):
+        check_list(Path(draft_vocab))
+    if not isinstance(settings, bool):
+        read_settings(Path(settings))
+    if adapter_path is not None:
+        check_folder(Path(adapter_path), "The adapter")
 
 
 def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -> None:

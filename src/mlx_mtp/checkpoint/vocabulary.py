@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+FIX = "write it with `mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
 LIST_FILE = "draft_vocab.json"  # beside a checkpoint
 
 DraftVocab = int | str | Path | Sequence[int]
@@ -66,17 +68,26 @@ def read_list(file: Path, vocab_size: int) -> list[int]:
         FileNotFoundError: The file is missing.
         ValueError: It is not a draft vocabulary, or it is for another vocabulary.
     """
-    fix = "write it with `mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
-    if not file.exists():
-        raise FileNotFoundError(f"There is no draft vocabulary {file}: {fix}")
+    ids, made_for = check_list(file)
+    if made_for != vocab_size:
+        raise ValueError(f"{file} is for a vocabulary of {made_for} ids, and this model has {vocab_size}: {FIX}")
+    return check_ids(ids, vocab_size, str(file))
+
+
+def check_list(file: Path) -> tuple[Any, Any]:
+    """What is in a file of ``mlx_mtp.draft_vocab``: the ids, and the size of the vocabulary that it is for.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: It is not a draft vocabulary.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no draft vocabulary {file}: {FIX}")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        ids, made_for = value["ids"], value["vocab_size"]
+        return value["ids"], value["vocab_size"]
     except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"{file} is not a draft vocabulary: {fix}") from e
-    if made_for != vocab_size:
-        raise ValueError(f"{file} is for a vocabulary of {made_for} ids, and this model has {vocab_size}: {fix}")
-    return check_ids(ids, vocab_size, str(file))
+        raise ValueError(f"{file} is not a draft vocabulary: {FIX}") from e
 
 
 def check_ids(ids: object, vocab_size: int, name: str) -> list[int]:

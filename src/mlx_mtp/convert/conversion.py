@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import Config
+from ..checkpoint.files import check_folder
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.hub import commit_of, fetch
 from ..checkpoint.load import find_vision, load
@@ -112,6 +113,8 @@ def convert_weights(
     name: str | None,
 ) -> None:
     """Load, cast, quantize and write; ``name`` is what the model card calls the result, if not its folder."""
+    if adapter_path is not None:
+        check_folder(Path(adapter_path), "--adapter-path")
     print("[INFO] Loading")
     source = fetch(hf_path, revision)
     commit = commit_of(source)

@@ -136,7 +136,7 @@ def mtp_generate_step(
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.align(prompt, cache.n_tokens, sampler))
-    kv = KVOptions(quantized_kv_start, kv_group_size, kv_bits)
+    kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=planner.exchange, stream=stream)
     decoder.open(sequence)
     steps = _steps(

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..checkpoint.config import read_config, read_json
-from ..checkpoint.files import write_atomic
+from ..checkpoint.files import check_folder, check_source, write_atomic
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
@@ -93,6 +93,10 @@ def fit(
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
     lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
     check_arguments(data, how, drafts, lora)
+    if adapter_path is not None:
+        check_folder(Path(adapter_path), "--adapter-path")
+    if work.exists():
+        check_folder(work, "--cache-path")
     source = fetch(model, None)
     head = fetch_missing_head(model, source, read_config(source, model))  # not tried: fitting may be what it needs
     loaded, tokenizer = load(
@@ -192,8 +196,15 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
     for name in ("learning_rate", "cache_gb"):
         if given[name] <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {given[name]}.")
+    for name in ("temp", "seed"):
+        if given[name] < 0:
+            raise ValueError(f"--{name} must be 0 or more, not {given[name]}.")
     if lora is not None and lora.rank < 1:
         raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
+    for file in data.corpus or ():
+        check_source(Path(file), "--corpus")
+    if data.prompts is not None:
+        check_source(Path(data.prompts), "--prompts")
 
 
 def open_work(work: Path, what: Any) -> None:

@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
     """Do what ``mlx_lm.generate`` does with its flags."""
     check_flags(args)
     saved = load_prompt_cache(args)
+    if args.draft_model is not None:
+        fetch(args.draft_model, None)
     model, tokenizer, config = load_model(args, saved)
     if saved is not None and isinstance(model, MTPMixin):
         open_prompt_cache(model, saved.caches)  # --check gives it to mlx-lm first, which does not look at it
@@ -109,6 +111,7 @@ def check_flags(args: argparse.Namespace) -> None:
     cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
+    cli.check_images(args)
     template_options(args)
     if args.json_schema is not None and not Path(args.json_schema).is_file():
         raise FileNotFoundError(f"--json-schema: there is no file {args.json_schema}.")

@@ -2,10 +2,10 @@
 
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -14,11 +14,11 @@ from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.processors import keeps_state
 from ..images.prompt import ImagePrompt
 from ..models.prompt_cache import PromptCache
+from ..models.single import KVOptions
 from ..prompt_store import PromptStore
-from ..prompt_store.arrays import KVOptions
-from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
+from ..prompt_store.reader import Reader
 
-KV_DEFAULTS = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": DEFAULT_QUANTIZED_KV_START}
+KV_NAMES = [field.name for field in fields(KVOptions)]
 
 
 def stored_steps(
@@ -46,10 +46,10 @@ def stored_steps(
     if model.ranks is not None:
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
-    text = tokens[:] if pictured is None else pictured.key[:]  # as the store knows it
-    kv = _kv_options(options)
-    cuts = choose_cuts(message_ends(tokens, opening_of(tokenizer)), len(tokens), store.n_common(text))
-    cache, n_stored = store.fetch(text[:-1], kv)
+    key = tokens[:] if pictured is None else pictured.key[:]
+    reader = Reader(store, tokenizer, KVOptions(**{name: options[name] for name in KV_NAMES if name in options}))
+    cache, n_stored, handle = reader.fetch(key)
+    cuts = reader.cuts(tokens, store.n_common(key))
     embeddings = None if pictured is None else pictured.embed(model, n_stored)
 
     def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
@@ -66,7 +66,7 @@ def stored_steps(
     for cut in (cut for cut in cuts if cut > n_stored):
         _read(*part(n, cut), model, stream, cache, options)
         n = cut
-        store.insert(text[:n], cache, kv)
+        handle = reader.insert(key[:n], cache, handle)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
     rest, given = part(n, len(tokens))
     try:
@@ -75,25 +75,20 @@ def stored_steps(
         )
         with closing(steps):
             for step in steps:
-                text.append(step[0])
+                key.append(step[0])
                 yield step
     finally:
         n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
-        store.insert(text[:n_read], cache, kv)
+        reader.insert(key[:n_read], cache, handle)
 
 
 def _read(
     tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
 ) -> None:
     """Read a part of a prompt. The text comes along for who copies from it, and no draft is made."""
-    names = ("prefill_step_size", "prompt_progress_callback", *KV_DEFAULTS)
+    names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
     shared = {name: options[name] for name in names if name in options}
     prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
-
-
-def _kv_options(options: dict[str, Any]) -> KVOptions | None:
-    bits, size, start = (options.get(name, default) for name, default in KV_DEFAULTS.items())
-    return None if bits is None else (bits, size, start)
 
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:

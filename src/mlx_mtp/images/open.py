@@ -47,6 +47,31 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
         FileNotFoundError: There is no such file.
         ValueError: It is no image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
+    with _opening, warnings.catch_warnings(action="ignore"):  # of odd metadata, and of sizes that are checked here
+        image, name = _open(source, name)
+        try:
+            return _to_rgb(image.copy() if image is source else image)
+        except Exception as e:
+            raise _unreadable(name, e) from e
+
+
+def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> tuple[int, int]:
+    """The width and height of an image, without its pixels: as it is stored, which may be on its side.
+
+    Args:
+        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): As in ``open_image``, which raises the same errors.
+        name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
+    """
+    with _opening, warnings.catch_warnings(action="ignore"):
+        image, _ = _open(source, name)
+        size = image.size
+        if image is not source:
+            image.close()
+        return size
+
+
+def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None) -> "tuple[Image, str]":
+    """An image whose pixels have not been read, and what errors call it."""
     image_module = pillow()
     if isinstance(source, str) and source.startswith("data:"):
         source = decode_url(source, name or "The image")
@@ -60,20 +85,16 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
         raise ValueError(f"{name} has {len(source):,} bytes, more than {MAX_BYTES:,}: make it smaller.")
-    with _opening, warnings.catch_warnings(action="ignore"):  # of odd metadata, and of sizes that are checked here
-        try:
-            image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
-        except image_module.UnidentifiedImageError as e:
-            raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
-        except image_module.DecompressionBombError as e:
-            raise ValueError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
-        except Exception as e:  # its plugins raise nearly anything
-            raise _unreadable(name, e) from e
-        check_size(image.width, image.height, name)
-        try:
-            return _to_rgb(image if isinstance(source, bytes) else image.copy())
-        except Exception as e:
-            raise _unreadable(name, e) from e
+    try:
+        image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
+    except image_module.UnidentifiedImageError as e:
+        raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
+    except image_module.DecompressionBombError as e:
+        raise ValueError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
+    except Exception as e:  # its plugins raise nearly anything
+        raise _unreadable(name, e) from e
+    check_size(image.width, image.height, name)
+    return image, name
 
 
 def from_array(pixels: "np.ndarray[Any, Any]") -> "Image":

@@ -91,11 +91,6 @@ class Processor:
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows, columns
 
-    def n_tokens(self, image: "Image") -> int:
-        """The number of tokens that an image becomes."""
-        rows, columns = self.grid(image.width, image.height)
-        return rows * columns
-
     def preprocess_image(self, image: "Array | Image") -> mx.array:
         """
         Args:

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..models.mixin import MTPMixin
 from ..models.positions import ImageSpan
 from ..models.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
-from .open import open_image
+from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
@@ -62,15 +62,22 @@ class ImagePrompt:
 
 
 def read_images(
-    vision: Vision, tokens: Sequence[int], images: Sequence[Any], max_tokens: int | None = None
+    vision: Vision,
+    tokens: Sequence[int],
+    images: Sequence[Any],
+    max_tokens: int | None = None,
+    max_pixels: int | None = None,
+    before_each: Callable[[], None] = lambda: None,
 ) -> ImagePrompt:
-    """Open the images of a prompt, and make place for them.
+    """Open the images of a prompt, and make place for them. None is decoded before the sizes of all are known.
 
     Args:
         vision (Vision): Of the model, see ``vision_of``.
         tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
         max_tokens (int, optional): The most that they may become. Default: ``None``, any number.
+        max_pixels (int, optional): The most that they may have together. Default: ``None``, any number.
+        before_each (Callable[[], None]): Called before an image is decoded; an error ends the reading.
 
     Raises:
         ValueError: An image cannot be read, there are more or fewer than placeholders, or they become too many tokens.
@@ -80,15 +87,25 @@ def read_images(
         raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    pixel_values: list[mx.array] = []
-    n_left = max_tokens
+    n_tokens = n_pixels = 0
     for i, image in enumerate(images, 1):
-        opened = open_image(image, None if isinstance(image, str | Path) else f"Image {i}")
-        if n_left is not None and (n_left := n_left - vision.processor.n_tokens(opened)) < 0:
-            raise ValueError(
-                f"The images up to number {i} have more than {max_tokens} tokens: send fewer or smaller ones."
-            )
-        pixel_values.append(vision.processor.patches_of(opened))
+        width, height = size_of(image, _name(image, i))
+        rows, columns = vision.processor.grid(width, height)
+        n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
+        for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
+            if most is not None and count > most:
+                raise ValueError(
+                    f"The images up to number {i} have more than {most} {unit}: send fewer or smaller ones."
+                )
+    pixel_values: list[mx.array] = []
+    try:
+        for i, image in enumerate(images, 1):
+            before_each()
+            pixel_values.append(vision.processor.patches_of(open_image(image, _name(image, i))))
+    except BaseException:
+        pixel_values.clear()  # the traceback would keep them
+        mx.clear_cache()
+        raise
     expanded: list[int] = []
     spans: list[ImageSpan] = []
     for token in tokens:
@@ -154,3 +171,7 @@ def vision_of(model: Any) -> Vision:
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
     return vision
+
+
+def _name(image: Any, i: int) -> str | None:
+    return None if isinstance(image, str | Path) else f"Image {i}"

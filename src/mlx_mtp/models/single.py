@@ -4,23 +4,31 @@ They take no mask, so that mlx-lm's fused attention serves them, and are not cop
 """
 
 import copy
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 
 from .cache import ArraysCache, recurrent_states, restore, rollback, snapshot
 from .prompt_cache import PromptCache
 from .rows import after_first
 
 
-class KVOptions(NamedTuple):
-    """When and how to quantize keys and values, as in mlx-lm's ``maybe_quantize_kv_cache``."""
+@dataclass(frozen=True, kw_only=True)
+class KVOptions:
+    """When and how to quantize keys and values, as in mlx-lm's ``generate_step``.
 
-    quantized_kv_start: int = 0
-    kv_group_size: int = 64
+    Args:
+        kv_bits (int, optional): Of a key or value. Default: ``None``, they are not quantized.
+        kv_group_size (int): How many have a scale in common.
+        quantized_kv_start (int): The number of tokens from which on they are quantized.
+    """
+
     kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
 
 
 class SingleCache:
@@ -74,7 +82,7 @@ class SingleCache:
         """As mlx-lm does after every pass."""
         if self.kv.kv_bits is not None:
             caches = self.cache.backbone
-            maybe_quantize_kv_cache(caches, *self.kv)
+            maybe_quantize_kv_cache(caches, **vars(self.kv))
             self.cache.backbone = caches
 
     def roll_back(self, kept: list[int]) -> None:

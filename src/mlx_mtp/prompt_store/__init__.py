@@ -1,4 +1,4 @@
-"""A prefix of a text is read once: prompt caches of what was read, with checkpoints to resume from."""
+"""A prefix of a text is read once: prompt caches of what was read, with snapshots to resume from."""
 
 from .store import PromptStore
 

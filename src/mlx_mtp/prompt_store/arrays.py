@@ -15,17 +15,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from ..models.prompt_cache import PromptCache, has_head, make_prompt_cache
+from ..models.single import KVOptions
 from .tree import Tokens
 
 Arrays = dict[str, mx.array]
-KVOptions = tuple[int, int, int]  # kv_bits, kv_group_size, quantized_kv_start
 
 
 class Format(NamedTuple):
     """What arrays there are of each token. Prompt caches of two formats share nothing.
 
     Args:
-        kv (Tuple[int, int, int], optional): How keys and values are quantized; ``None`` where they are not, be it yet.
+        kv (KVOptions, optional): How keys and values are quantized; ``None`` where they are not, or not yet.
         head (bool): Whether the head has a row for each token but the first.
     """
 
@@ -39,11 +39,11 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
         ValueError: Keys and values are quantized, and ``kv`` does not say so.
     """
     quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
-    if quantized and (kv is None or quantized != {kv[:2]}):
+    if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
         bits, size = next(iter(quantized))
         raise ValueError(
-            f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=(kv_bits, kv_group_size, "
-            f"quantized_kv_start), as it was read with, not {kv}."
+            f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=KVOptions(...), as it was read "
+            f"with, not {kv}."
         )
     has_rows = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
     return Format(kv if quantized else None, has_rows and has_head(model))
@@ -114,7 +114,7 @@ def _keys(name: str, kv: KVOptions | None, spans: Sequence[Arrays]) -> Any:
     """A layer's cache with the rows of all spans, and with space for the next tokens."""
     held = [span for span in spans if f"{name}.0" in span]
     n = sum(span[f"{name}.0"].shape[2] for span in held)
-    entry = stock.KVCache() if kv is None else stock.QuantizedKVCache(kv[1], kv[0])
+    entry = stock.KVCache() if kv is None else stock.QuantizedKVCache(kv.kv_group_size, kv.kv_bits)
     if n == 0:
         return entry
     n_arrays = 2 if kv is None else 6  # of quantized keys and values: packed, scales, biases

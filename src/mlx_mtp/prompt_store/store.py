@@ -2,25 +2,40 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..models.prompt_cache import make_prompt_cache, open_prompt_cache
+from ..models.single import KVOptions
 from . import arrays
-from .arrays import Arrays, Format, KVOptions
-from .disk import FLUSH, Disk, Work, key_of
-from .folder import Entry, Folder, Outcome
+from .arrays import Arrays, Format
+from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
+from .forest import Forest, in_memory, only_for
 from .memory import cache_budget
-from .thinning import Held, worth
-from .tree import Node, Piece, Tokens
+from .shared_folder import Outcome, SharedFolder
+from .tree import Handle, Node, StoredArrays, Tokens
+from .write_behind import add_entry, next_write, settle
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
-Origin = weakref.ref[Node]  # where in the store a reading is
+
+
+class Prefix(NamedTuple):
+    """A stored prefix of a text.
+
+    Args:
+        prompt_cache (List[Any]): The caller's own.
+        n_tokens (int): The number of tokens in it; 0 if nothing is stored.
+        handle (Handle, optional): Where it is stored, for ``insert``; ``None`` if nothing is.
+    """
+
+    prompt_cache: list[Any]
+    n_tokens: int
+    handle: Handle | None
 
 
 @dataclass
@@ -41,14 +56,14 @@ class Counts:
 class PromptStore:
     """Prompt caches of the texts that a model has read, each part of a text once.
 
-    A text is inserted wherever it may part from others: there it gets a checkpoint, from which any text with this beginning is
+    A text is inserted wherever it may part from others: there it gets a snapshot, from which any text with this beginning is
     resumed. What is fetched is bit for bit what was inserted. Any thread may call any method.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``. With other weights, as those of an adapter, the store begins anew.
         max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what the model leaves of the memory that
           the device recommends to use.
-        max_checkpoints (int, optional): The most checkpoints in memory. Default: ``None``, any number.
+        max_snapshots (int, optional): The most snapshots in memory. Default: ``None``, any number.
         folder (Union[str, Path], optional): Where texts are kept beyond the process; several processes may share it. It is
           written behind: ``close`` the store to have the ends of all texts there. Default: ``None``.
         max_disk_bytes (int): The most that the folder may hold.
@@ -62,7 +77,7 @@ class PromptStore:
         self,
         model: Any,
         max_bytes: int | None = None,
-        max_checkpoints: int | None = None,
+        max_snapshots: int | None = None,
         *,
         folder: str | Path | None = None,
         max_disk_bytes: int = MAX_DISK_BYTES,
@@ -70,15 +85,17 @@ class PromptStore:
     ):
         self.model = model
         self.max_bytes = cache_budget(model) if max_bytes is None else max_bytes
-        self.max_checkpoints = max_checkpoints
+        self.max_snapshots = max_snapshots
         self.counts = Counts()
         self._lock = threading.RLock()
         self._key = model.fingerprint()
         self._clear()
-        self.disk: Disk | None = None
+        self.disk: DiskWriter | None = None
         if folder is not None:
-            self.disk = Disk(
-                Folder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes), self._next_work, self._on_done
+            self.disk = DiskWriter(
+                SharedFolder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes),
+                self._next_write,
+                self._on_written,
             )
 
     def close(self, seconds: float = FLUSH) -> None:
@@ -95,66 +112,61 @@ class PromptStore:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> tuple[list[Any], int]:
-        """A prompt cache of the longest prefix that the text can be resumed from.
+    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> Prefix:
+        """The longest prefix that the text can be resumed from.
 
         Args:
             tokens (Sequence[int]): The text. To generate, leave out the last token, which generation begins with.
-            kv (Tuple[int, int, int], optional): ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``, where keys and
-              values are quantized. Default: ``None``.
-
-        Returns:
-            Tuple[List[Any], int]: The prompt cache, which is the caller's own, and the number of tokens in it.
+            kv (KVOptions, optional): How keys and values are quantized. Default: ``None``, they are not.
         """
-        text = np.asarray(tokens, np.int64)
+        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
             self._check_model()
-            self._now += 1
+            self._forest.now += 1
             self.counts.fetches += 1
             self._read_index(kv)
-            while (found := self._deepest(text, kv)) is not None:
+            while (found := self._forest.deepest(text, kv)) is not None:
                 entries = self._restore(*found, text)
                 if entries is not None:
-                    return entries, found[1].length
-            return make_prompt_cache(self.model), 0
+                    return Prefix(entries, found[1].length, weakref.ref(found[1]))
+            return Prefix(make_prompt_cache(self.model), 0, None)
 
     def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
         """Have in memory what ``fetch`` will need of this text. While files are read, other threads go on.
 
         Args:
             tokens (Sequence[int]): As in ``fetch``.
-            kv (Tuple[int, int, int], optional): As in ``fetch``.
+            kv (KVOptions, optional): As in ``fetch``.
         """
         if (disk := self.disk) is not None:
-            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), kv).result()
+            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
         text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
-            nodes = (node for root in self._roots.values() for node in root.prefixes(text))
-            return max((node.common(text) for node in nodes), default=0)
+            return self._forest.n_common(text)
 
     def insert(
-        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, origin: Origin | None = None
-    ) -> Origin | None:
-        """Keep what is new in a prompt cache, with a checkpoint at its end.
+        self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, handle: Handle | None = None
+    ) -> Handle | None:
+        """Keep what is new in a prompt cache, with a snapshot at its end.
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for a part of an image.
             prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
-            kv (Tuple[int, int, int], optional): As in ``fetch``.
-            origin (Origin, optional): What this returned of the same reading before: so far, nothing is compared. Default:
-              ``None``; a cache that was fetched or inserted, and copies of it, know it.
+            kv (KVOptions, optional): As in ``fetch``.
+            handle (Handle, optional): Of ``fetch``, or of an insertion of the same cache before: up to there, nothing is
+              compared. Default: ``None``, the whole cache is compared with what is stored.
 
         Returns:
-            Optional[Origin]: For the next call; ``None`` for no tokens.
+            Optional[Handle]: For the next call; ``None`` for no tokens.
 
         Raises:
             ValueError: It is another model's, or not of these tokens.
         """
-        text = np.asarray(tokens, np.int64)
+        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
             self._check_model()
             cache = open_prompt_cache(self.model, list(prompt_cache))
@@ -163,41 +175,39 @@ class PromptStore:
             if len(text) == 0:
                 return None
             format = arrays.format_of(self.model, cache, kv)
-            node = self._origin(origin or getattr(cache.entries[-1], "origin", None), format, text)
+            node = self._forest.node_of(handle, format, text)
             while (child := self._same_child(node, text, cache, format)) is not None:
                 node = child
             if node.length < len(text):
-                node = self._add(node, text[node.length :], arrays.rows(cache, format, node.length, len(text)))
-            if not _in_memory(node):
-                node.checkpoint = self._held(arrays.states(cache, format))
-                node.used = self._now
-            cache.entries[-1].origin = origin = weakref.ref(node)
-            self.trim_to(self.max_bytes, self.max_checkpoints)
+                rows = arrays.rows(cache, format, node.length, len(text))
+                node = Node(text[node.length :].copy(), node, self._forest.hold(rows))
+            if not in_memory(node):
+                node.snapshot = self._forest.hold(arrays.states(cache, format))
+                node.used = self._forest.now
+            handle = weakref.ref(node)
+            self.trim_to(self.max_bytes, self.max_snapshots)
         if self.disk is not None:
             self.disk.wake()
-        return origin
+        return handle
 
-    def trim_to(self, n_bytes: int, n_checkpoints: int | None = None) -> None:
-        """Give up what is worth least, until this much is left."""
+    def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
+        """Evict the snapshots that save the least reading for their bytes, until this much is left in memory."""
         with self._lock:
-            held = [node for node in self._nodes() if _in_memory(node)]
-            n_most = len(held) if n_checkpoints is None else n_checkpoints
-            while held and (self.nbytes > n_bytes or len(held) > n_most):
-                least = min(held, key=self._worth)
-                held.remove(least)
-                self._give_up(least)
+            self._forest.trim_to(n_bytes, n_snapshots)
 
     @property
-    def n_checkpoints(self) -> int:
-        """Those in memory."""
+    def nbytes(self) -> int:
+        """In memory."""
+        return self._forest.nbytes
+
+    @property
+    def n_snapshots(self) -> int:
+        """In memory."""
         with self._lock:
-            return sum(map(_in_memory, self._nodes()))
+            return sum(map(in_memory, self._forest.nodes()))
 
     def _clear(self) -> None:
-        self._roots: dict[Format, Node] = {}
-        self._now = 0  # in requests
-        self.nbytes = 0  # in memory
-        self._spans: dict[str, Node] = {}  # on disk, by the file
+        self._forest = Forest()
         self._keys: dict[Format, str] = {}
         self._last_entry: dict[Format, int] = {}  # of the index that was read
 
@@ -206,63 +216,30 @@ class PromptStore:
             self._key = key
             self._clear()
 
-    def _nodes(self) -> Iterator[Node]:
-        """All but the roots."""
-        for root in self._roots.values():
-            yield from (node for node in root.subtree() if node is not root)
-
-    def _root(self, format: Format) -> Node:
-        if format not in self._roots:
-            self._roots[format] = Node(np.zeros(0, np.int64), None, Piece({}, 0))
-        return self._roots[format]
-
     # Find
-
-    def _deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
-        """The checkpoint to resume a text from. At the same length, the head's rows and the one that was used last."""
-        best: tuple[Format, Node] | None = None
-        for format, root in self._roots.items():
-            if format.kv not in (None, kv):
-                continue
-            # What is not quantized yet serves both.
-            end = kv[2] - 1 if kv is not None and format.kv is None else len(text)
-            for node in root.prefixes(text[: max(end, 0)]):
-                if node.checkpoint is not None and (best is None or _rank(format, node) > _rank(*best)):
-                    best = format, node
-        return best
-
-    def _origin(self, origin: Origin | None, format: Format, text: Tokens) -> Node:
-        """The node that a prompt cache was resumed from, or the root: above it, the cache's rows are the tree's."""
-        root = self._root(format)
-        node = None if origin is None else origin()
-        if node is None or node.length > len(text):
-            return root
-        path = node.path()
-        is_prefix = np.array_equal(np.concatenate([n.tokens for n in path]), text[: node.length])
-        return node if path[0] is root and is_prefix else root
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
         """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
             rows = arrays.rows(cache, format, child.begin, child.length)
-            if self._load(child, child.span, format) and arrays.are_equal(child.span.arrays, rows):
+            stored = child.span.arrays or self._read(child, child.span, format)  # of one that differs, nothing is held
+            if stored is not None and arrays.are_equal(stored, rows):
                 return child
         return None
 
     def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
-        """A prompt cache that ends at a node's checkpoint; ``None`` if a file of it is no longer there or damaged."""
-        (_, checkpoint), *path = pieces = _pieces(node)
-        if not self._load_all(pieces, format):
+        """A prompt cache that ends at a node's snapshot; ``None`` if a file of it is no longer there or damaged."""
+        (_, snapshot), *path = parts = _parts(node)
+        if not self._load_all(parts, format):
             return None
-        node.used, node.uses = self._now, node.uses + 1
+        node.used, node.uses = self._forest.now, node.uses + 1
         self.counts.hits += 1
         self.counts.tokens += node.length
         if self.disk is not None:
-            self.disk.touch([piece.name for _, piece in pieces if piece.name is not None])
-        spans = [piece.arrays for _, piece in path]
-        entries = arrays.make_cache(self.model, format, text[: node.length], spans, checkpoint.arrays)
-        entries[-1].origin = weakref.ref(node)
-        self.trim_to(self.max_bytes, self.max_checkpoints)  # what was read from disk is held as well
+            self.disk.touch([stored.name for _, stored in parts if stored.name is not None])
+        spans = [stored.arrays for _, stored in path]
+        entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
+        self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
         return entries
 
     # On disk
@@ -274,201 +251,79 @@ class PromptStore:
         for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)}:
             for entry in self.disk.entries(self._key_of(format), self._last_entry.get(format, 0)):
                 self._last_entry[format] = entry.id
-                self._add_entry(self._root(format), entry)
+                add_entry(self._forest, format, entry)
 
     def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
         with self._lock:
             self._check_model()
             self._read_index(kv)
-            if (found := self._deepest(text, kv)) is None:
+            if (found := self._forest.deepest(text, kv)) is None:
                 return
             format, node = found
-            node.used = self._now  # it stays until it is fetched
-            pieces = _pieces(node)
-        self._load_all(pieces, format)
-        self.trim_to(self.max_bytes, self.max_checkpoints)
-
-    def _add_entry(self, root: Node, entry: Entry) -> None:
-        parent = self._spans.get(entry.parent, None if entry.parent else root)
-        if parent is None or entry.name in self._spans:
-            return
-        piece = Piece(None, entry.nbytes, entry.name)
-        if entry.tokens is not None:
-            self._spans[entry.name] = Node(np.frombuffer(entry.tokens, np.int64), parent, piece)
-        elif parent.checkpoint is None:
-            parent.checkpoint = piece
+            node.used = self._forest.now  # it stays until it is fetched
+            parts = _parts(node)
+        self._load_all(parts, format)
+        self.trim_to(self.max_bytes, self.max_snapshots)
 
     def _key_of(self, format: Format) -> str:
         if format not in self._keys:
             self._keys[format] = key_of(self.model, format)
         return self._keys[format]
 
-    def _load_all(self, pieces: list[tuple[Node, Piece]], format: Format) -> bool:
-        """Have a prompt cache's pieces in memory, or none that is of no other use -> whether that was possible."""
-        if all(self._load(node, piece, format) for node, piece in pieces):
+    def _load_all(self, parts: list[tuple[Node, StoredArrays]], format: Format) -> bool:
+        """Have the parts of a prompt cache in memory, or none that is of no other use -> whether that was possible."""
+        if all(self._load(node, stored, format) for node, stored in parts):
             return True
         with self._lock:
-            for node, _ in pieces[::-1]:
-                if node.parent is not None and not _in_memory(node):
-                    self._free(_only_for(node))
+            for node, _ in parts[::-1]:
+                if node.parent is not None and not in_memory(node):
+                    self._forest.free(only_for(node))
         return False
 
-    def _load(self, node: Node, piece: Piece, format: Format) -> bool:
-        """Have a node's span or checkpoint in memory -> whether that was possible."""
-        if piece.in_memory:
+    def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
+        """Have a node's span or snapshot in memory -> whether that was possible."""
+        if stored.in_memory:
             return True
-        disk, above = self.disk, node.parent
-        if disk is None or above is None:
-            return False
-        is_span = piece is node.span
-        parent = (above.span.name or "") if is_span else node.span.name or ""
-        found = disk.read(piece, self._key_of(format), parent, node.tokens if is_span else None)
+        found = self._read(node, stored, format)
         with self._lock:
-            # What other threads have done meanwhile counts.
-            if node.path()[0] not in self._roots.values() or piece not in (node.span, node.checkpoint):
-                return False
-            if piece.in_memory:
-                return True
-            if found is not None:
-                piece.arrays, piece.nbytes = found, arrays.nbytes(found)
-                self.nbytes += piece.nbytes
-            elif is_span:
-                self._remove_below(node)
-            else:
-                node.checkpoint = None
-        return found is not None
+            # Other threads may have loaded it meanwhile, or given up its node.
+            is_there = node in self._forest and stored in (node.span, node.snapshot)
+            if is_there and not stored.in_memory and found is not None:
+                self._forest.put(stored, found)
+            return is_there and stored.in_memory
 
-    def _remove_below(self, top: Node) -> None:
-        """Take a node and all below it out of the tree."""
-        for node in [*top.subtree()][::-1]:
-            for piece in (node.span, node.checkpoint):
-                if piece is not None and piece.in_memory:
-                    self.nbytes -= piece.nbytes
-            self._spans.pop(node.span.name or "", None)
-            node.remove()
-
-    def _next_work(self, is_last: bool) -> Work | None:
-        """What to write next: a checkpoint that is worth it, after the spans above it."""
-        with self._lock:
-            waiting = [n for n in self._nodes() if n.checkpoint is not None and n.checkpoint.name is None]
-            for node in sorted(waiting, key=lambda n: -n.used):
-                assert node.checkpoint is not None
-                if node.checkpoint.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
-                    continue
-                root, *path = node.path()
-                above = next((n for n in path if n.span.name is None), None)
-                last, piece, parent = (
-                    (node, node.checkpoint, node) if above is None else (above, above.span, above.parent)
-                )
-                assert parent is not None
-                if not piece.refused:
-                    format = next(f for f, r in self._roots.items() if r is root)
-                    return Work(last, piece, self._key_of(format), parent.span.name or "")
+    def _read(self, node: Node, stored: StoredArrays, format: Format) -> Arrays | None:
+        """The arrays of a node's span or snapshot in its file. One that is gone or damaged leaves the tree."""
+        disk, above, name = self.disk, node.parent, stored.name
+        if disk is None or above is None or name is None:
             return None
+        is_span = stored is node.span
+        parent = (above.span.name or "") if is_span else node.span.name or ""
+        found = disk.read(name, self._key_of(format), parent, node.tokens if is_span else None)
+        if found is None:
+            with self._lock:
+                is_there = node in self._forest and stored in (node.span, node.snapshot)
+                if is_there and not stored.in_memory and is_span:
+                    self._forest.remove(node)
+                elif is_there and not stored.in_memory:
+                    node.snapshot = None
+        return found
 
-    def _on_done(self, work: Work, outcome: Outcome, name: str) -> None:
+    def _next_write(self, is_last: bool) -> PendingWrite | None:
         with self._lock:
-            if work.node.path()[0] not in self._roots.values():
-                return  # it was given up meanwhile
-            if outcome in (Outcome.WRITTEN, Outcome.THERE):
-                work.piece.name = name
-                if work.is_span:
-                    self._spans.setdefault(name, work.node)
-            elif outcome is Outcome.NO_SPACE:
-                work.piece.refused = True
-            else:
-                above = work.node.parent if work.is_span else work.node
-                assert above is not None  # no root is written
-                self._not_on_disk(above)
+            return next_write(self._forest, self._key_of, is_last)
 
-    def _not_on_disk(self, node: Node) -> None:
-        """The file of a node's span was dropped: write it again, if it is in memory."""
-        if node.parent is None:
-            return
-        if not node.span.in_memory:
-            self._remove_below(node)
-            return
-        self._spans.pop(node.span.name or "", None)
-        node.span.name = None
-        if node.checkpoint is not None:
-            node.checkpoint.name = None
-            if not node.checkpoint.in_memory:
-                node.checkpoint = None
-
-    # Hold and give up
-
-    def _add(self, parent: Node, tokens: Tokens, rows: Arrays) -> Node:
-        return Node(tokens.copy(), parent, self._held(rows))
-
-    def _held(self, new: Arrays) -> Piece:
-        own = arrays.copied(new)
-        piece = Piece(own, arrays.nbytes(own))
-        self.nbytes += piece.nbytes
-        return piece
-
-    def _worth(self, node: Node) -> float:
-        assert node.checkpoint is not None
-        n_bytes = node.checkpoint.nbytes + sum(n.span.nbytes for n in _only_for(node))
-        on_disk = node.checkpoint.name is not None
-        n_tokens = node.length - _above(node, lambda n: n.checkpoint is not None).length
-        return worth(Held(n_tokens, n_bytes, self._now - node.used, node.uses, on_disk))
-
-    def _give_up(self, node: Node) -> None:
-        """Free a checkpoint, and the spans that no other one needs."""
-        assert node.checkpoint is not None
-        spare = _only_for(node)
-        self.nbytes -= node.checkpoint.nbytes
-        node.checkpoint.arrays = None
-        if node.checkpoint.name is None:
-            node.checkpoint = None
-        self._free(spare)
-
-    def _free(self, spare: list[Node]) -> None:
-        """Free the spans of these nodes, the lowest first."""
-        for n in spare:
-            self.nbytes -= n.span.nbytes
-            n.span.arrays = None
-            if n.span.name is None:
-                n.remove()
+    def _on_written(self, write: PendingWrite, outcome: Outcome, name: str) -> None:
+        with self._lock:
+            settle(self._forest, write, outcome, name)
 
 
-def _pieces(node: Node) -> list[tuple[Node, Piece]]:
-    """What a prompt cache that ends at a node's checkpoint is made of: the checkpoint, and the spans from the first on."""
-    assert node.checkpoint is not None
-    return [(node, node.checkpoint), *((n, n.span) for n in node.path()[1:])]
+def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:
+    """What a prompt cache that ends at a node's snapshot is made of: the snapshot, and the spans from the first on."""
+    assert node.snapshot is not None
+    return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
 
 
-def _in_memory(node: Node) -> bool:
-    return node.checkpoint is not None and node.checkpoint.in_memory
-
-
-def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
-    return node.length, format.head, node.used
-
-
-def _above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
-    """The next node above for which this is so, or the root."""
-    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
-
-
-def _only_for(node: Node) -> list[Node]:
-    """The nodes whose spans are in memory for this one's checkpoint alone, the lowest first."""
-    found: list[Node] = []
-    n: Node | None = node
-    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
-        if not n.span.in_memory or (n is not node and _in_memory(n)):
-            break
-        found.append(n)
-        n = n.parent
-    return found
-
-
-def _is_worth_writing(node: Node) -> bool:
-    """Whether a checkpoint saves more than its bytes would as keys and values: so disk grows with the tokens alone.
-
-    Where texts part, and where one was resumed twice, others will be.
-    """
-    assert node.checkpoint is not None
-    above = _above(node, lambda n: n.checkpoint is not None and n.checkpoint.name is not None)
-    n_bytes = (node.length - above.length) * node.span.nbytes / len(node.tokens)
-    return n_bytes >= node.checkpoint.nbytes or node.uses > 1 or sum(map(len, node.children.values())) > 1
+def _quantized(kv: KVOptions | None) -> KVOptions | None:
+    """``None`` where keys and values are not quantized."""
+    return None if kv is None or kv.kv_bits is None else kv

@@ -1,15 +1,16 @@
-"""A tree of texts. It knows nothing of what a node's pieces hold.
+"""A tree of texts. It knows nothing of the arrays that a node has.
 
     root ── "system, tools" ─┬─ "first question" ── "answer" ── "second question"
                  c           │         c               c               c
                              └─ "another question" ── "answer"
                                        c                 c
 
-A node is the tokens between two places where a text was cut while it was read, and a checkpoint (c) is what a text can be
+A node is the tokens between two places where a text was cut while it was read, and a snapshot (c) is what a text can be
 resumed from. Two texts share the nodes above the place where they part. Nodes are never split: the rows of a part that was
 read in one go are those of another cut to within rounding only.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]  # ids, and numbers below 0 for what is no token, as a part of an image
 
 
-class Piece:
+class StoredArrays:
     """Arrays in memory, in a file, or in both.
 
     Args:
@@ -46,18 +47,18 @@ class Node:
     Args:
         tokens (Tokens): Its own tokens, [n].
         parent (Node, optional): What comes before; ``None`` for the root.
-        span (Piece): The rows of its tokens.
+        span (StoredArrays): The rows of its tokens.
 
     Attributes:
-        checkpoint (Piece, optional): The states after its last token.
+        snapshot (StoredArrays, optional): The states after its last token.
         length (int): The number of tokens up to its end.
-        used (int): When its checkpoint was last used, in requests.
+        used (int): When its snapshot was last used, in requests.
         uses (int): How often.
     """
 
-    def __init__(self, tokens: Tokens, parent: "Node | None", span: Piece):
+    def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
         self.tokens, self.parent, self.span = tokens, parent, span
-        self.checkpoint: Piece | None = None
+        self.snapshot: StoredArrays | None = None
         self.children: dict[int, list[Node]] = {}  # by their first token
         self.used = self.uses = 0
         self.length: int = len(tokens)
@@ -119,6 +120,9 @@ class Node:
             node = waiting.pop()
             yield node
             waiting += node.next(tokens)
+
+
+Handle = weakref.ref[Node]  # to where a text was read; it keeps nothing in memory
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.files import check_source
+
 FOLDER = Path(__file__).parent
 KINDS = (
     "python_code",
@@ -55,6 +57,7 @@ def read_prompts(file: Path) -> dict[str, str]:
     Raises:
         ValueError: The file has no prompts, or is not text.
     """
+    check_source(file, "The prompts")
     try:
         texts = file.read_text(encoding="utf-8").split("\n---\n")
     except UnicodeDecodeError as e:

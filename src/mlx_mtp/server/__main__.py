@@ -5,8 +5,10 @@ import logging
 import os
 import resource
 import signal
+import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from ipaddress import ip_address
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -31,17 +33,19 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
     check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
-    generator = make_generator(args, ranks)
-    try:
-        generator.loaded.result()
-        check_model(args, generator.model_provider)
-        if ranks is None or ranks.rank == 0:
-            serve(args, generator, on_loss)
-        else:
-            with suppress(KeyboardInterrupt):  # then it asks the others to end as well
-                generator.join()
-    finally:
-        generator.stop_and_join()
+    is_first = ranks is None or ranks.rank == 0
+    with listen(args.host, args.port) if is_first else nullcontext() as s:  # a port in use costs no loading
+        generator = make_generator(args, ranks)
+        try:
+            generator.loaded.result()
+            check_model(args, generator.model_provider)
+            if s is not None:
+                serve(args, generator, s, on_loss)
+            else:
+                with suppress(KeyboardInterrupt):  # then it asks the others to end as well
+                    generator.join()
+        finally:
+            generator.stop_and_join()
     if generator.error is not None:
         raise generator.error
 
@@ -53,14 +57,42 @@ def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGen
     return ResponseGenerator(provider, make_caches(args, None), metrics)
 
 
-def serve(args: argparse.Namespace, generator: ResponseGenerator, on_loss: list[Callable[[str], None]]) -> None:
+def serve(
+    args: argparse.Namespace, generator: ResponseGenerator, s: socket.socket, on_loss: list[Callable[[str], None]]
+) -> None:
     """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
-    app = make_app(generator, args.api_key, [*args.allowed_origins])
-    server = Server(app, generator, args.log_level)
+    server = make_server(args, generator)
     on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
-    with listen(args.host, args.port) as s:
-        logging.info(f"Starting httpd at {args.host} on port {s.getsockname()[1]}...")
-        server.run(sockets=[s])
+    address, port = s.getsockname()[:2]
+    if args.api_key is None and not ip_address(address).is_loopback:
+        logging.warning(f"Everybody who reaches {args.host} may use the server: require a key with --api-key-file.")
+    logging.info(f"Serving {generator.model_provider.served[0]}, {drafting(args)}: open {url(args.host, port)}")
+    logging.info(f"Starting httpd at {args.host} on port {port}...")
+    server.run(sockets=[s])
+
+
+def make_server(args: argparse.Namespace, generator: ResponseGenerator) -> Server:
+    hosts = [args.host, *args.allowed_hosts]
+    return Server(make_app(generator, args.api_key, args.allowed_origins, hosts), generator, args.log_level)
+
+
+def url(host: str, port: int) -> str:
+    """What to open in a browser of this machine."""
+    if host in ("", "0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def drafting(args: argparse.Namespace) -> str:
+    """How the flags have the model draft, in words."""
+    if args.draft_model is not None:
+        return f"with drafts of {args.draft_model}"
+    drafters = []
+    if args.mtp:
+        drafters.append("its MTP head" if args.mtp is True else f"the MTP head {args.mtp}")
+    if cli.copies(args) or (args.mtp and args.copy_drafts is None and not isinstance(args.num_draft_tokens, int)):
+        drafters.append("copies")
+    return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"
 
 
 def _allow_open_files() -> None:

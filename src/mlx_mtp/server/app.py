@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from importlib import resources
 from types import ModuleType
@@ -18,7 +18,6 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -28,13 +27,15 @@ from .. import cli
 from .._version import __version__
 from .api import chat_completions, completions, messages, responses
 from .api.answer import Usage, Writer
-from .api.body import Body, Json, parse_json
+from .api.body import MAX_BODY, Body, Json, parse_json
+from .browsers import ANY, Browsers
 from .choices import Choice, choices_of, generate
-from .engine import ResponseGenerator, Waiting
+from .engine import ResponseGenerator, Waiting, in_thread
 from .job import Delta
 from .request import ApiError, Request
 
-MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
+MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
+LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
@@ -71,13 +72,16 @@ APIS = {
 COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 
 
-def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[str]) -> FastAPI:
+def make_app(
+    generator: ResponseGenerator, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
+) -> FastAPI:
     """The application that answers HTTP requests.
 
     Args:
         generator (ResponseGenerator): What generates.
         api_key (str, optional): What clients must know.
-        origins (List[str]): Web pages that may ask, as ``--allowed-origins`` has them.
+        origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
+        hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
     """
     app = FastAPI(title="mlx_mtp", version=__version__)
     endpoints = Endpoints(generator, api_key)
@@ -96,7 +100,7 @@ def make_app(generator: ResponseGenerator, api_key: str | None, origins: list[st
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
-    app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
     app.add_middleware(Counting, generator=generator)
     return app
 
@@ -118,6 +122,8 @@ class Endpoints:
     def __init__(self, generator: ResponseGenerator, api_key: str | None):
         self.generator, self.api_key = generator, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
+        self.n_bytes = 0  # of the bodies that arrive or are parsed
+        self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
@@ -135,16 +141,54 @@ class Endpoints:
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         _, request, args = await self._read(http, MESSAGES)
-        return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+        async with watched([request], http.receive):
+            return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
 
     async def count_input_tokens(self, http: HTTPRequest) -> Response:
         _, request, args = await self._read(http, RESPONSES)
-        n = await self.generator.count_tokens(request, args)
+        async with watched([request], http.receive):
+            n = await self.generator.count_tokens(request, args)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
         self._authorize(http)
-        content = parse_json(await _read_body(http))
+        raw = bytearray()
+        try:
+            await self._receive(http, raw)
+            if len(raw) <= LARGE_BODY:
+                return self._parse(raw, api)
+            async with self.parsing:
+                return await in_thread(self._parse, raw, api)
+        finally:
+            self.n_bytes -= len(raw)
+            raw.clear()  # also where an error has it
+
+    async def _receive(self, http: HTTPRequest, raw: bytearray) -> None:
+        """Read a body to the end of ``raw``."""
+        n = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                async for chunk in http.stream():
+                    n += len(chunk)
+                    if n <= MAX_BODY:
+                        self._make_room(len(chunk))
+                        raw += chunk
+                    elif n > MAX_DRAINED:
+                        break
+        except TimeoutError as e:
+            raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
+        except ClientDisconnect as e:
+            raise ApiError(400, "The body is shorter than its Content-Length.") from e
+        if n > MAX_BODY:
+            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
+
+    def _make_room(self, n: int) -> None:
+        if self.n_bytes + n > MAX_BODIES:
+            raise ApiError(429, "Too many large bodies arrive at a time: try again later.", code="rate_limit_exceeded")
+        self.n_bytes += n
+
+    def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
+        content = parse_json(raw)
         if api.needs not in content:
             needed = "a prompt" if api.needs == "prompt" else api.needs
             raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
@@ -209,23 +253,25 @@ class Endpoints:
             )
 
 
-async def _read_body(http: HTTPRequest) -> bytes:
-    raw, n = bytearray(), 0
+@asynccontextmanager
+async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterator[None]:
+    """Note in the requests of a client when it hangs up; behind it nobody wants more, whatever has ended it."""
+
+    def leave() -> None:
+        for request in requests:
+            request.is_gone = True
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    task = asyncio.create_task(watch())
     try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            async for chunk in http.stream():
-                n += len(chunk)
-                if n <= MAX_BODY:
-                    raw += chunk
-                elif n > MAX_DRAINED:
-                    break
-    except TimeoutError as e:
-        raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
-    except ClientDisconnect as e:
-        raise ApiError(400, "The body is shorter than its Content-Length.") from e
-    if n > MAX_BODY:
-        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-    return bytes(raw)
+        yield
+    finally:
+        leave()
+        task.cancel()
 
 
 class Answer(Response):
@@ -255,24 +301,13 @@ class Answer(Response):
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+            async with watched([choice.request for choice in self.choices], receive):
+                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
         except OSError:
             logging.info("The client has hung up.")
         finally:
-            self._leave()  # whatever has ended the answer
             self.waiting.discard(self.choices[0].request.number)
-            watch.cancel()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._leave()
-
-    def _leave(self) -> None:
-        for choice in self.choices:
-            choice.request.is_gone = True
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():

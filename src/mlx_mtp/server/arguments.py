@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .. import cli
 from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
+from ..checkpoint.files import check_folder, check_source
 from ..checkpoint.load import DEMO
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
@@ -70,7 +73,20 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
-    add("--allowed-origins", type=lambda x: x.split(","), default="*", help="Allowed origins (default: *)")
+    add(
+        "--allowed-origins",
+        type=_names,
+        metavar="ORIGIN,...",
+        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: those of "
+        "localhost.",
+    )
+    add(
+        "--allowed-hosts",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="Names of the server, besides localhost, this machine's name, --host and all IP addresses; * allows any.",
+    )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
@@ -150,7 +166,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of checkpoints. "
+        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of snapshots. "
         "Defaults to any number.",
     )
     add(
@@ -188,6 +204,10 @@ class _Given(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, f"has_{self.dest}", True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _json(text: str) -> Any:
@@ -234,8 +254,23 @@ def check(args: argparse.Namespace) -> None:
     cli.check_prompt_cache_dir(args)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
+    for name in ("adapter_path", "allowed_local_media_path"):
+        if (folder := getattr(args, name)) is not None:
+            check_folder(Path(folder), f"--{name.replace('_', '-')}")
+    _check_template(args)
     _check_processes(args)
     _read_api_key(args)
+
+
+def _check_template(args: argparse.Namespace) -> None:
+    """Check what can be known of a template without the model."""
+    try:
+        if args.chat_template:
+            render_jinja_template([[]], chat_template=args.chat_template)
+    except TemplateSyntaxError as e:
+        raise ValueError(f"--chat-template cannot be rendered: {e}") from e
+    except Exception:  # it may need the model's tokens
+        return
 
 
 def _check_processes(args: argparse.Namespace) -> None:
@@ -254,6 +289,7 @@ def _read_api_key(args: argparse.Namespace) -> None:
     if args.api_key is not None and args.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file cannot be combined.")
     if args.api_key_file is not None:
+        check_source(args.api_key_file, "--api-key-file")
         args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
     if args.api_key == "":
         raise ValueError("The API key is empty.")

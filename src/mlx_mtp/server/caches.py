@@ -12,9 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from .. import cli
 from ..distributed.ranks import Ranks
+from ..models.single import KVOptions
 from ..prompt_store import PromptStore
-from ..prompt_store.cuts import choose_cuts, message_ends, opening_of
-from ..prompt_store.disk import FLUSH
+from ..prompt_store.disk_writer import FLUSH
+from ..prompt_store.reader import Reader
 from ..prompt_store.store import MAX_DISK_BYTES
 from .provider import ModelKey
 from .request import Prompt
@@ -131,7 +132,9 @@ class Stores:
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None):
         self.args, self.ranks = args, ranks
-        self.kv = None if args.kv_bits is None else (args.kv_bits, args.kv_group_size, args.quantized_kv_start)
+        self.kv = KVOptions(
+            kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start
+        )
         self.stores: dict[ModelKey, PromptStore] = {}
         self.store: PromptStore  # of the model that is loaded
 
@@ -151,7 +154,7 @@ class Stores:
             )
         self.store = self.stores[key]
         self.store.model, self.store.max_bytes = model, max_bytes
-        self.opening = opening_of(tokenizer)
+        self.reader = Reader(self.store, tokenizer, self.kv)
 
     def release(self) -> None:
         self.store.model = None  # its weights make space for those of the next one
@@ -175,7 +178,7 @@ class Stores:
             if all(n == most for n, _ in known):
                 break
             cache, n, n_common = self._fetch(prompt, most)
-        prompt.cut(choose_cuts(message_ends(tokens, self.opening), len(tokens), n_common))
+        prompt.cut(self.reader.cuts(tokens, n_common))
         prompt.skip(n)
         return cache, n
 
@@ -183,8 +186,7 @@ class Stores:
         """A prompt cache of at most so many tokens, their number, and that of those that the prompt shares with others."""
         try:
             key = prompt.key_of(prompt.tokens)
-            cache, n = self.store.fetch(key[:most], self.kv)
-            prompt.origin = getattr(cache[-1], "origin", None)
+            cache, n, prompt.handle = self.reader.fetch(key, most)
             return cache, n, self.store.n_common(key)
         except Exception:
             logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
@@ -192,7 +194,7 @@ class Stores:
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
         try:
-            prompt.origin = self.store.insert(prompt.key_of(tokens), prompt_cache, self.kv, prompt.origin)
+            prompt.handle = self.reader.insert(prompt.key_of(tokens), prompt_cache, prompt.handle)
         except Exception:
             logging.exception("The prompt cache has failed, and a text is not kept.")
 
@@ -206,8 +208,8 @@ class Stores:
         return sum(store.nbytes for store in self.stores.values())
 
     def log(self) -> None:
-        n = sum(store.n_checkpoints for store in self.stores.values())
-        logging.info(f"Prompt cache: {n} checkpoints, {self.nbytes / 1e9:.2f} GB")
+        n = sum(store.n_snapshots for store in self.stores.values())
+        logging.info(f"Prompt cache: {n} snapshots, {self.nbytes / 1e9:.2f} GB")
 
     def collect(self) -> Iterator[Metric]:
         disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]

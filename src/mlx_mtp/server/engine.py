@@ -25,7 +25,7 @@ from .batch import Event, Failure, Generation, NewToken, Progress, Scheduler
 from .budget import make_processors
 from .caches import Caches
 from .form import make_form
-from .images import fetch
+from .images import MAX_PIXELS, check_client, fetch_all
 from .job import Delta, Job, Likely, Outbox
 from .memory import cache_bytes, check_fits
 from .metrics import Metrics
@@ -69,13 +69,17 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
     """Call a function that may take long in a thread that nobody waits for when the server ends."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(f(*args))
         except BaseException as e:
             future.set_exception(e)
+        finally:
+            del (
+                future
+            )  # else an error, its traceback, this frame and the future are a cycle, and what it took stays for long
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, args=(future,), daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
@@ -254,9 +258,8 @@ class ResponseGenerator(stock.ResponseGenerator):
         """
         if tokenizer.vision is None:
             raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
-        images = [fetch(url, f"Image {i}", self.cli_args) for i, url in enumerate(request.images, 1)]
-        request.images = []  # they may be large
-        return read_images(tokenizer.vision, tokens, images, tokenizer.context_length)
+        images, most = fetch_all(request, self.cli_args), tokenizer.context_length
+        return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))
 
     # In the generation thread
 

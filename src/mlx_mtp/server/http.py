@@ -1,23 +1,101 @@
-"""The HTTP server: uvicorn, which ends the open answers before it ends."""
+"""The HTTP server: uvicorn, with limits on connections, which ends the open answers before it ends."""
 
+import asyncio
+import errno
+import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .. import cli
 from .engine import ResponseGenerator, in_thread
 
 LAST_ANSWERS = 5  # seconds to send them when the server ends
-IDLE = 75  # seconds that a connection stays open between two requests
-MAX_CONNECTIONS = 4000
+IDLE = 75  # seconds in which the head of a request must arrive
+MAX_CONNECTIONS = 2000  # above which a request gets status 503
+BACKLOG = 512  # connections that asyncio accepts at a time: room is made for as many
 MAX_HEADERS = 64 << 10  # bytes
+LOG_INTERVAL = 60.0  # seconds between two lines of a kind
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Connection(H11Protocol):
+    """
+    uvicorn's connection, which is closed where the head of a request does not arrive in time: uvicorn waits for the first one
+    without a limit, and for another one as long as bytes arrive. Where there are too many, the oldest one whose client has not
+    sent all of a request makes room, so that those who send nothing keep nobody out.
+    """
+
+    since = 0.0  # when the client was first waited for
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request has begun."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the client has to send more before there can be an answer."""
+        return self.is_waiting or self.cycle.more_body
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+        self._make_room()
+
+    def on_response_complete(self) -> None:
+        self._wait()  # first: the next request may have arrived
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.since = self.loop.time()
+        self.timer = self.loop.call_later(IDLE, self._end)
+
+    def _end(self) -> None:
+        if self.is_waiting and not self.transport.is_closing():
+            self.logger.info("A client has not sent a request within %d seconds: its connection is closed.", IDLE)
+            self.transport.close()
+
+    def _make_room(self) -> None:
+        others = [c for c in self.connections - {self} if not c.transport.is_closing()]
+        if len(others) < self.config.limit_concurrency - self.config.backlog:  # type: ignore[operator]  # it is set
+            return
+        if incomplete := [c for c in others if isinstance(c, Connection) and c.is_incomplete]:
+            self.logger.warning("There are too many connections: the oldest that sends no request is closed.")
+            min(incomplete, key=lambda c: c.since).transport.abort()
+
+
+class Seldom(logging.Filter):
+    """Passes one line of a kind in ``LOG_INTERVAL`` seconds, and all errors of our own, which have a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = str(record.msg)
+        if record.exc_info is None and record.created - self.last.get(kind, 0.0) < LOG_INTERVAL:
+            return False
+        self.last[kind] = record.created
+        return True
 
 
 class Server(uvicorn.Server):
@@ -29,9 +107,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, generator: ResponseGenerator, log_level: str):
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -40,11 +120,21 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=LAST_ANSWERS,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=most,
+            backlog=min(BACKLOG, most // 2),
             h11_max_incomplete_event_size=MAX_HEADERS,
         )
         super().__init__(config)
         self.generator = generator
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        log, seldom = logging.getLogger("uvicorn.error"), Seldom()
+        asyncio.get_running_loop().set_exception_handler(_log_exception)
+        log.addFilter(seldom)
+        try:
+            await super().serve(sockets)
+        finally:
+            log.removeFilter(seldom)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,11 +164,25 @@ class Server(uvicorn.Server):
             time.sleep(0.01)
 
 
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio tries again where a connection cannot be accepted, and would log a traceback each time."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+        logging.getLogger("uvicorn.error").warning("A connection cannot be accepted: %s.", error.strerror)
+    else:
+        loop.default_exception_handler(context)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that takes connections.
 
     Raises:
         OSError: The port is in use, or the host is not this machine's.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=1024)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise OSError(f"Port {port} of {host} is in use: end the other program, or choose another --port.") from e
+        raise OSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e

@@ -4,13 +4,47 @@ import argparse
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, build_opener
+from urllib.request import Request as URLRequest
 
 from ..images.open import MAX_BYTES, decode_url
 from ..images.prompt import MarkedImages
+from .request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
 MARKED_IMAGES = MarkedImages()  # in the texts of conversations
+MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
+
+
+def fetch_all(request: Request, flags: argparse.Namespace) -> list[bytes]:
+    """The images of a request, which gives up their URLs.
+
+    Args:
+        request (Request): Of a client that may hang up meanwhile.
+        flags (argparse.Namespace): The server's.
+
+    Raises:
+        ApiError: The client has hung up.
+        ValueError: One cannot be read, or may not be, or they are too large together.
+    """
+    images: list[bytes] = []
+    left = MAX_BYTES
+    for i, url in enumerate(request.images, 1):
+        check_client(request)
+        images.append(fetch(url, f"Image {i}", flags))
+        left -= len(images[-1])
+        if left < 0 and i > 1:
+            raise ValueError(
+                f"The images up to number {i} have more than {MAX_BYTES:,} bytes: send fewer or smaller ones."
+            )
+    request.images = []
+    return images
+
+
+def check_client(request: Request) -> None:
+    """Raise an ApiError if the client has hung up."""
+    if request.is_gone:
+        raise ApiError(400, "The client has hung up.")
 
 
 def fetch(url: str, name: str, flags: argparse.Namespace) -> bytes:
@@ -47,7 +81,7 @@ def _read(file: Path, name: str, folder: str | None) -> bytes:
 def _download(url: str, name: str, hosts: list[str]) -> bytes:
     _check_host(url, name, hosts)
     try:
-        with build_opener(_Redirects(name, hosts)).open(Request(url), timeout=TIMEOUT) as response:
+        with build_opener(_Redirects(name, hosts)).open(URLRequest(url), timeout=TIMEOUT) as response:
             data: bytes = response.read(MAX_BYTES + 1)
             return data
     except (OSError, URLError) as e:

@@ -11,7 +11,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.grammar import Grammar
 from ..decoding.options import CopyDrafts
 from ..images.prompt import ImagePrompt
-from ..prompt_store.store import Origin
+from ..prompt_store.tree import Handle
 from .thinking import Thinking
 
 
@@ -39,7 +39,7 @@ class Prompt:
         segments (List[List[int]]): The same tokens, split where the prompt cache is saved.
         segment_types (List[str]): The prompt cache's name for each segment.
         initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
-        origin (Origin, optional): Where in a prompt store it is, as far as it is read.
+        handle (Handle, optional): Where in a prompt store it is, as far as it is read.
         pictured (ImagePrompt, optional): It again, if it has images.
     """
 
@@ -47,7 +47,7 @@ class Prompt:
     segments: list[list[int]]
     segment_types: list[str]
     initial_state: str
-    origin: Origin | None = None
+    handle: Handle | None = None
     pictured: ImagePrompt | None = None
 
     def key_of(self, tokens: list[int]) -> list[int]:

@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le
 from mlx_lm import server as stock
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import CoreSchema, from_json
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -16,12 +26,32 @@ from ...decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..request import ApiError
 from ..thinking import Effort, Thinking
 
+MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
+# An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
+# well: a million tokens seldom have as many.
+MAX_OBJECTS = 100_000  # brackets and braces
+MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
+MAX_BIASES = 10_000  # entries of logit_bias
+
+
+def at_most(n: int) -> BeforeValidator:
+    """Refuse an object with more entries, before one error for each of them is made."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > n:
+            raise ValueError(f"{len(value):,} entries, and {n:,} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 Short = Annotated[str, StringConstraints(max_length=1000)]
 Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Short | Annotated[list[Short], Field(max_length=64)]
+Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")]
 TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
@@ -41,10 +71,27 @@ RESERVED = {"self", "messages"}.union(
 )
 
 
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Part(BaseModel):
     """A part of a body. What it does not know it leaves aside."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists of all parts are read up to their first error: pydantic makes one for each element else."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class Body(Part):
@@ -78,11 +125,11 @@ class Body(Part):
     frequency_context_size: Natural = 20
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
-    logit_bias: dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Penalty] | None = None
+    logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
-    chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], Field(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], at_most(32)] | None = None
     adapters: str | None = None
     draft_model: str = "default_model"
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
@@ -159,34 +206,37 @@ def stop_words(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
 
-def parse_json(raw: bytes) -> Json:
-    """
+def parse_json(raw: bytes | bytearray) -> Json:
+    """The fields of a body that are not null.
+
     Raises:
-        ApiError: The bytes are no JSON object.
+        ApiError: The bytes are no JSON object, or it has too many values.
     """
-
-    def finite(text: str) -> float:
-        if not math.isfinite(x := float(text)):
-            raise ValueError(f"{text} is not a finite number")
-        return x
-
+    if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+        allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
+        raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
     try:
-        body = json.loads(raw, parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError) as e:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as e:
         raise ApiError(400, f"Invalid JSON in request body: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(400, "Request should be a JSON dictionary")
-    _check_text(body)
+    _check_numbers(body)
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _check_text(body: Json) -> None:
-    """Refuse strings that are not Unicode text: JSON can write halves of surrogate pairs."""
+def _check_numbers(body: Json) -> None:
+    """Refuse numbers beyond those of floats, which are read as infinity."""
     for name, field in body.items():
-        try:
-            json.dumps([name, field], ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError) as e:
-            raise ApiError(400, f"{name!a} is not Unicode text.", param=f"{name!a}"[1:-1]) from e
+        values = [field]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, list):
+                values += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
 
 
 def read(kind: type[B], body: Json) -> B:
@@ -207,7 +257,8 @@ def read(kind: type[B], body: Json) -> B:
     try:
         return kind.model_validate(body)
     except ValidationError as e:
-        error = max(e.errors(include_url=False, include_context=False), key=lambda error: len(error["loc"]))
+        errors = e.errors(include_url=False, include_context=False, include_input=False)
+        error = max(errors, key=lambda error: len(error["loc"]))
         names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
         where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
         param = str(error["loc"][0]) if error["loc"] else None

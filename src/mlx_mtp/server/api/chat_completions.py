@@ -16,7 +16,7 @@ from ..request import ApiError, Request
 from ..thinking import Effort
 from ..tool_calls import CallArguments, CallBegins, Text
 from .answer import Json
-from .body import Part, Short, read
+from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, continues, fold_roles
 from .logprobs import TopLogprobs, logprob_of
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
@@ -74,7 +74,7 @@ class ChatBody(OpenAIBody):
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None
     # mlx-lm writes a role's prefix before each of its messages.
-    role_mapping: dict[str, Short] | None = None
+    role_mapping: Annotated[dict[str, Short], at_most(32)] | None = None
 
     @property
     def effort(self) -> Effort | None:

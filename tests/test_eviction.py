@@ -1,4 +1,4 @@
-"""Where checkpoints are made, and which are kept: sessions of agents on stores of limited size."""
+"""Where snapshots are made, and which are kept: sessions of agents on stores of limited size."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
-from mlx_mtp.prompt_store.thinning import Held, worth
+from mlx_mtp.prompt_store.eviction import Candidate, score
 from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
@@ -60,13 +60,21 @@ def test_message_ends():
 
 def test_worth():
     def order(*held):
-        return sorted(range(len(held)), key=lambda i: worth(held[i]))
+        return sorted(range(len(held)), key=lambda i: score(held[i]))
 
-    assert order(Held(300, 1000, 0), Held(200, 1000, 0), Held(400, 1000, 0)) == [1, 0, 2]  # what saves less goes first
-    assert order(Held(300, 1000, 0), Held(300, 1000, 5), Held(300, 1000, 2)) == [1, 2, 0]  # what is older
-    assert order(Held(300, 1000, 5, 9), Held(300, 1000, 5)) == [1, 0]  # what was not used
-    assert order(Held(300, 9000, 0), Held(300, 1000, 0)) == [0, 1]  # what is larger
-    assert order(Held(300, 1000, 0, 0, True), Held(300, 1000, 0)) == [0, 1]  # what is on disk
+    assert order(Candidate(300, 1000, 0), Candidate(200, 1000, 0), Candidate(400, 1000, 0)) == [
+        1,
+        0,
+        2,
+    ]  # what saves less goes first
+    assert order(Candidate(300, 1000, 0), Candidate(300, 1000, 5), Candidate(300, 1000, 2)) == [
+        1,
+        2,
+        0,
+    ]  # what is older
+    assert order(Candidate(300, 1000, 5, 9), Candidate(300, 1000, 5)) == [1, 0]  # what was not used
+    assert order(Candidate(300, 9000, 0), Candidate(300, 1000, 0)) == [0, 1]  # what is larger
+    assert order(Candidate(300, 1000, 0, 0, True), Candidate(300, 1000, 0)) == [0, 1]  # what is on disk
 
 
 def tool_loop(sessions, n_turns, system=None):
@@ -143,14 +151,14 @@ def test_sessions_read_little_twice(session, size, monkeypatch):
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_held_grows_with_the_tokens(size, monkeypatch):
     """84,000 tokens in 60 turns, with no limit: each token's keys and values once."""
-    token, checkpoint = SIZES[size]
+    token, snapshot = SIZES[size]
     sessions = Sessions(sized_store(monkeypatch, SIZES[size], 1 << 50))
     store = sessions.store
     for messages in tool_loop(sessions, 60, sessions.message(33_000)):
         n = sum(map(len, messages[:-1]))
-        assert store.nbytes == n * token + store.n_checkpoints * checkpoint
+        assert store.nbytes == n * token + store.n_snapshots * snapshot
     assert 80_000 < n < 90_000
-    assert store.n_checkpoints <= 2 * 60 + 9 + LAST
+    assert store.n_snapshots <= 2 * 60 + 9 + LAST
     store.trim_to(12 * GB)
     assert store.nbytes <= 12 * GB
     assert store.fetch(store_text(sessions))[1] == n  # the end of the session is kept

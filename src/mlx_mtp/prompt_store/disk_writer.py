@@ -1,0 +1,194 @@
+"""The threads between a store and its folder: one writes behind, so that no answer waits for the disk, and one reads ahead."""
+
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..models.prompt_cache import PromptCache, make_prompt_cache
+from . import array_file
+from .array_file import Damaged
+from .arrays import Arrays, Format
+from .shared_folder import LAYOUT, Entry, Outcome, SharedFolder
+from .tree import Node, StoredArrays, Tokens
+
+RETRY = 60.0  # seconds until the next try where the hour's bytes are used up, or nothing can be written
+POLL = 0.05  # seconds between two looks at a file that another process is writing
+FLUSH = 10.0  # seconds to write the rest when a store is closed,
+LAST_FILE = 5.0  # and to end the file that is being written then
+
+
+def key_of(model: Any, format: Format) -> str:
+    """Whose arrays these are: all that changes a bit of them."""
+    part = PromptCache(make_prompt_cache(model), len(model.layers)).part
+    device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
+    versions = LAYOUT, version("mlx"), version("mlx-lm")
+    what = [versions, device, model.fingerprint().hex(), part, vars(model.args), format]
+    return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+class PendingWrite(NamedTuple):
+    """A span or a snapshot to write.
+
+    Args:
+        node (Node): Its node.
+        stored (StoredArrays): What is told the file's name.
+        arrays (Dict[str, mx.array]): Those to write, whatever the store gives up meanwhile.
+        tokens (Tokens, optional): Of a span, [n]; ``None`` for a snapshot.
+        model (str): Whose it is.
+        parent (str): The file of the span that it belongs to; empty for none.
+    """
+
+    node: Node
+    stored: StoredArrays
+    arrays: Arrays
+    tokens: Tokens | None
+    model: str
+    parent: str
+
+
+class DiskWriter:
+    """
+    Args:
+        folder (SharedFolder): Where the files are. Closed with this.
+        next_write (Callable[[bool], Optional[PendingWrite]]): Says what to write next; called with ``True`` at the end, when
+          more is written than before.
+        on_written (Callable[[PendingWrite, Outcome, str], None]): Is told the outcome and the file's name.
+
+    Attributes:
+        reader (ThreadPoolExecutor): The one thread that reads ahead: MLX's streams are a thread's own.
+        bytes_written (int): By this process.
+        bytes_read (int): By this process.
+    """
+
+    def __init__(
+        self,
+        folder: SharedFolder,
+        next_write: Callable[[bool], PendingWrite | None],
+        on_written: Callable[[PendingWrite, Outcome, str], None],
+    ):
+        self.folder, self.next_write, self.on_written = folder, next_write, on_written
+        self.bytes_written = self.bytes_read = 0
+        self.reader = ThreadPoolExecutor(1, "prompt-store-reader")
+        self._touched: set[str] = set()
+        self._wake = threading.Event()
+        self._deadline: float | None = None  # once it is closed
+        self._thread = threading.Thread(target=self._run, name="prompt-store", daemon=True)
+        self._thread.start()
+
+    def entries(self, model: str, after: int) -> list[Entry]:
+        """The files of a model that were done after the one with this number."""
+        try:
+            return self.folder.entries(model, after)
+        except sqlite3.Error as e:
+            logging.warning(f"The index of {self.folder.path} cannot be read: {e}.")
+            return []
+
+    def read(self, name: str, model: str, parent: str, tokens: Tokens | None) -> Arrays | None:
+        """The arrays of a file, if it is there and is the one that is meant. A damaged one is dropped.
+
+        Args:
+            tokens (Tokens, optional): That the file must have, where it is a span's.
+        """
+        try:
+            data = self.folder.read(name)
+            found, metadata = array_file.decode(data)
+            own = found.pop("tokens", None)
+            is_meant = metadata == {"model": model, "parent": parent}
+            if not is_meant or (tokens is not None and not np.array_equal(np.array(own), tokens)):
+                raise Damaged(f"{self.folder.path}/{name} is another text's than the index says.")
+        except FileNotFoundError:  # another process has dropped it
+            self._forget(name)
+            return None
+        except (OSError, Damaged) as e:
+            logging.warning(f"{e} It is removed.")
+            self._forget(name)
+            return None
+        self.bytes_read += len(data)
+        return found
+
+    def _forget(self, name: str) -> None:
+        try:
+            self.folder.forget(name)
+        except (OSError, sqlite3.Error) as e:
+            logging.warning(f"{self.folder.path}/{name} cannot be removed: {e}.")
+
+    def touch(self, names: Sequence[str]) -> None:
+        """These files are being used."""
+        self._touched.update(names)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to write."""
+        self._wake.set()
+
+    def close(self, seconds: float) -> None:
+        """Write the rest, as far as it takes no longer than this."""
+        if self._deadline is None:
+            self.reader.submit(mx.clear_streams)
+        self._deadline = time.monotonic() + seconds
+        self.wake()
+        self.reader.shutdown()
+        self._thread.join(seconds + LAST_FILE)
+
+    # In the thread
+
+    def _run(self) -> None:
+        is_last, wait, is_failing = False, None, False
+        while not is_last:
+            self._wake.wait(wait)
+            self._wake.clear()
+            is_last = self._deadline is not None
+            try:
+                wait = None if self._write_all(is_last) else RETRY
+                is_failing = False
+            except Exception as e:
+                if not is_failing:  # one line, however often it is tried
+                    is_known = isinstance(e, OSError | sqlite3.Error)
+                    again = f"The prompt cache in {self.folder.path} cannot be written now, and it is tried again: {e}."
+                    logging.warning(again, exc_info=not is_known)
+                wait, is_failing = RETRY, True
+        self.folder.close()
+
+    def _write_all(self, is_last: bool) -> bool:
+        """Write all that there is to write -> whether nothing is left for later."""
+        if names := [self._touched.pop() for _ in range(len(self._touched))]:
+            self.folder.touch(names)
+        while (write := self.next_write(is_last)) is not None:
+            if self._deadline is not None and (not is_last or time.monotonic() > self._deadline):
+                return True  # begin again with all that is written at the end; or the time is up
+            outcome, name = self._write(write)
+            if outcome is Outcome.LATER:
+                return False
+            if outcome is Outcome.BUSY:
+                time.sleep(POLL)
+            else:
+                self.on_written(write, outcome, name)
+        return True
+
+    def _write(self, write: PendingWrite) -> tuple[Outcome, str]:
+        """
+        Raises:
+            OSError, sqlite3.Error: The folder cannot be written to.
+        """
+        tokens, own = None, write.arrays
+        if write.tokens is not None:
+            tokens, own = write.tokens.tobytes(), {"tokens": mx.array(write.tokens)} | own
+        try:
+            name, data = array_file.encode(own, {"model": write.model, "parent": write.parent})
+        except Exception:
+            logging.exception("A part of a text is not written to the prompt cache.")
+            return Outcome.FAILED, ""
+        outcome = self.folder.write(write.model, write.parent, tokens, name, data)
+        if outcome is Outcome.WRITTEN:
+            self.bytes_written += len(data)
+        return outcome, name

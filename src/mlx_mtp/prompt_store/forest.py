@@ -1,0 +1,156 @@
+"""The trees of a store, one for each format, and the memory that their arrays take."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ..models.single import KVOptions
+from . import arrays
+from .arrays import Arrays, Format
+from .eviction import Candidate, score
+from .tree import Handle, Node, StoredArrays, Tokens
+
+
+class Forest:
+    """
+    Attributes:
+        nbytes (int): Of all arrays in memory.
+        now (int): The time, in requests.
+        by_file (Dict[str, Node]): The nodes whose spans are on disk.
+    """
+
+    def __init__(self) -> None:
+        self.roots: dict[Format, Node] = {}
+        self.nbytes = self.now = 0
+        self.by_file: dict[str, Node] = {}
+
+    def root(self, format: Format) -> Node:
+        if format not in self.roots:
+            self.roots[format] = Node(np.zeros(0, np.int64), None, StoredArrays({}, 0))
+        return self.roots[format]
+
+    def nodes(self) -> Iterator[Node]:
+        """All but the roots."""
+        for root in self.roots.values():
+            yield from (node for node in root.subtree() if node is not root)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.path()[0] in self.roots.values()
+
+    def deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
+        """The snapshot to resume a text from. At the same length, the head's rows and the one that was used last."""
+        best: tuple[Format, Node] | None = None
+        for format, root in self.roots.items():
+            if format.kv not in (None, kv):
+                continue
+            # What is not quantized yet serves both.
+            end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
+            for node in root.prefixes(text[: max(end, 0)]):
+                if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
+                    best = format, node
+        return best
+
+    def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
+        """The node of a handle, or the root: above it, the cache's rows are the tree's."""
+        root = self.root(format)
+        node = None if handle is None else handle()
+        if node is None or node.length > len(text):
+            return root
+        path = node.path()
+        is_prefix = np.array_equal(np.concatenate([n.tokens for n in path]), text[: node.length])
+        return node if path[0] is root and is_prefix else root
+
+    def n_common(self, text: Tokens) -> int:
+        """How many tokens a text has in common with any other."""
+        nodes = (node for root in self.roots.values() for node in root.prefixes(text))
+        return max((node.common(text) for node in nodes), default=0)
+
+    # Memory
+
+    def hold(self, new: Arrays) -> StoredArrays:
+        """A copy of these arrays."""
+        stored = StoredArrays(None, 0)
+        self.put(stored, arrays.copied(new))
+        return stored
+
+    def put(self, stored: StoredArrays, found: Arrays) -> None:
+        """Have these arrays in memory."""
+        stored.arrays, stored.nbytes = found, arrays.nbytes(found)
+        self.nbytes += stored.nbytes
+
+    def remove(self, top: Node) -> None:
+        """Take a node and all below it out of its tree."""
+        for node in [*top.subtree()][::-1]:
+            for stored in (node.span, node.snapshot):
+                if stored is not None and stored.in_memory:
+                    self.nbytes -= stored.nbytes
+            self.by_file.pop(node.span.name or "", None)
+            node.remove()
+
+    def free(self, nodes: list[Node]) -> None:
+        """Free the spans of these nodes, which are given the lowest first."""
+        for node in nodes:
+            self.nbytes -= node.span.nbytes
+            node.span.arrays = None
+            if node.span.name is None:
+                self.remove(node)
+
+    def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
+        """Evict the snapshots with the lowest scores, until this much is left."""
+        if self.nbytes > n_bytes:
+            self.free([node for root in self.roots.values() for node in _needless(root)])
+        held = [node for node in self.nodes() if in_memory(node)]
+        n_most = len(held) if n_snapshots is None else n_snapshots
+        while held and (self.nbytes > n_bytes or len(held) > n_most):
+            least = min(held, key=self._score)
+            held.remove(least)
+            self._evict(least)
+
+    def _score(self, node: Node) -> float:
+        assert node.snapshot is not None
+        n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in only_for(node))
+        on_disk = node.snapshot.name is not None
+        n_tokens = node.length - above(node, lambda n: n.snapshot is not None).length
+        return score(Candidate(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk))
+
+    def _evict(self, node: Node) -> None:
+        """Free a snapshot, and the spans that no other one needs."""
+        assert node.snapshot is not None
+        spare = only_for(node)
+        self.nbytes -= node.snapshot.nbytes
+        node.snapshot.arrays = None
+        if node.snapshot.name is None:
+            node.snapshot = None
+        self.free(spare)
+
+
+def in_memory(node: Node) -> bool:
+    """Whether a node's snapshot is in memory."""
+    return node.snapshot is not None and node.snapshot.in_memory
+
+
+def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
+    return node.length, format.head, node.used
+
+
+def above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
+    """The next node above for which this is so, or the root."""
+    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
+
+
+def only_for(node: Node) -> list[Node]:
+    """The nodes whose spans are in memory for this one's snapshot alone, the lowest first."""
+    found: list[Node] = []
+    n: Node | None = node
+    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
+        if not n.span.in_memory or (n is not node and in_memory(n)):
+            break
+        found.append(n)
+        n = n.parent
+    return found
+
+
+def _needless(root: Node) -> list[Node]:
+    """The nodes whose spans are in memory for no snapshot, the lowest first: it was given up while they were loaded."""
+    needed = {id(n) for node in root.subtree() if in_memory(node) for n in node.path()}
+    return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]

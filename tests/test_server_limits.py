@@ -1,0 +1,321 @@
+"""Limits on bodies, connections and web pages: a hostile client costs little, and keeps nobody out."""
+
+import json
+import logging
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+from starlette.testclient import TestClient
+
+from mlx_mtp.server import app as app_module
+from mlx_mtp.server import http
+from mlx_mtp.server.api import body as limits
+from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.api.body import MAX_BIASES, parse_json
+from mlx_mtp.server.app import APIS, make_app
+from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.http import Seldom
+from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.request import ApiError
+from tests.support.models import TRAINED
+from tests.support.server_process import serve_here
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"prompt": "import os\n", "max_tokens": 2}
+PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"  # of a request
+ASK = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp") as s:
+        yield s
+        assert s.request(TEXT, GOOD)[0] == 200
+        assert "Traceback" not in s.log.read_text()
+
+
+def client(origins=None, hosts=(), **flags):
+    args = make_parser().parse_args([])
+    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args)
+    return TestClient(make_app(generator, None, origins, hosts), base_url="http://localhost")
+
+
+# Bodies
+
+
+def test_a_long_text_is_read():
+    text = "a" * 2_000_000
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    ids = list(range(262_144))
+    assert parse_json(json.dumps({"prompt": ids, "user": None}).encode()) == {"prompt": ids}
+
+
+@pytest.mark.parametrize("element", ["1", "[]", "{}", '{"a": [1, 2]}'])
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(element, monkeypatch):
+    raw = f'{{"prompt": [{",".join([element] * 300_002)}]}}'.encode()
+    monkeypatch.setattr(limits, "from_json", None)
+    with pytest.raises(ApiError, match=r"^The body has more than ") as e:
+        parse_json(raw)
+    assert e.value.status == 413
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", '[{"a": [1e999]}]', "1" * 400 + ".0"])
+def test_a_number_beyond_floats_is_refused_wherever_it_stands(number):
+    with pytest.raises(ApiError) as e:
+        parse_json(f'{{"tools": {number}}}'.encode())
+    assert (e.value.status, e.value.param) == (400, "tools")
+
+
+BAD = [1] * 50_000
+KEYS = {f"x{i}": "y" for i in range(50_000)}
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (CHAT, {"messages": BAD}),
+        (CHAT, {"messages": [{"role": "user", "content": BAD}]}),
+        (CHAT, {"messages": [{"role": "user", "tool_calls": BAD}]}),
+        (CHAT, {"messages": ASK, "tools": BAD}),
+        (CHAT, {"messages": ASK, "stop": BAD}),
+        (CHAT, {"messages": ASK, "role_mapping": KEYS}),
+        (CHAT, {"messages": ASK, "chat_template_kwargs": KEYS}),
+        (TEXT, {"prompt": "a", "logit_bias": KEYS}),
+        ("/v1/messages", {"max_tokens": 1, "messages": BAD}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": BAD}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": ASK, "system": BAD, "tools": BAD, "stop_sequences": BAD}),
+        ("/v1/responses", {"input": BAD}),
+        ("/v1/responses", {"input": [{"role": "user", "content": BAD}], "tools": BAD, "include": BAD}),
+    ],
+    ids=lambda x: str(x)[:60],
+)
+def test_few_errors_are_made_of_many(path, content):
+    """pydantic makes one for each element unless it is told to stop."""
+    flags = make_parser().parse_args([])
+    with pytest.raises(ApiError) as e:
+        APIS[path].module.read_request(content, flags)
+    assert e.value.status == 400
+    assert isinstance(e.value.__cause__, ValidationError)
+    assert e.value.__cause__.error_count() < 20
+
+
+def test_logit_bias_is_bounded():
+    flags = make_parser().parse_args([])
+    for n, is_fine in ((MAX_BIASES, True), (MAX_BIASES + 1, False)):
+        content = {"messages": ASK, "logit_bias": {str(i): 1 for i in range(n)}}
+        if is_fine:
+            assert len(chat_completions.read_request(content, flags)[2].logits.logit_bias) == n
+        else:
+            with pytest.raises(ApiError, match=r"^logit_bias: .*10,001 entries, and 10,000 are allowed") as e:
+                chat_completions.read_request(content, flags)
+            assert e.value.param == "logit_bias"
+
+
+def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
+    threads = {}
+
+    def note(raw):
+        threads[len(raw) > app_module.LARGE_BODY] = threading.current_thread()
+        raise ApiError(400, "Noted.")
+
+    async def loop(scope, receive, send):
+        threads["loop"] = threading.current_thread()
+        await app(scope, receive, send)
+
+    monkeypatch.setattr(app_module, "parse_json", note)
+    c = client()
+    app, c.app = c.app, loop
+    with TestClient(loop, base_url="http://localhost") as c:
+        c.post(TEXT, content=b"1")
+        small = threads.pop("loop")
+        c.post(TEXT, content=b" " * (app_module.LARGE_BODY + 1))
+    assert threads[False] is small
+    assert threads[True] is not threads["loop"]
+
+
+def test_bodies_that_arrive_together_are_bounded(monkeypatch):
+    monkeypatch.setattr(app_module, "MAX_BODIES", 1000)
+    c = client()
+    for _ in range(3):  # what a body took is given back
+        assert c.post(TEXT, content=b"1" * 900).status_code == 400
+        answer = c.post(TEXT, content=b"1" * 1001)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+
+
+def test_a_body_that_never_ends_is_answered(server, monkeypatch):
+    monkeypatch.setattr(app_module, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(http, "IDLE", 0.05)
+    answer = server.talk(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", is_complete=True
+    )
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+# Connections
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"GET / HT"])
+def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch, sent):
+    """uvicorn alone waits for it for ever."""
+    monkeypatch.setattr(http, "IDLE", 0.05)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s:
+        s.sendall(sent)
+        answer = b""
+        while chunk := s.recv(65536):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 200 " if sent.count(b"\n") else b"")
+
+
+def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch):
+    monkeypatch.setattr(http, "IDLE", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as s:
+        for byte in b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100_000:
+            try:
+                s.sendall(bytes([byte]))
+                if s.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("the connection is open")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", PART])
+def test_connections_that_send_no_request_keep_nobody_out(tmp_path, monkeypatch, sent):
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 100)
+    with serve_here(tmp_path / "log", "--model", TRAINED) as s, ExitStack() as stack:
+        address = "127.0.0.1", s.port
+        clients = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(60)]
+        for c in clients:
+            with suppress(ConnectionError):  # it had to make room
+                c.sendall(sent)
+        assert s.request("/health")[0] == 200
+        with suppress(ConnectionError):
+            assert clients[0].recv(1) == b""
+        assert "Traceback" not in s.log.read_text()
+
+
+def test_no_room_is_made_of_requests_that_wait_for_their_answer():
+    closed = []
+
+    def connection(since, cycle):
+        transport = SimpleNamespace(is_closing=lambda: False, abort=lambda: closed.append(since))
+        c = object.__new__(http.Connection)
+        vars(c).update(since=since, cycle=cycle, transport=transport, connections=connections)
+        vars(c).update(config=SimpleNamespace(limit_concurrency=5, backlog=2), logger=logging.getLogger("test"))
+        connections.add(c)
+        return c
+
+    connections = set()
+    answered = SimpleNamespace(response_complete=False, more_body=False)
+    for since, cycle in ((1, answered), (2, SimpleNamespace(response_complete=False, more_body=True)), (3, None)):
+        connection(since, cycle)._make_room()
+    assert closed == []
+    connection(4, None)._make_room()
+    assert closed == [2]
+
+
+def test_running_out_of_files_is_one_line(caplog):
+    log, seldom = logging.getLogger("uvicorn.error"), Seldom()
+    log.addFilter(seldom)
+    try:
+        loop = SimpleNamespace(default_exception_handler=None)
+        for _ in range(100):
+            http._log_exception(loop, {"message": "socket.accept()", "exception": OSError(24, "Too many open files")})
+    finally:
+        log.removeFilter(seldom)
+    assert [r.getMessage() for r in caplog.records] == ["A connection cannot be accepted: Too many open files."]
+
+
+def test_an_error_of_our_own_is_logged_each_time():
+    seldom = Seldom()
+    record = logging.LogRecord("a", logging.ERROR, "", 1, "An error", (), (ValueError, ValueError(), None))
+    assert seldom.filter(record)
+    assert seldom.filter(record)
+    record.exc_info = None
+    assert not seldom.filter(record)
+    record.created += http.LOG_INTERVAL
+    assert seldom.filter(record)
+
+
+# Web pages
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8080", "localhost.", "127.0.0.1:8080", "[::1]:8080", "192.168.1.7", "box"]
+)
+def test_hosts_of_the_server(host):
+    assert client(hosts=["Box"]).get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "localhost.example.com", "127.0.0.1.example.com:8080", "", "[::1", "box", "a@b"]
+)
+@pytest.mark.parametrize(("method", "path"), [("get", "/"), ("get", "/health"), ("post", CHAT), ("options", CHAT)])
+def test_a_page_whose_name_is_given_this_address_is_refused(host, method, path):
+    answer = getattr(client(), method)(path, headers={"host": host})
+    assert answer.status_code == 403
+    assert "--allowed-hosts" in answer.json()["error"]["message"]
+    assert client(hosts=["*"]).get("/health", headers={"host": host}).status_code == 200
+
+
+def test_a_refusal_has_the_form_of_the_api():
+    assert client().post("/v1/messages", headers={"host": "a"}).json()["type"] == "error"
+
+
+OWN = {"host": "box:8080", "origin": "http://box:8080"}
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "is_allowed"),
+    [
+        (None, "http://localhost:3000", True),
+        (None, "http://127.0.0.1", True),
+        (None, "https://[::1]:5173", True),
+        (None, "http://box:8080", True),
+        (None, "http://box:9090", False),
+        (None, "https://example.com", False),
+        (None, "http://localhost.example.com", False),
+        (None, "http://localhost:3000.example.com", False),
+        (None, "null", False),
+        (["https://example.com"], "https://example.com", True),
+        (["https://example.com"], "http://box:8080", True),
+        (["https://example.com"], "http://localhost:3000", False),
+        ([""], "http://localhost:3000", False),
+        (["*"], "https://example.com", True),
+    ],
+)
+def test_origins_of_pages(origins, origin, is_allowed):
+    c, headers = client(origins, ["box"]), {"host": "box:8080", "origin": origin}
+    asks = {**headers, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight, answer = c.options(CHAT, headers=asks), c.get("/health", headers=headers)
+    if not is_allowed:  # also what a browser would send without asking first
+        assert (preflight.status_code, answer.status_code) == (403, 403)
+        assert f"--allowed-origins {origin}" in answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+        return
+    assert answer.status_code == 200
+    if origin != OWN["origin"]:  # a browser asks nothing of a page's own server
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] in (origin, "*")
+        assert answer.headers["access-control-allow-origin"] in (origin, "*")
+
+
+@pytest.mark.parametrize(
+    ("flags", "origins", "hosts"),
+    [
+        ([], None, []),
+        (["--allowed-origins", "*"], ["*"], []),
+        (["--allowed-origins", "https://a.com, https://b.com"], ["https://a.com", "https://b.com"], []),
+        (["--allowed-hosts", "box,box.local"], None, ["box", "box.local"]),
+    ],
+)  # fmt: skip
+def test_flags_of_pages(flags, origins, hosts):
+    args = make_parser().parse_args(flags)
+    assert (args.allowed_origins, args.allowed_hosts) == (origins, hosts)
