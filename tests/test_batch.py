@@ -144,7 +144,7 @@ def test_each_sequence_equals_its_single_run(family, mtp, requests, depth):
 
 def test_switches_when_a_second_arrives_and_when_one_is_left():
     model, switches = model_of("qwen3_5"), []
-    model.drafting.times = model.drafting.batch_times = None  # auto then tries drafts, whatever the clock says
+    model.drafting.timing = None  # auto then tries drafts, whatever the clock says
     scheduler = scheduler_of(model, on_switch=switches.append)
     first, second = (sequence_of(scheduler, [i, 5, 2], n) for i, n in ((1, 40), (2, 8)))
     run(scheduler, {0: [first], 10: [second]}, {})

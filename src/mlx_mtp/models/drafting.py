@@ -40,14 +40,11 @@ class Drafting:
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
-        times (StepTimes, optional): What steps of one sequence take on this machine, as measured for ``"auto"``.
-        batch_times (SizeTimes, optional): What those of several take.
-        turn (object): Of the generation that gave the device work last.
+        timing (decoding.timing.Timing, optional): What steps take on this machine, which ``decoding`` alone reads and writes.
+          It is here because it lives as long as the model and is shared by all generations with it.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     attention_rows: int | None = None
-    times: Any = None
-    batch_times: Any = None
-    turn: Any = None
+    timing: Any = None
