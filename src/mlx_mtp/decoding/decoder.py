@@ -202,8 +202,8 @@ class Decoder:
         if drafts.shape[1] > 0:
             tokens = mx.concatenate([tokens, drafts], axis=1)
         options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(drafts.shape[1] > 0)}
-        if self.exact and drafts.shape[1] > 0:
-            options["exact"] = True
+        if self.exact:
+            options["exact"] = True  # without drafts, too: as mlx-lm's operations, not compiled ones
         if embeddings is not None:
             options["input_embeddings"] = embeddings
         self.cache.start_pass()

@@ -40,6 +40,8 @@ class Drafting:
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
+        compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
+        pieces (int, optional): As in ``Pass``.
         times (StepTimes, optional): What steps of one sequence take on this machine, as measured for ``"auto"``.
         batch_times (SizeTimes, optional): What those of several take.
         turn (object): Of the generation that gave the device work last.
@@ -48,6 +50,8 @@ class Drafting:
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     attention_rows: int | None = None
+    compiled: bool = True
+    pieces: int | None = None
     times: Any = None
     batch_times: Any = None
     turn: Any = None

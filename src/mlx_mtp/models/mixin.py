@@ -46,6 +46,9 @@ class MTPMixin:
 
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None
+        mtp = getattr(self, "mtp", None)
+        for module in [*self.layers, *([] if mtp is None else [mtp, *mtp.layers])]:
+            module.forget_kind()
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def make_draft_model(self) -> DraftModel:

@@ -135,7 +135,7 @@ class MRoPE(nn.Module):
         axes = np.zeros(rope.dims // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = axes.tolist()  # of each frequency
+        self._axes = bytes(axes.tolist())  # of each frequency; a list would be taken for parameters
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, position_ids: mx.array | None = None) -> mx.array:
         """
@@ -155,7 +155,7 @@ class MRoPE(nn.Module):
     def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
         n = self.rope.dims // 2
         frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
-        angles = position_ids[mx.array(self._axes)].T * frequencies  # [T, n]
+        angles = position_ids[mx.array([*self._axes])].T * frequencies  # [T, n]
         rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
         return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
 
