@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Generic, TypeVar
 
+from ..models.compiled import n_traces
 from ..models.drafting import Drafting
 from .exchange import Exchange
 
@@ -27,6 +28,7 @@ class Clock(Generic[T]):
         drafting.turn = self.turn  # a prompt comes first
         self.is_alone = True  # since the step before
         self.last: float | None = None  # when that was over
+        self.n_traces = (0, 0)  # that were made up to the two steps before
         # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
@@ -50,6 +52,9 @@ class Clock(Generic[T]):
         """
         now, before = perf_counter(), self.last
         self.take_turn()
+        # A pass that was traced may run, and compile its kernels, during the step behind that in which it was built.
+        (n, self.n_traces) = self.n_traces[0], (self.n_traces[1], n_traces())
+        is_clear = is_clear and n == self.n_traces[1]
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))
             self.unsent.append(now - before)

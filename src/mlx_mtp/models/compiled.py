@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 MOST_TRACES = 512  # of a thread, the latest used: a trace takes some 100 KB and a few milliseconds to make
 
-Function = Callable[..., Any]  # (module, *arrays, n) -> a tuple of arrays; ``n`` is a number that is fixed in the trace
+Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
 
 
 class Kind:
@@ -43,13 +43,10 @@ _kinds: WeakValueDictionary[Hashable, Kind] = WeakValueDictionary()
 
 
 class Compilable:
-    """A module that ``run`` takes. List it before an ``nn.Module`` among the bases."""
-
-    _kind: Kind | None = None
+    """A module whose kind is looked up again when modules in it are replaced. List it before ``nn.Module`` among the bases."""
 
     def forget_kind(self) -> None:
-        """Call when modules in this one are replaced."""
-        self._kind = None
+        vars(self).pop("_kind", None)
 
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self.forget_kind()
@@ -72,23 +69,23 @@ def n_traces() -> int:
     return _traces.n_made
 
 
-def run(function: Function, module: Any, *inputs: mx.array, n: int = 0) -> Any:
-    """``function(module, *inputs, n)``, compiled.
+def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    """``function(module, *inputs, **numbers)``, compiled.
 
     Args:
         function (Callable): A pure function, which may call the modules in ``module`` and return arrays alone.
-        module (Compilable): Of an ``nn.Module`` too. One in training, or with something in it that a trace cannot hold, such as
-          a distributed group, is called as it is.
+        module (nn.Module): One in training, or with something in it that a trace cannot hold, such as a distributed group, is
+          called as it is.
         inputs (mx.array): At least one. Traces are looked up by the shape of the first.
-        n (int): Fixed in the trace.
+        numbers (int): Fixed in the trace.
     """
-    kind = module._kind or _kind_of(module)
+    kind = vars(module).get("_kind") or _kind_of(module)
     if kind is UNTRACEABLE or module.training:
-        return function(module, *inputs, n)
-    key, latest = (kind, function, n, inputs[0].shape), _traces.latest
+        return function(module, *inputs, **numbers)
+    key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
     trace = latest.get(key)
     if trace is None:
-        trace = latest[key] = _make_trace(kind, function, n)
+        trace = latest[key] = _make_trace(kind, function, numbers)
         _traces.n_made += 1
         if len(latest) > MOST_TRACES:
             latest.popitem(last=False)
@@ -98,12 +95,12 @@ def run(function: Function, module: Any, *inputs: mx.array, n: int = 0) -> Any:
         return trace(module, inputs)
     except _AnotherKind:
         module._kind = None
-        return run(function, module, *inputs, n=n)
+        return run(function, module, *inputs, **numbers)
 
 
-def _make_trace(kind: Kind, function: Function, n: int) -> Function:
+def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
     def traced(arrays: Any, inputs: Any) -> Any:
-        return function(_filled(kind.template, arrays), *inputs, n)
+        return function(_filled(kind.template, arrays), *inputs, **numbers)
 
     return mx.compile(traced)
 

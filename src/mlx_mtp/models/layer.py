@@ -1,12 +1,12 @@
 """A decoder layer as pure functions around its cache, which can be compiled: see ``compiled.py``.
 
-A recurrent layer is one function, of its input and its state (``gated_delta.py``). An attention layer is two:
+A recurrent layer is one function, of its input and its states (``gated_delta.py``). An attention layer is two:
 
-    x ── before_attention ── queries, keys, values ── rope, cache, attention ──┐
-    x ─────────────────────────────────────────────────────────────── after_attention ── x
+    x ── before_attention ── queries, keys, values ── cache, attention ──┐
+    x ───────────────────────────────────────────────────────── after_attention ── x
 
-Rope and attention stay outside, since the number of tokens in the cache is another at every step. Where a pass is neither
-compiled nor recorded, nor takes its rows in groups, the layer is mlx-lm's own.
+Cache and attention stay outside, since the number of tokens is another at every step. Where a pass is neither compiled nor
+recorded, nor takes its rows in groups, the layer is mlx-lm's own.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ class Layer(Compilable):
             conv_state = mx.zeros((B, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
         if state is None:
             state = mx.zeros((B, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32)
-        n = 0 if window is None else min(window.n_confirmed, T)
-        x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n=n)
+        n_confirmed = 0 if window is None else min(window.n_confirmed, T)
+        x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
         if window is not None:
             window.n_tokens, window.gates = T, (delta.A_log, delta.dt_bias)
             window.conv_input, window.state, *inputs = record
@@ -56,28 +56,33 @@ class Layer(Compilable):
         return x
 
     def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
-        rope, offset = self.self_attn.rope, cache.offset
-        queries, keys, values, gate = this.call(before_attention, self, x)
-        queries, keys = rope(queries, offset=offset), rope(keys, offset=offset)
+        attention, start = self.self_attn, this.start(cache)
+        queries, keys, values, gate = this.call(before_attention, self, x, *start)
+        if not start:
+            queries, keys = (attention.rope(t, offset=cache.offset) for t in (queries, keys))
         keys, values = cache.update_and_fetch(keys, values)
-        out = attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows)
+        out = attend(queries, keys, values, cache, attention.scale, mask, this.attention_rows)
         x = this.call(after_attention, self, x, out, gate)
         this.count_attention(x)
         return x
 
 
-def before_attention(layer: Any, x: mx.array, _: int = 0) -> tuple[mx.array, ...]:
+def before_attention(layer: Any, x: mx.array, start: mx.array | None = None) -> tuple[mx.array, ...]:
     """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2).
 
     Args:
         x (mx.array): [B, T, H]
+        start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, the caller rotates.
 
     Returns:
         Tuple[mx.array, ...]: Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], and the gate [B, T, Hq D].
     """
     x = layer.input_layernorm(x)
     queries, gate = queries_of(layer.self_attn, x)
-    return queries, *keys_and_values_of(layer.self_attn, x), gate
+    keys, values = keys_and_values_of(layer.self_attn, x)
+    if start is not None:
+        queries, keys = (layer.self_attn.rope(t, offset=start) for t in (queries, keys))
+    return queries, keys, values, gate
 
 
 def queries_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -94,7 +99,7 @@ def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]
     return attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
-def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, _: int = 0) -> mx.array:
+def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
     """The last part.
 
     Args:

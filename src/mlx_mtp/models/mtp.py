@@ -57,12 +57,18 @@ class MTPModule(Compilable, nn.Module):
         if cache is None:
             return self.decode(self.combine(embeddings, hidden))
         T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
-        n, offset, mask = 1 if last_only else T, cache.offset, create_attention_mask(hidden, cache)
+        n, offset, mask, start = (
+            1 if last_only else T,
+            cache.offset,
+            create_attention_mask(hidden, cache),
+            this.start(cache),
+        )
         if n < T:
             mask = None if mask is None or isinstance(mask, str) else mask[..., -1:, :]
-        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, n=n)
+        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *start, n=n)
         rope, scale = layer.self_attn.rope, layer.self_attn.scale
-        queries, keys = rope(queries, offset=offset + (T - n) if n < T else offset), rope(keys, offset=offset)
+        if not start:
+            queries, keys = rope(queries, offset=offset + T - n), rope(keys, offset=offset)
         keys, values = cache.update_and_fetch(keys, values)
         out = scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
         return this.call(_after_attention, self, x, out, gate)
@@ -79,19 +85,29 @@ class MTPModule(Compilable, nn.Module):
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
 
-def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, n: int) -> tuple[mx.array, ...]:
-    """The input of the last n rows [B, n, H], as for ``layer.before_attention`` their queries, keys and values of all, and the
-    gate of these rows."""
+def _before_attention(
+    mtp: Any, embeddings: mx.array, hidden: mx.array, start: mx.array | None = None, *, n: int
+) -> tuple[mx.array, ...]:
+    """The input of the last n rows [B, n, H]; then, as ``layer.before_attention``, their queries, the keys and values of all
+    rows, and the gate of the last n."""
     (layer,) = mtp.layers
     x = mtp.combine(embeddings, hidden)  # [B, T, H]
     rows = layer.input_layernorm(x)
     queries, gate = queries_of(layer.self_attn, rows[:, -n:])
-    return x[:, -n:], queries, *keys_and_values_of(layer.self_attn, rows), gate
+    keys, values = keys_and_values_of(layer.self_attn, rows)
+    if start is not None:
+        rope, T = layer.self_attn.rope, x.shape[1]
+        queries, keys = rope(queries, offset=start + (T - n) if n < T else start), rope(keys, offset=start)
+    return x[:, -n:], queries, keys, values, gate
 
 
-def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array, _: int = 0) -> mx.array:
+def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
     (layer,) = mtp.layers
     return mtp.norm(after_attention(layer, x, out, gate))
+
+
+def _embed(embed_tokens: Any, tokens: mx.array) -> mx.array:
+    return embed_tokens(tokens)
 
 
 def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
@@ -120,9 +136,11 @@ def run_head(
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].
     """
-    x = model.model.embed_tokens(tokens) if embeddings is None else embeddings
-    with in_pass(pass_of_head(model.drafting, hidden.shape[1])), rope_at(positions):
-        return model.mtp(x, hidden, cache, last_only=True)
+    this = pass_of_head(model.drafting, hidden.shape[1])
+    if embeddings is None:
+        embeddings = this.call(_embed, model.model.embed_tokens, tokens)
+    with in_pass(this), rope_at(positions):
+        return model.mtp(embeddings, hidden, cache, last_only=True)
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

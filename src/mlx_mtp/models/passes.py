@@ -1,15 +1,15 @@
 """How a pass is run: what its layers have to know of it, and no caller of mlx-lm's forward can hand them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from .compiled import run
 from .drafting import Drafting
+from .positions import plain_position
 
 MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
 
@@ -29,10 +29,23 @@ class Pass:
     attention_rows: int | None = None
     pieces: int | None = None
     n_attended: int = 0  # attention layers that were built
+    starts: dict[int, mx.array | None] = field(default_factory=dict)  # what ``start`` returned, which all layers share
 
-    def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, n: int = 0) -> Any:
-        """``function(module, *inputs, n)``, as ``compiled.run`` says."""
-        return run(function, module, *inputs, n=n) if self.compiled else function(module, *inputs, n)
+    def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
+        """``function(module, *inputs, **numbers)``, as ``compiled.run`` says."""
+        return (run if self.compiled else _call)(function, module, *inputs, **numbers)
+
+    def start(self, cache: Any) -> tuple[mx.array, ...]:
+        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace. Nothing where
+        positions have three axes."""
+        offset = cache.offset
+        if isinstance(offset, mx.array):
+            return (offset,)
+        if offset not in self.starts:
+            position = plain_position(offset)
+            self.starts[offset] = None if position is None else mx.array(position)
+        start = self.starts[offset]
+        return () if start is None else (start,)
 
     def count_attention(self, x: mx.array) -> None:
         """Call with the hidden states behind each attention layer."""
@@ -62,11 +75,18 @@ def current_pass() -> Pass:
     return _pass.get() or _OUTSIDE
 
 
-@contextmanager
-def in_pass(this: Pass) -> Iterator[None]:
-    """Inside, layers run as this pass says."""
-    token = _pass.set(this)
-    try:
-        yield
-    finally:
-        _pass.reset(token)
+class in_pass:
+    """A context in which layers run as a pass says."""
+
+    def __init__(self, this: Pass):
+        self.this = this
+
+    def __enter__(self) -> None:
+        self.token = _pass.set(self.this)
+
+    def __exit__(self, *_: object) -> None:
+        _pass.reset(self.token)
+
+
+def _call(function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    return function(module, *inputs, **numbers)
