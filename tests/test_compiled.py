@@ -152,6 +152,13 @@ def test_models_of_one_kind_keep_their_own_weights():
 
 # Traces
 
+LAYERS = {"recurrent_layer", "before_attention", "after_attention"}
+
+
+def traced() -> set[str]:
+    """The functions that have traces."""
+    return {function.__name__ for _, function, *_ in compiled._traces.latest}
+
 
 def test_layers_of_one_kind_share_a_trace(monkeypatch):
     trace_anew(monkeypatch)
@@ -181,10 +188,15 @@ def test_prompts_exact_passes_and_training_are_not_compiled(monkeypatch):
     model.train()
     model(WINDOW[None, :1], cache=model.make_cache())
     model.eval()
-    mtp(PROMPT[:1], model, max_tokens=8, num_draft_tokens=0, exact=True)
-    assert compiled.n_traces() == 0
+    for layer in model.layers:
+        layer.mlp.train()  # as an adapter that was just added
     model(WINDOW[None, :1], cache=model.make_cache())
-    assert compiled.n_traces() == 3
+    model.eval()
+    assert compiled.n_traces() == 0
+    mtp(PROMPT[:1], model, max_tokens=8, num_draft_tokens=0, exact=True)
+    assert not traced() & LAYERS  # the head's rows are no matter of exact mode
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert traced() >= LAYERS
 
 
 def test_mlx_can_disable_it():
@@ -203,7 +215,7 @@ def test_a_step_that_was_traced_is_not_timed(monkeypatch):
     for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
         n += made
         clock.record(step, True)
-    assert [step for step, seconds, _ in clock.known() if seconds is not None] == [2, 3, 6, 7]
+    assert [step for step, seconds, _ in clock.known() if seconds is not None] == [1, 2, 3, 5, 6, 7]
 
 
 def test_the_demo_is_compiled(monkeypatch):
@@ -211,3 +223,18 @@ def test_the_demo_is_compiled(monkeypatch):
     model, tokenizer = load(str(DEMO), settings=False)
     mtp(tokenizer.encode("def f(x):\n"), model, max_tokens=6, num_draft_tokens=2)
     assert compiled.n_traces() > 5
+
+
+# In pieces
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_pieces_are_the_whole(monkeypatch, pieces):
+    model, sent = deep_model("qwen3_5"), []
+    want = [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)]
+    model.drafting.pieces = pieces
+    assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
+    original = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
+    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1)
+    assert len(sent) == 2 // pieces  # of two attention layers

@@ -28,7 +28,7 @@ class Clock(Generic[T]):
         drafting.turn = self.turn  # a prompt comes first
         self.is_alone = True  # since the step before
         self.last: float | None = None  # when that was over
-        self.n_traces = (0, 0)  # that were made up to the two steps before
+        self.n_traces = 0  # that were made up to then
         # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
@@ -52,9 +52,10 @@ class Clock(Generic[T]):
         """
         now, before = perf_counter(), self.last
         self.take_turn()
-        # A pass that was traced may run, and compile its kernels, during the step behind that in which it was built.
-        (n, self.n_traces) = self.n_traces[0], (self.n_traces[1], n_traces())
-        is_clear = is_clear and n == self.n_traces[1]
+        is_clear = (
+            is_clear and self.n_traces == n_traces()
+        )  # a step of a new shape is traced, and its kernels are compiled
+        self.n_traces = n_traces()
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))
             self.unsent.append(now - before)

@@ -79,8 +79,8 @@ def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> A
         inputs (mx.array): At least one. Traces are looked up by the shape of the first.
         numbers (int): Fixed in the trace.
     """
-    kind = vars(module).get("_kind") or _kind_of(module)
-    if kind is UNTRACEABLE or module.training:
+    kind = UNTRACEABLE if module.training else vars(module).get("_kind") or _kind_of(module)
+    if kind is UNTRACEABLE:
         return function(module, *inputs, **numbers)
     key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
     trace = latest.get(key)
@@ -113,9 +113,15 @@ class _UntraceableError(Exception):
     """A module has something that a trace cannot hold."""
 
 
+class _TrainingError(Exception):
+    """A module is in training, for now."""
+
+
 def _kind_of(module: Any) -> Kind:
     try:
         description = _describe(module)
+    except _TrainingError:
+        return UNTRACEABLE
     except _UntraceableError:
         module._kind = UNTRACEABLE
         return UNTRACEABLE
@@ -137,7 +143,7 @@ def _describe(x: Any) -> Hashable:
         return mx.array
     if isinstance(x, nn.Module):
         if x.training:
-            raise _UntraceableError
+            raise _TrainingError
         return type(x), _describe(_own(x)), _describe({**x})
     if isinstance(x, dict):
         return tuple((name, _describe(value)) for name, value in x.items())
