@@ -24,6 +24,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..models.draft_lm_head import draft_logits
 from ..models.mtp import append_rows, run_head
+from ..models.passes import in_pass, pass_of_head
 from ..models.positions import Positions, rope_at
 from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
@@ -184,7 +185,8 @@ class HeadDrafter:
         """Make rows of the first pending pairs, and forget the others -> the head's output for the last, [B, 1, H]"""
         hidden, tokens = self._joined(most)
         catch_up = self._catch_up_ragged if self._is_ragged else self._run
-        out = catch_up(hidden, tokens)
+        with in_pass(pass_of_head(self.model.drafting, hidden.shape[1])):
+            out = catch_up(hidden, tokens)
         # At once: until here an interrupt leaves it to be done again.
         self.n_rows, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
         return out
