@@ -238,3 +238,13 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
     model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1)
     assert len(sent) == 2 // pieces  # of two attention layers
+
+
+def test_a_layer_that_is_split_afterwards_is_not_compiled(monkeypatch):
+    """Its sums over ranks are no part of a trace."""
+    model = tiny_model("qwen3_5")
+    model(WINDOW[None, :1], cache=model.make_cache())
+    trace_anew(monkeypatch)
+    model.shard(mx.distributed.init())
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert not traced() & LAYERS

@@ -6,8 +6,9 @@ fused.
 
 The module is an argument, so its weights are arguments of the trace: layers of one kind share it, and other weights are seen
 at once. All else about a module is fixed in the trace, and makes its kind: its class, its numbers, and those of the modules in
-it. A module in which something is changed from outside has other arrays or other shapes, which its trace does not fit; then
-its kind is looked up again.
+it. A module in which something is changed from outside has other arrays, which its trace does not fit; then its kind is looked
+up again. Only where a module is replaced by one of another class with arrays of the same names and shapes, ``forget_kind`` must
+be called, as ``update_modules`` does.
 """
 
 import threading

@@ -116,6 +116,7 @@ class Model(MTPMixin, stock.Model):
         super().shard(group)
         if getattr(self.language_model, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
+        self.forget_kinds()
 
     @property
     def mtp(self) -> MTPModule:

@@ -85,3 +85,4 @@ class Model(MTPMixin, stock.Model):
         shard_layers([layer for layer in self.layers if not layer.is_linear], group)
         if getattr(self, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
+        self.forget_kinds()
