@@ -340,15 +340,16 @@ def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
     """Three calls prefill; the first verify pass is the fourth."""
     model = model_of("qwen3_5", num_hidden_layers=4)
     prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
-    broken = model.layers[layer].mlp
+    broken = model.layers[layer]
     original = type(broken).__call__
 
-    def fail(self, x):
+    def fail(self, *args, **kwargs):
         nonlocal calls
+        out = original(self, *args, **kwargs)
         calls += self is broken
         if self is broken and calls == n_calls:
             raise Fault
-        return original(self, x)
+        return out
 
     monkeypatch.setattr(type(broken), "__call__", fail)
     with pytest.raises(Fault):

@@ -48,7 +48,10 @@ def run(monkeypatch, module, *argv) -> None:
     module.main()
 
 
-@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), Settings(attention_rows=4), TUNED])
+PASSES = Settings(attention_rows=4, compiled=False, pieces=8)
+
+
+@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), PASSES, TUNED])
 def test_reads_what_was_written(tmp_path, tuned):
     file = tmp_path / "s.json"
     settings.write(file, {"mlx": "1"}, "demo", tuned)
@@ -83,6 +86,9 @@ def test_attention_follows_settings(tuned_demo):
     for rows in (3, None):
         tuned_demo(Settings(attention_rows=rows))
         assert mlx_mtp.load(str(DEMO))[0].drafting.attention_rows == rows
+    tuned_demo(Settings(compiled=False, pieces=2))
+    drafting = mlx_mtp.load(str(DEMO))[0].drafting
+    assert (drafting.compiled, drafting.pieces) == (False, 2)
 
 
 def test_depth_follows_settings_unless_given(tuned_demo):
@@ -165,6 +171,8 @@ DAMAGED = [
     '{"key": {}, "settings": {"draft_p_min": "high"}}',
     '{"key": {}, "settings": {"attention_rows": 0}}',
     '{"key": {}, "settings": {"attention_rows": true}}',
+    '{"key": {}, "settings": {"pieces": 0}}',
+    '{"key": {}, "settings": {"compiled": 1}}',
     '{"key": 5, "settings": {}}',
 ]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Generic, TypeVar
 
+from ..models.compiled import n_traces
 from .exchange import Exchange
 from .timing import Timing
 
@@ -27,6 +28,7 @@ class Clock(Generic[T]):
         timing.turn = self.turn  # a prompt comes first
         self.is_alone = True  # since the step before
         self.last: float | None = None  # when that was over
+        self.n_traces = 0  # that were made up to then
         # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
@@ -50,6 +52,10 @@ class Clock(Generic[T]):
         """
         now, before = perf_counter(), self.last
         self.take_turn()
+        is_clear = (
+            is_clear and self.n_traces == n_traces()
+        )  # a step of a new shape is traced, and its kernels are compiled
+        self.n_traces = n_traces()
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))
             self.unsent.append(now - before)

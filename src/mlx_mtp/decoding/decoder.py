@@ -116,8 +116,8 @@ class Decoder:
         if len(drafts) > 0:
             tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
         options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(len(drafts) > 0)}
-        if self.exact and len(drafts) > 0:
-            options["exact"] = True
+        if self.exact:
+            options["exact"] = True  # without drafts, too: by mlx-lm's operations, not by compiled ones
         if embeddings is not None:
             options["input_embeddings"] = embeddings
         self.cache.start_pass(len(drafts) + 1)

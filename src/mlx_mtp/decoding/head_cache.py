@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..models.mtp import append_rows, run_head
+from ..models.passes import in_pass, pass_of_head
 from ..models.positions import Positions, rope_at
 from ..models.prompt_cache import PromptCache
 from ..models.protocol import MTPModel
@@ -105,7 +106,8 @@ class HeadCache:
     def catch_up(self, most: int | None = None) -> mx.array:
         """Make rows of the first pending pairs, and forget the others -> the head's output for the last, [B, 1, H]"""
         hidden, tokens = (x[:, :most] for x in _joined(self.pending))
-        out = self._catch_up_ragged(hidden, tokens) if self._is_ragged else self.run(hidden, tokens)
+        with in_pass(pass_of_head(self.model.drafting, hidden.shape[1])):
+            out = self._catch_up_ragged(hidden, tokens) if self._is_ragged else self.run(hidden, tokens)
         # At once: until here an interrupt leaves it to be done again.
         self.n_rows, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
         return out
