@@ -54,7 +54,7 @@ def queries(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.models.attention", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.models.attention", "mlx_mtp.models.mtp", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 

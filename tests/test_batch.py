@@ -199,7 +199,7 @@ def test_each_sequence_equals_its_single_run(family, requests, depth):
 
 def test_switches_when_a_second_arrives_and_when_one_is_left():
     model, switches = model_of("qwen3_5"), []
-    model.drafting.times = model.drafting.batch_times = None  # auto then tries drafts, whatever the clock says
+    model.drafting.timing = None  # auto then tries drafts, whatever the clock says
     first, second = (text_of(model, [i, 5, 2], n) for i, n in ((1, 40), (2, 8)))
     run(Texts(model, switches.append), {0: [first], 10: [second]})
     assert switches == ["batch", "mtp"]

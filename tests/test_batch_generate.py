@@ -300,7 +300,7 @@ def test_draft_vocabulary_of_a_batch():
     generator.insert(PROMPTS[:3], max_tokens=[20] * 3)
     texts = run(generator, n_steps=8)
     written = {token for text in texts.values() for token in text.tokens}
-    assert set(generator.decoder.head.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
+    assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
     texts = run(generator, texts)
     assert [texts[uid].tokens for uid in range(3)] == want
 

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.models.attention import rows_at_once
 from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.models.passes import Pass, in_pass
 from tests.support.models import deep_model, tiny_config, tiny_model
 
 # As attributes of mlx_lm these two are functions.
@@ -253,12 +253,19 @@ def test_swapped_and_called_layers(family):
     assert model.model.fa_idx == 1, "mlx-lm's models do not tell of their first full-attention layer in .fa_idx"
 
 
+def stock_of(layer):
+    """mlx-lm's class of a layer."""
+    return next(c for c in type(layer).__mro__ if c.__module__.startswith("mlx_lm"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("before", [0, 1, 2, 7])
-def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, before):
-    layer = tiny_model(family, 5, dtype).model.layers[0].linear_attn
-    stock = type(layer).__mro__[1]
+def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, before, compiled):
+    # Without experts: MLX's CPU backend multiplies gathered matrices in float32 alone.
+    layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]
+    stock = stock_of(layer)
     x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
     moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: models/gated_delta.py must follow"
     for n_tokens in range(1, 10):
@@ -269,7 +276,9 @@ def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, befo
                 stock.__call__(layer, x[:, :before], cache=theirs)
             window = x[:, before : before + n_tokens]
             ours.open_window(n_confirmed)
-            assert mx.array_equal(layer(window, cache=ours), stock.__call__(layer, window, cache=theirs)), moved
+            with in_pass(Pass(compiled)):
+                got = layer(window, cache=ours)
+            assert mx.array_equal(got, stock.__call__(layer, window, cache=theirs)), moved
             for a, b in zip(ours.cache, theirs.cache):
                 assert a.dtype == b.dtype, moved
                 assert mx.array_equal(a, b), moved
@@ -277,17 +286,19 @@ def test_gated_delta_net_matches_the_stock_layer_bit_for_bit(family, dtype, befo
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("make_cache", [cache.KVCache, lambda: cache.QuantizedKVCache(group_size=32)])
-def test_attention_in_groups_matches_the_stock_layer(family, make_cache):
-    layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1].self_attn
-    stock = type(layer).__mro__[1]
+def test_an_attention_layer_matches_the_stock_layer(family, make_cache):
+    layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1]
+    stock = stock_of(layer)
     x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
-    ours, theirs = make_cache(), make_cache()
-    for chunk in (x[:, :7], x[:, 7:]):
-        with rows_at_once(4):
-            got = layer(chunk, "causal", ours)
-        want = stock.__call__(layer, chunk, "causal", theirs)
-        moved = f"mlx-lm's {stock.__name__} computes otherwise: models/attention.py must follow"
-        assert mx.abs(got - want).max() < 1e-5 * mx.abs(want).max(), moved  # a few roundings of float32
-    for a, b in zip(tree_flatten(ours.state), tree_flatten(theirs.state)):
-        same = mx.array_equal(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1]
-        assert same, moved
+    moved = f"mlx-lm's {stock.__name__} computes otherwise: models/layer.py must follow"
+    for this, is_exact in ((Pass(compiled=True), True), (Pass(attention_rows=4), False)):
+        ours, theirs = make_cache(), make_cache()
+        for chunk in (x[:, :7], x[:, 7:]):
+            with in_pass(this):
+                got = layer(chunk, "causal", ours)
+            want = stock.__call__(layer, chunk, "causal", theirs)
+            # In groups: a few roundings of float32.
+            assert mx.abs(got - want).max() <= (0 if is_exact else 1e-5) * mx.abs(want).max(), moved
+        for a, b in zip(tree_flatten(ours.state), tree_flatten(theirs.state)):
+            same = mx.array_equal(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1]
+            assert same, moved

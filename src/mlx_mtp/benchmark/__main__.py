@@ -18,6 +18,7 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
 from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..models import same_bits
 from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth
@@ -242,6 +243,7 @@ def run_tune(args: argparse.Namespace) -> None:
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
+    print(same_bits.report(same_bits.compiled_differences(model, min(tokens.values(), key=len))))
     settings.write(file, key, name, recommend.recommend(measured).settings)
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")

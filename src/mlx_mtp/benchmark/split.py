@@ -38,7 +38,7 @@ def time_windows(model: Any, prompt: mx.array, rows: int, repeat: int) -> Second
             for j in range(N_CALLS):
                 for n, r in in_turn(list(seconds), i + j):
                     model.drafting.attention_rows = r
-                    calls[n, r].append(timer.verify(n))
+                    calls[n, r].append(timer.verify(n).seconds)
                     timer.rollback(1)
             for kind, times in calls.items():
                 if i > 0:

@@ -1,7 +1,8 @@
 """``mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
 
-First, whether attention over a window is faster in groups of rows. With the faster, plain decoding takes turns with auto and
-fixed depths, then with each cheaper form of the drafts, then with a combination of those that gained.
+First, whether passes are faster compiled and in pieces, and attention over a window in groups of rows. With the fastest of
+these, plain decoding takes turns with auto and fixed depths, then with each cheaper form of the drafts, then with a combination
+of those that gained.
 """
 
 import statistics
@@ -20,7 +21,7 @@ from ..checkpoint.drafting import cheapen_drafts
 from ..checkpoint.vocabulary import LIST_FILE
 from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..models.drafting import Settings
-from . import split
+from . import split, ways
 from .recommend import Measured, combine, recommend
 from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 
@@ -58,8 +59,12 @@ def tune(
     """
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
-        rows = split.fastest_rows(model, max(prompts.values(), key=len), repeat)
-        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, rows)
+        longest = max(prompts.values(), key=len)
+        way = ways.fastest_way(model, longest, repeat)
+        with ways.applied(model, way):
+            rows = split.fastest_rows(model, longest, repeat)
+        passes = Settings(attention_rows=rows, compiled=way.compiled, pieces=way.pieces)
+        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, passes)
         measured = tuner.measure([AUTO, *FIXED])
         best = recommend(measured)
         base = best if best is not measured[0] else measured[1]
@@ -92,11 +97,14 @@ class Tuner:
     prompts: Sequence[mx.array]
     max_tokens: int
     repeat: int
-    attention_rows: int | None  # of all settings
+    passes: Settings  # how to run passes, with all settings
 
     def measure(self, others: Sequence[Settings]) -> list[Measured]:
         """Measure plain decoding and other settings, which take turns."""
-        every = [replace(s, attention_rows=self.attention_rows) for s in (OFF, *others)]
+        p = self.passes
+        every = [
+            replace(s, attention_rows=p.attention_rows, compiled=p.compiled, pieces=p.pieces) for s in (OFF, *others)
+        ]
         # Each auto run begins with the times of the run before, as it will in use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
@@ -138,7 +146,8 @@ class Tuner:
             lm_head = model.drafting.lm_head
             model.drafting.attention_rows = settings.attention_rows
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-            yield
+            with ways.applied(model, ways.Way(settings.compiled, settings.pieces)):
+                yield
         finally:
             model.mtp.update_modules(layers)
             model.drafting.lm_head = model.drafting.attention_rows = None

@@ -318,4 +318,5 @@ def _apply_settings(
     if tuned is None:
         return None, None, None
     model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
+    model.drafting.compiled, model.drafting.pieces = tuned.compiled, tuned.pieces
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits

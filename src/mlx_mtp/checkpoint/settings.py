@@ -111,8 +111,10 @@ def _check(settings: Settings) -> None:
         raise ValueError
     if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
         raise ValueError
-    rows = settings.attention_rows
-    if rows is not None and (type(rows) is not int or rows < 1):
+    for n in (settings.attention_rows, settings.pieces):
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError
+    if type(settings.compiled) is not bool:
         raise ValueError
     if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
         raise ValueError

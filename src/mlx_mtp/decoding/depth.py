@@ -16,8 +16,8 @@ from .rates import Rates
 from .step_times import PLAIN_PLAN, Plan, StepTimes
 
 MAX_DRAFT_TOKENS = 8
-FREE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
-MAX_COPY_TOKENS = FREE_DEPTHS[-1]
+SOURCE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
+MAX_COPY_TOKENS = SOURCE_DEPTHS[-1]
 
 
 def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
@@ -128,7 +128,7 @@ class Depth:
         seconds = [(1 - self.MARGIN) * plain, *others]
         best = best_depth(self.rates.estimate, seconds) if self.only is None else self.only
         tokens = expected_tokens(self.rates.estimate)[best]
-        if (free := self._best_free(offers, tokens / seconds[best])) is not None:
+        if (free := self._best_source(offers, tokens / seconds[best])) is not None:
             gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
             return [free if self.only or self._is_safe(gain) else PLAIN_PLAN]
         if self.only is not None:
@@ -148,15 +148,15 @@ class Depth:
         is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
         return self.times.is_known(PLAIN_PLAN) or is_slower or not self.is_alone
 
-    def _best_free(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
+    def _best_source(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
         """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
         best = None
         for source, acceptance in offers.items():
-            tokens, seconds = expected_tokens(acceptance), self.times.free_estimate(source)
-            rates = {k: tokens[k] / seconds[k] for k in FREE_DEPTHS if k < len(tokens)}
+            tokens, seconds = expected_tokens(acceptance), self.times.source_estimate(source)
+            rates = {k: tokens[k] / seconds[k] for k in SOURCE_DEPTHS if k < len(tokens)}
             k = max(rates, key=rates.__getitem__)
             if rates[k] > speed:
-                speed, best = rates[k], Plan(min(k, self.times.most_free(source)), source)
+                speed, best = rates[k], Plan(min(k, self.times.most_of(source)), source)
         return best
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
@@ -182,9 +182,9 @@ class Depth:
         if is_alone:
             self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
-        if not plan.is_free and plan.k > 0:
+        if not plan.skips_head and plan.k > 0:
             self.rates.count_window(plan.k, int(n_accepted))
-        elif plan.is_free and n_accepted == plan.k == self.times.most_free(plan.source):
+        elif plan.skips_head and n_accepted == plan.k == self.times.most_of(plan.source):
             self.times.allow_more(plan.source)
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
@@ -201,7 +201,7 @@ class Depth:
             self.planned, self.unconfirmed = self._first_steps(), set()
             return seconds
         self.doubted.add(plan)
-        if self.only is None and not plan.is_free:  # the source may have none
+        if self.only is None and not plan.skips_head:  # the source may have none
             self.planned.insert(0, plan)  # once more
         return None
 

@@ -113,7 +113,7 @@ class Exchange:
 
 
 @contextmanager
-def running_alike(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
     """Inside, plain generation of mlx-lm draws the same on all ranks; it leaves nothing pending on its stream."""
     if ranks is None:
         yield

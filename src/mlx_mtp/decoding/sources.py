@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
-from .copies import CopyDrafter
 from .grammar import ForcedTokens, Grammar
 from .options import DraftOptions
+from .prompt_lookup import PromptLookup
 
 
 class Source(Protocol):
@@ -39,13 +39,21 @@ class Source(Protocol):
         ...
 
     def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
-        """k drafts [k] for the tokens after the unread ones; and ``None`` for each, which is proposed with probability one."""
+        """
+        Args:
+            k (int): The number of drafts that the step has room for.
+            n_unread (int): As for ``acceptance``.
+
+        Returns:
+            Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unread ones; and ``None`` for each, which is
+            proposed with probability one.
+        """
         ...
 
 
-def copies(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
+def prompt_lookup(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
     n = options.copy_drafts
-    return None if n == "off" else CopyDrafter(text, None if n == "auto" else n)
+    return None if n == "off" else PromptLookup(text, None if n == "auto" else n)
 
 
 def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
@@ -54,7 +62,7 @@ def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[Log
 
 # Each by what a text asks, its prompt, and its logits processors.
 MakeSource = Callable[[DraftOptions, Sequence[int], Sequence[LogitsProcessor]], Source | None]
-SOURCES: list[MakeSource] = [copies, grammar]
+SOURCES: list[MakeSource] = [prompt_lookup, grammar]
 
 
 def make_sources(

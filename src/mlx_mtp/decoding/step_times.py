@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
 HEAD = "head"  # the source that costs passes of the head; ``sources.py`` has the others
 
 
@@ -14,7 +15,7 @@ class Plan(NamedTuple):
     source: str = HEAD
 
     @property
-    def is_free(self) -> bool:
+    def skips_head(self) -> bool:
         """Whether its drafts cost no pass of the head."""
         return self.source != HEAD
 
@@ -47,13 +48,12 @@ class StepTimes:
 
     BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
     FOLLOWS = 0.08  # the part of a difference that a time follows, and half of it at the other depths
-    GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
-    FIRST_FREE, MOST_FREE = 4, 16  # drafts of a source beside the head: the most at first, and at all
+    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # drafts of a source beside the head: the most at first, and at all
     STALE = 100  # steps with drafts after which a time is no longer relied on
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
         self.n = n
-        self._most_free: dict[str, int] = {}
+        self._most_of: dict[str, int] = {}
         self._begin(seconds or {}, is_guess)
 
     def forget(self) -> None:
@@ -78,25 +78,23 @@ class StepTimes:
         self.n_drafting += plan.k > 0
         if seconds is not None and plan in self.warm:
             if self.is_guess:
-                self._scale(seconds / self.of(plan))
+                ratio = seconds / self.of(plan)
+                self.seconds, self.is_guess = {known: ratio * t for known, t in self.seconds.items()}, False
+                self._update()
             self._count(plan, seconds)
         self.warm.add(plan)
         self._update()
 
     def by_depth(self) -> dict[int, float]:
         """What was measured of plain steps and of those with the head's drafts, by depth."""
-        return {plan.k: t for plan, t in self.seconds.items() if not plan.is_free}
+        return {plan.k: t for plan, t in self.seconds.items() if not plan.skips_head}
 
     def of(self, plan: Plan) -> float:
-        return (self.free_estimate(plan.source) if plan.is_free else self.estimate)[plan.k]
+        return (self.source_estimate(plan.source) if plan.skips_head else self.estimate)[plan.k]
 
     def without_pause(self, plan: Plan, seconds: float) -> float:
         """At most ``BEYOND_NOISE`` times what a step is expected to take."""
         return min(seconds, self.BEYOND_NOISE * self.of(plan))
-
-    def _scale(self, ratio: float) -> None:
-        self.seconds, self.is_guess = {plan: ratio * t for plan, t in self.seconds.items()}, False
-        self._update()
 
     def _count(self, plan: Plan, seconds: float) -> None:
         self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
@@ -115,7 +113,7 @@ class StepTimes:
     def _shrink(self, plan: Plan, seconds: float) -> None:
         """Scales all times down when steps become far shorter than one at the same or a lower depth was."""
         # A step with free drafts may be shorter than one with fewer drafts of the head.
-        lower = [p for p in self.seconds if p.k <= plan.k and (p.is_free or p == PLAIN_PLAN or not plan.is_free)]
+        lower = [p for p in self.seconds if p.k <= plan.k and (p.skips_head or p == PLAIN_PLAN or not plan.skips_head)]
         slowest = max((self.seconds[p] for p in lower), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
         # One alone may have begun while the host was late, unless the only one before it was the slow one.
@@ -129,33 +127,35 @@ class StepTimes:
 
     def _update(self) -> None:
         known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
-        head = {plan.k: t for plan, t in known.items() if not plan.is_free}
-        self.estimate = self._estimate(head, self.n)
-        self._known, self._free_estimates = known, dict[str, list[float]]()  # the others once they are asked for
+        head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
+        self.estimate = _estimates(head, self.n)
+        self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for
 
-    def free_estimate(self, source: str) -> list[float]:
-        """t(k) for the drafts of a source beside the head, [MOST_FREE + 1]"""
-        if source not in self._free_estimates:
+    def source_estimate(self, source: str) -> list[float]:
+        """t(k) for the drafts of a source beside the head, [MOST_OF_SOURCE + 1]"""
+        if source not in self._source_estimates:
             known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
             known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
-            self._free_estimates[source] = self._estimate(known, self.MOST_FREE)
-        return self._free_estimates[source]
+            self._source_estimates[source] = _estimates(known, self.MOST_OF_SOURCE)
+        return self._source_estimates[source]
 
-    def most_free(self, source: str) -> int:
+    def most_of(self, source: str) -> int:
         """The most drafts of such a source to try next."""
-        return self._most_free.get(source, self.FIRST_FREE)
+        return self._most_of.get(source, self.FIRST_OF_SOURCE)
 
     def allow_more(self, source: str) -> None:
-        self._most_free[source] = min(2 * self.most_free(source), self.MOST_FREE)
+        self._most_of[source] = min(2 * self.most_of(source), self.MOST_OF_SOURCE)
 
-    def _estimate(self, known: Mapping[int, float], n: int) -> list[float]:
-        points = sorted(known.items()) or [(0, 1.0)]
-        if points[0][0] > 0:
-            k, t = points[0]
-            points.insert(0, (0, t / (1 + self.GUESSED_SLOPE * k)))
-        if len(points) == 1:
-            points.append((1, points[0][1] * (1 + self.GUESSED_SLOPE)))
-        return _on_lines(points, n)
+
+def _estimates(known: Mapping[int, float], n: int) -> list[float]:
+    """t(k) for k from 0 to n by the times that are known, if any."""
+    points = sorted(known.items()) or [(0, 1.0)]
+    if points[0][0] > 0:
+        k, t = points[0]
+        points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
+    if len(points) == 1:
+        points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
+    return _on_lines(points, n)
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:

@@ -21,7 +21,7 @@ from ..checkpoint.load import DEMO, load
 from ..decoding.grammar import Grammar, make_grammar
 from ..distributed.ranks import from_rank_0
 from ..images.prompt import place, read_images, vision_of
-from ..models import MODEL_TYPES
+from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
 from ..models.prompt_cache import open_prompt_cache
 from .check import check
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> None:
             options["prompt_cache"] = place(model, pictured, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
+        print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
     with cli.open_prompt_store(args, model) as store:
         response = generate(

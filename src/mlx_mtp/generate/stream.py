@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..colors import paint
 from ..decoding.counts import DraftCounts
-from ..decoding.exchange import running_alike
+from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step
 from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..decoding.sampling import TextSampler, for_one_text
@@ -126,7 +126,7 @@ def stream_generate(
             raise ValueError(
                 'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
             )
-        with running_alike(getattr(model, "ranks", None), stream):
+        with same_random_state(getattr(model, "ranks", None), stream):
             for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
                 yield GenerationResponse(**vars(r))
         return

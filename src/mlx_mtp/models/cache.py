@@ -12,9 +12,19 @@ from mlx_lm.models.gated_delta import gated_delta_update
 
 
 @mx.compile
-def _replay(*inputs: mx.array) -> mx.array:
-    """The state after a few tokens. Compiled, so that the unused outputs are not computed."""
-    return gated_delta_update(*inputs)[1]
+def _rewound(
+    n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, gates: Any, inputs: Any
+) -> tuple[mx.array, mx.array]:
+    """The arrays after n tokens of a window, from those after its confirmed ones: the recurrence is replayed over m others.
+
+    Compiled, so that the outputs of the recurrence are not computed. There is a trace for each window and each part of it:
+    at most 136 for one sequence and windows of up to 17 tokens.
+    """
+    # A copy, since a slice pins the array that it is cut from.
+    conv_state = mx.contiguous(conv_input[:, n : n + n_keep])  # [B, K - 1, C]
+    if m > 0:
+        state = gated_delta_update(*(x[:, :m] for x in inputs), *gates, state)[1]
+    return conv_state, state
 
 
 @dataclass
@@ -94,12 +104,9 @@ class ArraysCache(stock.ArraysCache):
         elif n < window.n_tokens:
             assert window.conv_input is not None
             assert window.state is not None
-            n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
-            # A copy, since a slice pins the array that it is cut from.
-            cache = [mx.contiguous(window.conv_input[:, n : n + n_keep]), window.state]
-            if n > window.n_confirmed:
-                inputs = [x[:, : n - window.n_confirmed] for x in window.inputs]
-                cache[1] = _replay(*inputs, *window.gates, window.state)
+            n_keep, m = window.conv_input.shape[1] - window.n_tokens, n - window.n_confirmed
+            inputs = window.inputs if m > 0 else ()
+            cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
         self.cache = cache
         self.window = None  # last: until here it can be done again
 

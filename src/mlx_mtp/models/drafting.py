@@ -17,7 +17,9 @@ class Settings:
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)  # of a step, by depth: what auto begins with
-    attention_rows: int | None = None  # as in Drafting
+    attention_rows: int | None = None  # as in Drafting, like those that follow
+    compiled: bool = True
+    pieces: int | None = None
 
     def __str__(self) -> str:
         n = self.num_draft_tokens
@@ -29,6 +31,10 @@ class Settings:
             words.append(f"--draft-p-min {self.draft_p_min}")
         if self.attention_rows is not None:
             words.append(f"attention_rows={self.attention_rows}")
+        if not self.compiled:
+            words.append("compiled=False")
+        if self.pieces is not None:
+            words.append(f"pieces={self.pieces}")
         return " ".join(words)
 
 
@@ -40,14 +46,15 @@ class Drafting:
         tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
-        times (StepTimes, optional): What steps of one sequence take on this machine, as measured for ``"auto"``.
-        batch_times (SizeTimes, optional): What those of several take.
-        turn (object): Of the generation that gave the device work last.
+        compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
+        pieces (int, optional): As in ``Pass``.
+        timing (decoding.timing.Timing, optional): What steps take on this machine, which ``decoding`` alone reads and writes.
+          It is here because it lives as long as the model and is shared by all generations with it.
     """
 
     lm_head: DraftLMHead | None = None
     tuned: Settings | None = None
     attention_rows: int | None = None
-    times: Any = None
-    batch_times: Any = None
-    turn: Any = None
+    compiled: bool = True
+    pieces: int | None = None
+    timing: Any = None

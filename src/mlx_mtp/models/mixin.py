@@ -49,7 +49,14 @@ class MTPMixin:
 
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None
+        self.forget_kinds()
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
+
+    def forget_kinds(self) -> None:
+        """Call when modules in layers were replaced: see ``compiled.py``."""
+        mtp = getattr(self, "mtp", None)
+        for module in [*self.layers, *([] if mtp is None else [mtp, *mtp.layers])]:
+            module.forget_kind()
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.

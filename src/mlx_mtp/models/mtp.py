@@ -14,8 +14,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
+from .compiled import Compilable
+from .layer import after_attention, keys_and_values_of, queries_of
+from .passes import current_pass, in_pass, pass_of_head
 from .positions import Positions, rope_at
 
 T = TypeVar("T")
@@ -23,7 +26,7 @@ T = TypeVar("T")
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-class MTPModule(nn.Module):
+class MTPModule(Compilable, nn.Module):
     """The head, without the embedding and the lm_head that it shares with the backbone.
 
     Args:
@@ -51,11 +54,24 @@ class MTPModule(nn.Module):
         Returns:
             mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
         """
-        x = self.combine(embeddings, hidden)
-        if last_only and x.shape[1] > 1:
-            append_rows(self.layers[0], x[:, :-1], cache)
-            x = x[:, -1:]  # [B, 1, H]
-        return self.decode(x, cache)
+        if cache is None:
+            return self.decode(self.combine(embeddings, hidden))
+        T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
+        n, offset, mask, start = (
+            1 if last_only else T,
+            cache.offset,
+            create_attention_mask(hidden, cache),
+            this.start(cache),
+        )
+        if n < T:
+            mask = None if mask is None or isinstance(mask, str) else mask[..., -1:, :]
+        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *start, n=n)
+        rope, scale = layer.self_attn.rope, layer.self_attn.scale
+        if not start:
+            queries, keys = rope(queries, offset=offset + T - n), rope(keys, offset=offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        out = scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
+        return this.call(_after_attention, self, x, out, gate)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """What the decoder layer takes, [B, T, H]."""
@@ -69,16 +85,35 @@ class MTPModule(nn.Module):
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
 
+def _before_attention(
+    mtp: Any, embeddings: mx.array, hidden: mx.array, start: mx.array | None = None, *, n: int
+) -> tuple[mx.array, ...]:
+    """The input of the last n rows [B, n, H]; then, as ``layer.before_attention``, their queries, the keys and values of all
+    rows, and the gate of the last n."""
+    (layer,) = mtp.layers
+    x = mtp.combine(embeddings, hidden)  # [B, T, H]
+    rows = layer.input_layernorm(x)
+    queries, gate = queries_of(layer.self_attn, rows[:, -n:])
+    keys, values = keys_and_values_of(layer.self_attn, rows)
+    if start is not None:
+        rope, T = layer.self_attn.rope, x.shape[1]
+        queries, keys = rope(queries, offset=start + (T - n) if n < T else start), rope(keys, offset=start)
+    return x[:, -n:], queries, keys, values, gate
+
+
+def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
+    (layer,) = mtp.layers
+    return mtp.norm(after_attention(layer, x, out, gate))
+
+
+def _embed(embed_tokens: Any, tokens: mx.array) -> mx.array:
+    return embed_tokens(tokens)
+
+
 def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
-    """Append the keys and values of x [B, T, H] to the cache, as mlx-lm's ``Qwen3NextAttention.__call__`` (0.32.2) does."""
-    B, T, _ = x.shape
-    attention = layer.self_attn
-    x = layer.input_layernorm(x)
-    keys, values = (  # [B, T, Hkv, D]
-        p(x).reshape(B, T, attention.num_key_value_heads, -1) for p in (attention.k_proj, attention.v_proj)
-    )
-    keys = attention.rope(attention.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # [B, Hkv, T, D]
-    cache.update_and_fetch(keys, values.transpose(0, 2, 1, 3))
+    """Append the keys and values of x [B, T, H] to the cache."""
+    keys, values = keys_and_values_of(layer.self_attn, layer.input_layernorm(x))
+    cache.update_and_fetch(layer.self_attn.rope(keys, offset=cache.offset), values)
 
 
 def run_head(
@@ -101,9 +136,11 @@ def run_head(
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].
     """
-    x = model.model.embed_tokens(tokens) if embeddings is None else embeddings
-    with rope_at(positions):
-        return model.mtp(x, hidden, cache, last_only=True)
+    this = pass_of_head(model.drafting, hidden.shape[1])
+    if embeddings is None:
+        embeddings = this.call(_embed, model.model.embed_tokens, tokens)
+    with in_pass(this), rope_at(positions):
+        return model.mtp(embeddings, hidden, cache, last_only=True)
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -121,6 +121,14 @@ def rope_at(positions: Positions | None) -> Iterator[None]:
         _pass.reset(token)
 
 
+def plain_position(index: int) -> int | None:
+    """The position of the token at an index and of those behind it; ``None`` where they have three."""
+    text = _pass.get()
+    if text is None:
+        return index
+    return index + text.positions.shift if text.positions.are_plain(index) else None
+
+
 class MRoPE(nn.Module):
     """Rotary embeddings at positions in three axes. At plain ones it is the rope that it is made of.
 
@@ -135,7 +143,7 @@ class MRoPE(nn.Module):
         axes = np.zeros(rope.dims // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = axes.tolist()  # of each frequency
+        self._axes = bytes(axes.tolist())  # of each frequency; a list would be taken for parameters
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, position_ids: mx.array | None = None) -> mx.array:
         """
@@ -144,18 +152,18 @@ class MRoPE(nn.Module):
             offset (Union[int, mx.array]): The first token's index, or its position, [B].
             position_ids (mx.array, optional): In place of the offset, [3, T].
         """
-        text = _pass.get()
-        if position_ids is None and text is not None and isinstance(offset, int):
-            if text.positions.are_plain(offset):
-                offset += text.positions.shift
+        if position_ids is None and isinstance(offset, int):
+            position = plain_position(offset)
+            if position is None:
+                position_ids = cast(_Pass, _pass.get())(offset, x.shape[2])
             else:
-                position_ids = text(offset, x.shape[2])
+                offset = position
         return self.rope(x, offset) if position_ids is None else self._rotate(x, position_ids)  # type: ignore[arg-type]
 
     def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
         n = self.rope.dims // 2
         frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
-        angles = position_ids[mx.array(self._axes)].T * frequencies  # [T, n]
+        angles = position_ids[mx.array([*self._axes])].T * frequencies  # [T, n]
         rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
         return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
 

@@ -37,14 +37,11 @@ class PromptCache:
     Args:
         entries (List[Any]): Of ``make_prompt_cache``.
         n_layers (int): The number of the backbone's layers.
-
-    Attributes:
-        head (KVCache): The head's keys and values.
     """
 
     def __init__(self, entries: list[Any], n_layers: int):
         self.entries, self.n_layers = entries, n_layers
-        self.head, self._last = entries[n_layers:]
+        self._last = entries[-1]
 
     @property
     def backbone(self) -> list[Any]:
@@ -56,12 +53,21 @@ class PromptCache:
         self.entries[: self.n_layers] = caches
 
     @property
+    def head(self) -> Any:
+        """The head's keys and values, a ``KVCache``."""
+        return self.entries[-2]
+
+    @head.setter
+    def head(self, cache: Any) -> None:
+        self.entries[-2] = cache
+
+    @property
     def last_hidden(self) -> mx.array | None:
         """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
         return self._last[0]
 
     @last_hidden.setter
-    def last_hidden(self, hidden: mx.array) -> None:
+    def last_hidden(self, hidden: mx.array | None) -> None:
         self._last[0] = hidden
 
     @property
@@ -129,6 +135,11 @@ class PromptCache:
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
         self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+
+    @property
+    def shift(self) -> int:
+        """What to add to the index of the next token to have its position."""
+        return Positions(tuple(self.images)).shift
 
     @property
     def first_row(self) -> int:
@@ -222,15 +233,15 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     return cache
 
 
-def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], embeddings: mx.array | None) -> None:
+def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
     """Say where the images of a text are, before a prompt is read into its cache.
 
     Args:
         images (Iterable[ImageSpan]): Those of the prompt; those of the cache may be among them.
-        embeddings (mx.array, optional): The prompt's, [T, H].
+        are_embedded (bool): Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: They overlap, are not among the embeddings, or the model takes none.
+        ValueError: They overlap, are still to be read without embeddings, or the model takes none.
     """
     both = sorted({*cache.images, *images})
     if not both:
@@ -240,7 +251,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], em
         raise ValueError("This model takes no images: its positions have one axis.")
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
-    if both[-1].end > cache.n_tokens and embeddings is None:
+    if both[-1].end > cache.n_tokens and not are_embedded:
         raise ValueError(
             f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own."
         )

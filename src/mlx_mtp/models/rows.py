@@ -16,6 +16,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from .cache import ArraysCache
+from .prompt_cache import PromptCache
 
 
 @mx.compile
@@ -266,17 +267,20 @@ def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
 
 
 class RowsCache:
-    """The caches of a model's layers.
+    """The caches of several sequences, with the interface of ``protocol.PassCaches``.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
 
     Attributes:
-        entries (list): One cache for each layer, for the model's call.
+        before (None): Several sequences cannot go back to before a pass.
     """
+
+    before: list[Any] | None = None
 
     def __init__(self, model: Any):
         self.rows = Rows()
+        self.n_in_flight = 0  # tokens of each row, of a pass that is not rolled back
         # A GatedDeltaNet layer's convolution keeps K - 1 inputs.
         self.n_conv = next((l.linear_attn.conv_kernel_size - 1 for l in model.layers if l.is_linear), 0)
         self.entries: list[Any] = [
@@ -284,22 +288,28 @@ class RowsCache:
         ]
 
     @property
-    def nbytes(self) -> int:
-        return sum(c.nbytes for c in self.entries)
+    def n_tokens(self) -> list[int]:
+        return self.rows.lengths
 
     @property
     def states(self) -> list[list[Any]]:
         """The arrays of the recurrent layers."""
         return [c.cache for c in self.entries if isinstance(c, RowsArraysCache)]
 
-    def join(self, caches: list[list[Any]], lengths: list[int], shifts: list[int]) -> None:
-        """Add a row for each sequence: its caches, one for each layer, the number of its tokens, and as in ``Rows``."""
-        for entry, *new in zip(self.entries, *caches):
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.entries)
+
+    def join(self, caches: list[PromptCache]) -> None:
+        """Add a row for each sequence."""
+        for entry, *new in zip(self.entries, *(c.backbone for c in caches)):
             if isinstance(entry, RowsArraysCache):
                 entry.join(new, len(self.rows.lengths))
             else:
                 entry.join(new)
-        self.rows.set([*self.rows.lengths, *lengths], [*self.rows.shifts, *shifts])
+        self.rows.set(
+            [*self.rows.lengths, *(c.n_tokens for c in caches)], [*self.rows.shifts, *(c.shift for c in caches)]
+        )
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
@@ -307,20 +317,19 @@ class RowsCache:
         for entry in self.entries:
             entry.filter(keep)
 
-    def start_pass(self) -> None:
-        """Nothing: several sequences cannot go back to before a pass."""
+    def start_pass(self, n: int) -> None:
+        self.n_in_flight = n
 
     def roll_back(self, kept: list[int]) -> None:
-        """Keep the first ``kept[b]`` tokens of the last pass in row b, from 1 on."""
         n, m = mx.array(kept)[:, None], max(kept) - 1
         ends, mask = (n + mx.arange(self.n_conv))[..., None], mx.arange(m) < n - 1
         for entry in self.entries:
             if isinstance(entry, RowsArraysCache):
                 entry.roll_back(kept, ends, mask)
         self.rows.add(kept)
+        self.n_in_flight = 0
         mx.async_eval(self.states)
 
-    def extract(self, b: int, n: int = 0) -> list[Any]:
-        """A cache for each layer: row b, with ``n`` tokens, 0 or 1, of a pass that is not rolled back."""
-        n += self.rows.lengths[b]
+    def extract(self, b: int) -> list[Any]:
+        n = self.n_tokens[b] + min(self.n_in_flight, 1)
         return [c.extract(b) if isinstance(c, RowsArraysCache) else c.extract(b, n) for c in self.entries]

@@ -32,7 +32,8 @@ class KVOptions:
 
 
 class SingleCache:
-    """
+    """The caches of one sequence, with the interface of ``protocol.PassCaches``. An interrupt may come at any line of it.
+
     Args:
         cache (PromptCache): Updated in place.
         kv (KVOptions): When and how to quantize keys and values.
@@ -44,7 +45,9 @@ class SingleCache:
 
     def __init__(self, cache: PromptCache, kv: KVOptions):
         self.cache, self.kv = cache, kv
+        self.n_tokens = [cache.n_tokens]
         self.before: list[Any] | None = None
+        self.n_in_flight = 0  # tokens of a pass that is not rolled back
         self.is_rolling_back = False
 
     @property
@@ -60,28 +63,40 @@ class SingleCache:
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.cache.backbone)
 
-    def start_pass(self) -> None:
+    def start_pass(self, n: int) -> None:
         """Remember where the caches are."""
-        self.before = snapshot(self.cache.entries)
+        self.before, self.n_in_flight = snapshot(self.cache.entries), n
 
-    def restore(self) -> None:
-        """Go back to before the last pass, if its first token is not final."""
-        if self.before is not None:
-            restore(self.cache.entries, self.before)
+    def keep_pass(self) -> None:
+        """All tokens of the pass are final, as those of a prompt."""
+        self.n_tokens, self.before, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
+
+    def restore(self) -> bool:
+        """Go back to before the last pass, if its first token is not final -> whether it was not."""
+        if self.before is None:
+            return False
+        restore(self.cache.entries, self.before)
+        return True
 
     def quantize(self) -> None:
+        """As mlx-lm does after every pass."""
         if self.kv.kv_bits is not None:
             caches = self.cache.backbone
             maybe_quantize_kv_cache(caches, **vars(self.kv))
             self.cache.backbone = caches
 
-    def roll_back(self, n_before: int, n: int) -> None:
-        """Keep the first n tokens of the last pass, which began behind ``n_before``. Once interrupted, it may come again."""
-        again, self.is_rolling_back = self.is_rolling_back, True
-        rollback(self.cache.backbone, n_before, n, again)
+    def roll_back(self, kept: list[int]) -> None:
+        """Once interrupted, it may come again."""
+        if self.n_in_flight > 1:
+            again, self.is_rolling_back = self.is_rolling_back, True
+            rollback(self.cache.backbone, self.n_tokens[0], kept[0], again)
+        if self.n_in_flight > 0:
+            # At once: an interrupt finds all of it done, or to be done again.
+            self.n_tokens, self.n_in_flight, self.is_rolling_back = [self.n_tokens[0] + kept[0]], 0, False
+        self.quantize()
 
-    def extract(self, n_tokens: int) -> list[Any]:
-        """A copy of the caches with the first ``n_tokens`` tokens, one of them at most of a pass that is not rolled back."""
+    def extract(self, b: int) -> list[Any]:
+        n_tokens = self.n_tokens[b] + min(self.n_in_flight, 1)
         copies: list[Any] = []
         for c in self.cache.backbone:
             if isinstance(c, ArraysCache):

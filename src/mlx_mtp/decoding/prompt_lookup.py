@@ -49,7 +49,7 @@ class NGramIndex:
         return self.ends.get(tuple(self.text[-N_GRAM:]))
 
 
-class CopyDrafter:
+class PromptLookup:
     """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
 
     Args:
@@ -114,10 +114,11 @@ class CopyDrafter:
         return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
 
     def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
-        """k drafts [k] for the tokens after the unread ones, and their records: proposed with probability one."""
+        """Up to k drafts for the tokens after the unread ones, and their records: proposed with probability one."""
         at = self.at
         assert at is not None
-        return mx.array(self._copy(at, n_unread + k)[n_unread:], mx.uint32), [None] * k
+        drafts = self._copy(at, n_unread + k)[n_unread:]
+        return mx.array(drafts, mx.uint32), [None] * len(drafts)
 
     def _copy(self, at: int, n: int) -> list[int]:
         """The n tokens from a position on, fewer where an image begins."""

@@ -17,7 +17,7 @@ from .step_times import StepTimes
 
 
 class JointRates(Rates):
-    """The acceptance rates of several rows as those of one, which takes as long for a token as they do in the mean.
+    """The acceptance rates of several sequences as those of one, which takes as long for a token as they do in the mean.
 
     The rows count by themselves, so it counts nothing.
     """
@@ -47,7 +47,7 @@ def joint(rates: Sequence[Sequence[float]]) -> list[float]:
     return [min(max(b / a, 0.0), 1.0) if a > 1e-9 else 0.0 for a, b in pairwise(accepted)]
 
 
-class SizeDepth(Depth):
+class BatchSizeDepth(Depth):
     """A ``Depth`` of several rows.
 
     With many rows a draft costs nearly what a token does, so drafts gain little at best. Estimates of many rows that come and
@@ -58,7 +58,7 @@ class SizeDepth(Depth):
     PROBING, FIRST_LOSS = 0.01, 0.5  # a step shows a draft of each row
 
 
-class SizeTimes:
+class BatchTimes:
     """What steps take, by the number of rows. A size that is new begins with the times of the sizes beside it.
 
     Args:
@@ -68,28 +68,28 @@ class SizeTimes:
     def __init__(self, of_one: StepTimes | None = None):
         self.by_size = {} if of_one is None else {1: of_one}
 
-    def of(self, n_rows: int) -> StepTimes:
-        if n_rows not in self.by_size:
-            guess = self._guess(n_rows)
-            self.by_size[n_rows] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
-        return self.by_size[n_rows]
+    def of(self, batch_size: int) -> StepTimes:
+        if batch_size not in self.by_size:
+            guess = self._guess(batch_size)
+            self.by_size[batch_size] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
+        return self.by_size[batch_size]
 
-    def follow(self, other: "SizeTimes") -> None:
+    def follow(self, other: "BatchTimes") -> None:
         """Know what another knows, such as rank 0's."""
         self.by_size = {n: self.by_size.get(n, times) for n, times in other.by_size.items()}
         for n, times in other.by_size.items():
             self.by_size[n].follow(times)
 
-    def _guess(self, n_rows: int) -> dict[int, float]:
+    def _guess(self, batch_size: int) -> dict[int, float]:
         """The times of a size that is new: on the line through the sizes beside it, at the depths that both know."""
         known = {n: times for n, times in self.by_size.items() if len(times.seconds) > 1}
         if not known:
             return {}
-        near = sorted(known, key=lambda n: abs(n - n_rows))[:2]
+        near = sorted(known, key=lambda n: abs(n - batch_size))[:2]
         first = known[near[0]]
         if len(near) == 1:
             return first.by_depth()
-        part = (n_rows - near[0]) / (near[1] - near[0])
+        part = (batch_size - near[0]) / (near[1] - near[0])
         lines = zip(first.estimate, known[near[1]].estimate)
         guess = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in first.by_depth()}
         return guess if min(guess.values()) > 0 else first.by_depth()
@@ -99,26 +99,26 @@ class BatchDepth:
     """Chooses the depth of every step of a batch.
 
     Args:
-        times (SizeTimes): What steps take, to read and to feed.
+        times (BatchTimes): What steps take, to read and to feed.
     """
 
-    def __init__(self, times: SizeTimes):
+    def __init__(self, times: BatchTimes):
         self.times = times
         self.rates = JointRates(MAX_DRAFT_TOKENS)
         self.by_size: dict[int, Depth] = {}
 
-    def next(self, n_rows: int, rates: Sequence[Sequence[float]]) -> int:
+    def next(self, batch_size: int, rates: Sequence[Sequence[float]]) -> int:
         """
         Args:
-            n_rows (int): The number of sequences in the step.
+            batch_size (int): The number of sequences in the step.
             rates (Sequence[Sequence[float]]): The acceptance rates of those that go on, each [K].
         """
         self.rates.set(rates)
-        return self.of(n_rows).next().k
+        return self.of(batch_size).next().k
 
-    def of(self, n_rows: int) -> Depth:
+    def of(self, batch_size: int) -> Depth:
         """What chooses for so many sequences, and learns from their steps."""
-        if n_rows not in self.by_size:
-            kind = Depth if n_rows == 1 else SizeDepth
-            self.by_size[n_rows] = kind(MAX_DRAFT_TOKENS, times=self.times.of(n_rows), rates=self.rates)
-        return self.by_size[n_rows]
+        if batch_size not in self.by_size:
+            kind = Depth if batch_size == 1 else BatchSizeDepth
+            self.by_size[batch_size] = kind(MAX_DRAFT_TOKENS, times=self.times.of(batch_size), rates=self.rates)
+        return self.by_size[batch_size]
