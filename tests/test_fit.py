@@ -535,7 +535,7 @@ def other_arguments(folder, tmp_path):
         (not_text, "a.txt cannot be read as a corpus"),
         (no_format, "a.jsonl cannot be read as a corpus (Unsupported data format"),
         (quantized_head, "is quantized: give it the original's"),
-        (no_adapter, "The adapter path does not exist"),
+        (no_adapter, "--adapter-path: there is no folder"),
         (damaged_adapter, "could not be loaded (AttributeError"),
         (other_arguments, "was recorded with other arguments"),
         (lambda *_: ["--drafts", 9], "--drafts must be from 1 to 8, not 9."),
@@ -546,7 +546,7 @@ def other_arguments(folder, tmp_path):
         (lambda *_: ["--corpus", __file__, "--prompts", __file__], "Choose either --corpus or --prompts, not both."),
         (lambda *_: ["--corpus", "nope.md"], "error: --corpus: there is no file nope.md."),
         (lambda *_: ["--prompts", "nope.md"], "error: --prompts: there is no file nope.md."),
-        (lambda _, tmp_path: ["--corpus", tmp_path], "is a folder: name a file."),
+        (lambda _, tmp_path: ["--corpus", tmp_path], "is not a file."),
         (lambda folder, _: ["--mlx-path", folder / "model"], "already exists"),
     ],
 )
