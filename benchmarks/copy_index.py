@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from mlx_mtp.decoding.prompt_lookup import PromptLookup
+from mlx_mtp.drafts.prompt_lookup import PromptLookup
 
 N_TOKENS = 2000  # of the answer
 

@@ -21,11 +21,11 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
 from mlx_mtp.benchmark.shapes import COMMON
-from mlx_mtp.models import cache as caches
+from mlx_mtp.caches import recurrent as caches
+from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.layers.compiled import n_traces
+from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.models import model_module
-from mlx_mtp.models.compiled import n_traces
-from mlx_mtp.models.mtp import run_head
-from mlx_mtp.models.prompt_cache import PromptCache, make_prompt_cache
 
 TINY = {
     **COMMON,
@@ -149,7 +149,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.one_kernel:
-        for name in ("mlx_lm.models.qwen3_5", "mlx_mtp.models.gated_delta", "mlx_mtp.models.cache"):
+        for name in ("mlx_lm.models.qwen3_5", "mlx_mtp.layers.gated_delta", "mlx_mtp.caches.recurrent"):
             patch(f"{name}.gated_delta_update", one_kernel).start()
     print(f"{mx.default_device()}; ms of CPU time: compiled / not compiled = ratio")
     for name, (n_layers, experts) in LAYERS.items():

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from mlx_lm.tool_parsers import pythonic
 
-from mlx_mtp.server.answer import Reasoning, make_answer
+from mlx_mtp.server.answers.answer import Reasoning, make_answer
 from mlx_mtp.server.engine.prompt import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.server.tool_calls import END, START, CallArguments, CallBegins, Text
+from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.decoding.batch_depth import BatchDepth, BatchTimes, joint
-from mlx_mtp.decoding.depth import expected_tokens
-from mlx_mtp.decoding.step_times import Plan
+from mlx_mtp.pacing.batch_depth import BatchDepth, BatchTimes, joint
+from mlx_mtp.pacing.depth import expected_tokens
+from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted

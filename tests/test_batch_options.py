@@ -8,7 +8,7 @@ import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding.batch_depth import BatchDepth
+from mlx_mtp.pacing.batch_depth import BatchDepth
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import tiny_model

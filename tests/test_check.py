@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
-from mlx_mtp.models.cache import ArraysCache
 from tests.support.decoding import plain
 from tests.support.models import arrays_equal, round_otherwise, tiny_model
 

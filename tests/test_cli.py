@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp import cli
-from mlx_mtp.checkpoint.files import check_target
-from mlx_mtp.checkpoint.output import naming
+from mlx_mtp.checkpoint.storage.output import naming
+from mlx_mtp.files import check_target
 from tests.support.models import DATA
 
 COMMANDS = {

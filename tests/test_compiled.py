@@ -10,13 +10,13 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
 from mlx_mtp import batch_generate, load
+from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.clock import Clock
-from mlx_mtp.models import compiled
-from mlx_mtp.models.cache import recurrent_states, rollback
-from mlx_mtp.models.draft_lm_head import quantize_head
-from mlx_mtp.models.drafting import Drafting
-from mlx_mtp.models.mtp import run_head
+from mlx_mtp.layers import compiled
+from mlx_mtp.layers.draft_lm_head import quantize_head
+from mlx_mtp.layers.drafting import Drafting
+from mlx_mtp.layers.mtp import run_head
 from tests.support.decoding import PROMPT, mtp
 from tests.support.models import arrays_equal, deep_model, tiny_model, trace_anew
 

@@ -21,9 +21,9 @@ from mlx_lm.tuner import utils as tuner_utils
 from tokenizers import Tokenizer
 
 import mlx_mtp
+from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.models.cache import ArraysCache
-from mlx_mtp.models.passes import Pass, in_pass
+from mlx_mtp.layers.passes import Pass, in_pass
 from tests.support.models import deep_model, tiny_config, tiny_model
 
 # As attributes of mlx_lm these two are functions.
@@ -267,7 +267,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
     layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]
     stock = stock_of(layer)
     x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
-    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: models/gated_delta.py must follow"
+    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: layers/gated_delta.py must follow"
     for n_tokens in range(1, 10):
         for n_confirmed in {1, 2, n_tokens}:
             ours, theirs = ArraysCache(size=2), cache.ArraysCache(size=2)
@@ -290,7 +290,7 @@ def test_an_attention_layer_matches_the_stock_layer(family, make_cache):
     layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1]
     stock = stock_of(layer)
     x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
-    moved = f"mlx-lm's {stock.__name__} computes otherwise: models/layer.py must follow"
+    moved = f"mlx-lm's {stock.__name__} computes otherwise: layers/layer.py must follow"
     for this, is_exact in ((Pass(compiled=True), True), (Pass(attention_rows=4), False)):
         ours, theirs = make_cache(), make_cache()
         for chunk in (x[:, :7], x[:, 7:]):

@@ -14,12 +14,12 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.decoding.sequence import without_images
-from mlx_mtp.decoding.step_times import PLAIN_PLAN, Plan
-from mlx_mtp.models.positions import ImageSpan
+from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import gated_delta, switch_layers
 
 from mlx_mtp import mtp_generate_step
-from mlx_mtp.models.cache import ArraysCache, rollback
+from mlx_mtp.caches.recurrent import ArraysCache, rollback
 from tests.support.decoding import plain
 from tests.support.models import arrays_equal, round_otherwise, tiny_model
 

@@ -28,7 +28,7 @@ from mlx_mtp.fit.measure import Measured, compare, measure
 from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
-from mlx_mtp.models.mtp import run_head
+from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import tensors, write
 from tests.support.decoding import plain
 from tests.support.models import tiny_config, tiny_model

@@ -19,9 +19,9 @@ from PIL import Image
 
 import mlx_mtp
 from mlx_mtp import cli
-from mlx_mtp.decoding.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
+from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
 from tests.support.models import DATA, TRAINED
 

@@ -11,9 +11,10 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches import prompt_cache as prompt_cache_module
+from mlx_mtp.caches import recurrent as cache
+from mlx_mtp.caches import single
 from mlx_mtp.decoding import decoder, drafter, head_cache, loop, prefill, sequence
-from mlx_mtp.models import cache, single
-from mlx_mtp.models import prompt_cache as prompt_cache_module
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted

@@ -17,8 +17,8 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.step_times import Plan
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import DATA, load_reference, tiny_model

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from mlx_mtp.models.compiled import run
-from mlx_mtp.models.passes import Pass
+from mlx_mtp.layers.compiled import run
+from mlx_mtp.layers.passes import Pass
 from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
 from tests.support.decoding import PROMPT
 from tests.support.models import tiny_model

@@ -14,8 +14,8 @@ from scipy.stats import chi2_contingency, chisquare
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.decoding.noise import MAX_SEED, gumbel, uniform
-from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.sampling.noise import MAX_SEED, gumbel, uniform
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.profiles import LONG

@@ -15,18 +15,18 @@ from mlx.utils import tree_flatten
 from starlette.testclient import TestClient
 
 from mlx_mtp import make_prompt_cache
+from mlx_mtp.caches import memory
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.prompt_store import memory
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import Stores
-from mlx_mtp.server.delta import Delta
 from mlx_mtp.server.engine import admission as admission_of
 from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine import memory as memory_of
 from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.caches import Stores
 from mlx_mtp.server.engine.clients import Clients
+from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.engine import Engine
 from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics

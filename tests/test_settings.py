@@ -11,13 +11,13 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import tune
-from mlx_mtp.benchmark.recommend import Measured
+from mlx_mtp.benchmark.tuning import tune
+from mlx_mtp.benchmark.tuning.recommend import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding.timing import timing_of
 from mlx_mtp.generate import __main__ as generate
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
+from mlx_mtp.pacing.timing import timing_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
 from tests.support.models import DATA

@@ -6,7 +6,8 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.decoding import clock, sources
+from mlx_mtp.decoding import clock
+from mlx_mtp.drafts import sources
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 from tests.support.ways import alone_and_beside_others, company_of, every_way, generate

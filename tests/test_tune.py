@@ -12,14 +12,15 @@ from mlx import nn
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import split, tune, ways
-from mlx_mtp.benchmark.recommend import FIXED_GAIN, Measured, combine, recommend, show
-from mlx_mtp.benchmark.tune import AUTO, FIXED, OFF, cheaper
-from mlx_mtp.benchmark.ways import Way
+from mlx_mtp.benchmark import split
+from mlx_mtp.benchmark.tuning import tune, ways
+from mlx_mtp.benchmark.tuning.recommend import FIXED_GAIN, Measured, combine, recommend, show
+from mlx_mtp.benchmark.tuning.tune import AUTO, FIXED, OFF, cheaper
+from mlx_mtp.benchmark.tuning.ways import Way
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
 from tests.support.models import DATA, arrays_equal, tiny_model
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]

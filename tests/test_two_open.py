@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
 from mlx_mtp.decoding import clock
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
 from tests.support.decoding import PROMPT, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted

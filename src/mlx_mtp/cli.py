@@ -20,16 +20,16 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._version import __version__
-from .checkpoint.files import check_source, make_folder
+from .caches.checks import BITS, GROUP_SIZES
 from .checkpoint.vocabulary import LIST_FILE
-from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from .decoding.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
-from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
+from .drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
+from .files import check_source, make_folder
 from .images.open import size_of
-from .models.cache_checks import BITS, GROUP_SIZES
+from .pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .prompt_store import PromptStore
+from .sampling.sampler import AcceptanceName, make_sampler
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 BROKEN_PIPE = 141  # of one that SIGPIPE has ended

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
-from mlx_mtp.models import compiled
+from mlx_mtp.layers import compiled
 
 DATA = Path(__file__).parents[1] / "data"
 TRAINED = str(DATA / "dense")

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding.head_cache import HeadCache
-from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
 
 from .batches import Fault, Faulty, Text, run
 from .decoding import assert_goes_on, plain

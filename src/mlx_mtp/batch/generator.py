@@ -15,18 +15,18 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..caches.positions import ImageSpan
+from ..caches.single import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
 from ..decoding.loop import make_step
-from ..decoding.options import CopyDrafts, NumDraftTokens, check_model, resolve
 from ..decoding.planner import Planner
 from ..decoding.sequence import Sequence
-from ..decoding.timing import timing_of
 from ..decoding.window import Step, Token
-from ..models.positions import ImageSpan
-from ..models.single import KVOptions
+from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
+from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
+from ..pacing.timing import timing_of
 from .insert import Defaults, check_count, check_entries
-from .prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
 from .prompts import Prompts
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
 

@@ -11,13 +11,13 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..decoding.counts import DraftCounts
-from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
 from ..decoding.loop import check_embeddings
-from ..decoding.options import CopyDrafts, DraftOptions, NumDraftTokens, resolve
 from ..decoding.sequence import Sequence
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import open_prompt_cache, place_images
+from ..drafts.options import CopyDrafts, DraftOptions, NumDraftTokens, resolve
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 
 
 def check_count(name: str, value: Any) -> int:

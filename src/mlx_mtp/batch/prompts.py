@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.single import KVOptions, SingleCache
 from ..decoding.prefill import prefill_chunk
 from ..decoding.sequence import Sequence
 from ..models.protocol import MTPModel
-from ..models.single import KVOptions, SingleCache
-from .prefill import PrefillPace
+from ..pacing.prefill import PrefillPace
 from .responses import PromptResponse
 
 

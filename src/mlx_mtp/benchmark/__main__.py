@@ -13,18 +13,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli, prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
-from ..checkpoint.files import check_target, write_atomic
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..checkpoint.storage.hub import fetch
+from ..files import check_target, write_atomic
 from ..models import same_bits
-from . import plot, recommend, row, tune
+from ..pacing.depth import MAX_DRAFT_TOKENS
+from . import plot, row
 from .measure import Report, measure
 from .report import show, show_growth
 from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
+from .tuning import recommend, tune
 
 # In place of a file of prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {

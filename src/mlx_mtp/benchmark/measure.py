@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
-from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
-from ..decoding.timing import timing_of
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.timing import timing_of
 from .parts import Parts, time_parts
 from .repeats import repeated_shares
 from .runs import (

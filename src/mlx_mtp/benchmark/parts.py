@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..caches import recurrent as caches
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..decoding.counts import DraftCounts
-from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.loop import prefill
 from ..distributed.ranks import from_rank_0
-from ..models import cache as caches
-from ..models.mtp import run_head
-from ..models.prompt_cache import PromptCache, make_prompt_cache
+from ..layers.mtp import run_head
+from ..pacing.depth import MAX_DRAFT_TOKENS
 
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three calls suffice

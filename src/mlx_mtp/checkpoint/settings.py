@@ -16,11 +16,11 @@ import mlx.core as mx
 from platformdirs import user_cache_path
 
 from .._version import __version__
-from ..models.drafting import Settings
+from ..files import check_target, write_atomic
+from ..layers.drafting import Settings
 from .config import parse_json
-from .files import check_target, write_atomic
-from .hub import HEAD_FILE
-from .tensors import WEIGHTS
+from .storage.hub import HEAD_FILE
+from .storage.tensors import WEIGHTS
 
 log = logging.getLogger(__name__)
 

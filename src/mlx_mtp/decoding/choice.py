@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .acceptance import Verdict
+from ..sampling.acceptance import Verdict
 from .sequence import Sequence
 from .window import NO_TOKENS, Step, Token, Window
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from ..models.compiled import n_traces
+from ..layers.compiled import n_traces
+from ..pacing.timing import Timing
 from .exchange import Exchange
-from .timing import Timing
 
 T = TypeVar("T")
 

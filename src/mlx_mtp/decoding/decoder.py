@@ -7,7 +7,7 @@ for: the next pass is built while it runs.
 A sequence joins with a prompt cache of all its tokens but the last, which is the decided one, and leaves at a decided token,
 while the pass over it is in flight. One sequence alone runs in its own prompt cache, in place. Its tokens may be handed over
 one by one; the caller may stop at any of them, and the prompt cache is then that of the tokens handed over (``finalize``).
-Several run in the rows of ``models/rows.py``. They move between the two where the second joins and where one is left.
+Several run in the rows of ``caches/rows.py``. They move between the two where the second joins and where one is left.
 
 This module knows nothing of temperatures, layers and heads, nor of when to stop.
 """
@@ -18,18 +18,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..models.prompt_cache import PromptCache, has_head, make_head_cache
+from ..caches.prompt_cache import PromptCache, has_head, make_head_cache
+from ..caches.rows import RowsCache
+from ..caches.single import KVOptions, SingleCache
 from ..models.protocol import MTPModel, PassCaches
-from ..models.rows import RowsCache
-from ..models.single import KVOptions, SingleCache
-from .acceptance import n_leading, rewind
+from ..pacing.depth import MAX_COPY_TOKENS
+from ..pacing.step_times import Plan
+from ..sampling.acceptance import n_leading, rewind
 from .choice import choose_at_once, choose_in_order
-from .depth import MAX_COPY_TOKENS
 from .drafter import HeadDrafter
 from .exchange import Exchange
 from .head_cache import HeadCache, NoHead
 from .sequence import Sequence
-from .step_times import Plan
 from .window import Drafts, Records, Step, Token, Window
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm

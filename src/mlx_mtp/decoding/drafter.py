@@ -5,11 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..models.draft_lm_head import draft_logits
+from ..layers.draft_lm_head import draft_logits
 from ..models.protocol import MTPModel
-from .acceptance import n_leading
+from ..sampling.acceptance import n_leading
+from ..sampling.processors import for_drafts
 from .head_cache import HeadCache, NoHead
-from .processors import for_drafts
 from .sequence import Sequence
 from .window import NO_TOKENS, Records
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, unlike_rank_0
-from .sampling import SeededSampler, TextSampler
+from ..sampling.sampler import SeededSampler, TextSampler
 
 CHECKED_EVERY = 8  # passes, where no seconds travel
 

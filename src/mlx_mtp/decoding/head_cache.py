@@ -22,12 +22,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..models.mtp import append_rows, run_head
-from ..models.passes import in_pass, pass_of_head
-from ..models.positions import Positions, rope_at
-from ..models.prompt_cache import PromptCache
+from ..caches.positions import Positions, rope_at
+from ..caches.prompt_cache import PromptCache
+from ..caches.rows import HeadRows
+from ..layers.mtp import append_rows, run_head
+from ..layers.passes import in_pass, pass_of_head
 from ..models.protocol import MTPModel
-from ..models.rows import HeadRows
 
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
 

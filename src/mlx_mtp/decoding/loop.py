@@ -33,12 +33,12 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import open_prompt_cache, place_images
-from ..models.single import KVOptions
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.single import KVOptions
+from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
 from .counts import DraftCounts
 from .decoder import Decoder
-from .options import CopyDrafts, NumDraftTokens, check_model, resolve
 from .planner import Planner, depth_of
 from .prefill import prefill_prompt
 from .sequence import Sequence
@@ -87,13 +87,13 @@ def mtp_generate_step(
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Costs one more
           synchronization a step. Default: ``None``, the tuned settings, or ``0.0``.
         exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even where two logits are
-          nearly equal; see ``models/exact.py`` for the cost. Default: ``False``.
+          nearly equal; see ``layers/exact.py`` for the cost. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. One of
           ``mlx_mtp.make_sampler`` says how its drafts are accepted; with any other, a draft is accepted where it is the
           sampler's own choice. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return
           the processed logits. A function is called at every position of a window, also at positions that are then
-          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.decoding.processors``): if there is one, all
+          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.sampling.processors``): if there is one, all
           are called once a token, in order. Default: ``None``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated

@@ -3,14 +3,14 @@
 from typing import cast
 
 from ..models.protocol import MTPModel
-from .batch_depth import BatchDepth, BatchTimes
+from ..pacing.batch_depth import BatchDepth, BatchTimes
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
+from ..pacing.step_times import PLAIN_PLAN, Plan
+from ..pacing.timing import timing_of
 from .clock import Clock
 from .decoder import Decoder, room_of
-from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from .exchange import Exchange, Times
 from .sequence import Sequence
-from .step_times import PLAIN_PLAN, Plan
-from .timing import timing_of
 from .window import Drafts, Step
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..models.mtp import run_head
-from ..models.positions import Positions
-from ..models.prompt_cache import PromptCache, has_head
+from ..caches.positions import Positions
+from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.single import SingleCache
+from ..layers.mtp import run_head
 from ..models.protocol import MTPModel
-from ..models.single import SingleCache
+from ..pacing.step_times import PLAIN_PLAN
 from .decoder import Decoder
-from .step_times import PLAIN_PLAN
 from .window import Drafts
 
 

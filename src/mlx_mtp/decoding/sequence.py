@@ -9,18 +9,18 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import PromptCache
-from .acceptance import TokenMatch, make_acceptance, rewind
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import PromptCache
+from ..drafts.options import DraftOptions
+from ..drafts.sources import Source, make_sources
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.rates import Rates
+from ..pacing.step_times import Plan
+from ..sampling.acceptance import TokenMatch, make_acceptance, rewind
+from ..sampling.processors import keeps_state
+from ..sampling.sampler import Sampler
+from ..text.grammar import Grammar
 from .counts import DraftCounts
-from .depth import MAX_DRAFT_TOKENS, Depth
-from .grammar import Grammar
-from .options import DraftOptions
-from .processors import keeps_state
-from .rates import Rates
-from .sampling import Sampler
-from .sources import Source, make_sources
-from .step_times import Plan
 
 
 @dataclass(eq=False)

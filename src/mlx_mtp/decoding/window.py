@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .depth import Depth
+from ..pacing.depth import Depth
+from ..pacing.step_times import Plan
 from .sequence import Sequence
-from .step_times import Plan
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Records = list[list[Any]]  # what ``Acceptance.draft`` returned with each draft of each sequence

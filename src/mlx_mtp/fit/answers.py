@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.files import write_atomic
 from ..decoding.loop import mtp_generate_step
-from ..decoding.sampling import make_sampler
+from ..files import write_atomic
+from ..sampling.sampler import make_sampler
 from .progress import bar
 from .texts import Text
 

@@ -12,13 +12,13 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..checkpoint.config import read_config, read_json
-from ..checkpoint.files import check_folder, check_source, write_atomic
 from ..checkpoint.head_formats import head_bits
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals.head import fetch_missing_head
-from ..checkpoint.output import check_new
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..checkpoint.storage.hub import fetch
+from ..checkpoint.storage.output import check_new
+from ..files import check_folder, check_source, write_atomic
+from ..pacing.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
 from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter

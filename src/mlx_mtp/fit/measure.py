@@ -11,9 +11,9 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import read_json
-from ..checkpoint.files import write_atomic
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
+from ..files import write_atomic
 from .progress import bar, say
 
 RESAMPLES = 2000  # of the texts, for the standard errors

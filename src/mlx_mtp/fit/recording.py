@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoint.files import save_atomic
+from ..files import save_atomic
 from ..models.protocol import MTPModel
 from .progress import bar
 from .texts import Text

@@ -21,8 +21,8 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 
-from ..checkpoint.files import save_atomic
-from ..models.draft_lm_head import ROUTERS
+from ..files import save_atomic
+from ..layers.draft_lm_head import ROUTERS
 from .lora import Lora, add_lora
 from .loss import DraftLoss
 from .progress import bar, say

@@ -14,16 +14,16 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
-from ..checkpoint.files import check_source
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
-from ..decoding.grammar import Grammar, make_grammar
+from ..checkpoint.storage.hub import fetch
 from ..distributed.ranks import from_rank_0
+from ..files import check_source
 from ..images.prompt import place, read_images, vision_of
 from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
-from ..models.prompt_cache import open_prompt_cache
+from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate

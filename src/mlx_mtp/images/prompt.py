@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from ..models.mixin import MTPMixin
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision

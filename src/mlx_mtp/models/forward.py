@@ -6,13 +6,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import cache as caches
-from .drafting import Drafting
-from .exact import one_by_one
-from .mtp import MTPModule
-from .passes import in_pass, pass_over
-from .positions import add_mrope, rope_at
-from .prompt_cache import positions_of
+from ..caches import recurrent as caches
+from ..caches.positions import add_mrope, rope_at
+from ..caches.prompt_cache import positions_of
+from ..layers.drafting import Drafting
+from ..layers.exact import one_by_one
+from ..layers.mtp import MTPModule
+from ..layers.passes import in_pass, pass_over
 
 
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:

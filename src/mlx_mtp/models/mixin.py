@@ -7,12 +7,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from ..caches.fingerprint import fingerprint
+from ..caches.recurrent import ArraysCache
 from ..distributed.ranks import Ranks
-from .cache import ArraysCache
+from ..layers.drafting import Drafting
+from ..layers.mtp import is_raw, sanitize_head, split_head
 from .draft_model import DraftModel
-from .drafting import Drafting
-from .fingerprint import fingerprint
-from .mtp import is_raw, sanitize_head, split_head
 
 
 class MTPMixin:

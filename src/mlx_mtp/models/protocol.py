@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..distributed.ranks import Ranks
-from .drafting import Drafting
-from .mtp import MTPModule
+from ..layers.drafting import Drafting
+from ..layers.mtp import MTPModule
 
 
 class PassCaches(Protocol):

@@ -7,10 +7,10 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.layer import Layer
+from ..layers.mtp import MTPModule
 from .forward import add_head, forward
-from .layer import Layer
 from .mixin import MTPMixin
-from .mtp import MTPModule
 from .shard import shard_layers
 
 
@@ -93,9 +93,9 @@ class Model(MTPMixin, stock.Model):
             input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
             n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
-              ``mlx_mtp.models.cache.rollback`` can roll back to any token from this one on. Default: ``0``.
+              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
             exact (bool): Make the logits of each token bit-equal to those of a call on that token alone; see
-              ``models/exact.py`` for the cost. Requires a cache. Default: ``False``.
+              ``layers/exact.py`` for the cost. Requires a cache. Default: ``False``.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].

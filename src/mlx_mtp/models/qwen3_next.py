@@ -8,8 +8,8 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.layer import Layer
 from .forward import add_head, forward
-from .layer import Layer
 from .mixin import MTPMixin
 from .shard import shard_layers, shard_recurrent_layer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .passes import MOST_TOKENS
+from ..layers.passes import MOST_TOKENS
 
 LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
 

@@ -14,12 +14,12 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
-from ..decoding.options import asks_for_copies
 from ..distributed.ranks import Ranks
+from ..drafts.options import asks_for_copies
 from .app import make_app
 from .arguments import check, check_model, make_parser
-from .caches import Stores
 from .engine.admission import Admission
+from .engine.caches import Stores
 from .engine.clients import Clients
 from .engine.engine import Engine
 from .engine.frontend import Frontend

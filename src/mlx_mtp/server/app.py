@@ -24,11 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from .api import chat_completions, completions, messages, responses
-from .api.answer import Usage, Writer
 from .api.body import MAX_BODY, Body, Json, parse_json
+from .api.writer import Usage, Writer
 from .browsers import ANY, Browsers
 from .choices import choices_of, generate
-from .delta import Delta
+from .engine.delta import Delta
 from .engine.frontend import Frontend, in_thread
 from .request import ApiError, Request, Waiting
 

@@ -13,9 +13,9 @@ from mlx_lm.utils import _parse_size
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .. import cli
-from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
-from ..checkpoint.files import check_folder, check_source
 from ..checkpoint.load import DEMO
+from ..files import check_folder, check_source
+from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .engine.provider import ModelProvider

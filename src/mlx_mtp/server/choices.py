@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from .delta import Delta
+from .engine.delta import Delta
 from .engine.frontend import Frontend
 from .request import Request, Started, Waiting
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..decoding.options import CopyDrafts, asks_for_copies
-from ..decoding.sampling import AcceptanceName
-from ..models.single import KVOptions
+from ..caches.single import KVOptions
+from ..drafts.options import CopyDrafts, asks_for_copies
+from ..sampling.sampler import AcceptanceName
 
 
 @dataclass(frozen=True)

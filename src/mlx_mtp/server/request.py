@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 from mlx_lm.server import GenerationArguments
 
 from ..decoding.counts import DraftCounts
-from ..decoding.grammar import Grammar
-from ..decoding.options import CopyDrafts
+from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from .answer import Answer
-from .text_tokens import Pieces
-from .thinking import Thinking
+from ..text.grammar import Grammar
+from ..text.tokens import Pieces
+from .answers.answer import Answer
+from .answers.thinking import Thinking
 
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
 

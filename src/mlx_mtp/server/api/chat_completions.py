@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..answer import Reasoning
-from ..delta import Delta
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.thinking import Effort
+from ..engine.delta import Delta
 from ..request import ApiError, Request
-from ..thinking import Effort
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json
 from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
+from .writer import Json
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 

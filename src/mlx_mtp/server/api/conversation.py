@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..answers.structured_output import form_of_choice, form_of_strict, the_only
+from ..answers.thinking import Thinking
 from ..engine.prompt import goes_on
-from ..form import form_of_choice, form_of_strict, the_only
 from ..images import MARKED_IMAGES
 from ..request import ApiError, Form, Request
-from ..thinking import Thinking
-from .answer import Json
+from .writer import Json
 
 SYSTEM = ("system", "developer")
 

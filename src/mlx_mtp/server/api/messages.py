@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from ..answer import Reasoning
-from ..delta import Delta
-from ..form import form_of
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.structured_output import form_of
+from ..answers.thinking import Effort, Thinking
+from ..engine.delta import Delta
 from ..request import ApiError, Request
-from ..thinking import Effort, Thinking
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json, Usage, event
 from .body import OF_CHATS, Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
+from .writer import Json, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)

@@ -15,18 +15,18 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ..answer import Reasoning
-from ..delta import Delta
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.structured_output import form_of
+from ..answers.thinking import Effort
+from ..engine.delta import Delta
 from ..engine.prompt import NO_LIMIT
-from ..form import form_of
 from ..request import ApiError, Request
-from ..thinking import Effort
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json, Usage, event
 from .body import OF_CHATS, Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
+from .writer import Json, Usage, event
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 

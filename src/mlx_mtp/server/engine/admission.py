@@ -10,16 +10,16 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.sample_utils import Sampler
 
 from ...batch.generator import BatchGenerator
-from ...decoding import sampling
+from ...caches.memory import cache_budget, memory_left
+from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
-from ...models.prompt_cache import has_head
-from ...prompt_store.memory import cache_budget, memory_left
-from ..answer import make_answer
-from ..caches import Caches
+from ...sampling import sampler as sampling
+from ...text.tokens import Pieces
+from ..answers.answer import make_answer
 from ..options import Options
 from ..request import ModelKey, Prompt, Request
-from ..text_tokens import Pieces
 from .budget import make_processors
+from .caches import Caches
 from .memory import cache_bytes, check_fits
 from .provider import ModelProvider
 

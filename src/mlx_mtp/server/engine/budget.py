@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, make_logits_processors
 
-from ..answer import QwenReader
-from ..form import make_form
+from ..answers.answer import QwenReader
+from ..answers.structured_output import make_form
 from ..request import Prompt, Request
 
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag

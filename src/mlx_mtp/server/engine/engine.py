@@ -12,10 +12,10 @@ from typing import Any
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
-from ..delta import make_delta
 from ..request import ApiError, Request, Started, Waiting
 from .admission import Admission
 from .clients import Clients
+from .delta import make_delta
 from .metrics import Metrics
 from .ranks import reseed, seed_alike
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ..delta import Delta
 from ..options import Options
 from ..request import ApiError, Prompt, Request, Started, Waiting
+from .delta import Delta
 from .engine import Engine
 from .prompt import BoundedTokenizer, encode
 

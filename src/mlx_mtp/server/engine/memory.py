@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...models.prompt_cache import has_head
+from ...caches.prompt_cache import has_head
 from ..request import ApiError
 
 

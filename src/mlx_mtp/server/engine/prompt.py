@@ -8,7 +8,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...images.prompt import ImagePrompt, read_images
 from ...images.vision import Vision
-from ..form import make_form
+from ..answers.structured_output import make_form
 from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
 from ..options import Options
 from ..request import ApiError, Prompt, Request
