@@ -7,12 +7,12 @@ import random
 import time
 from collections.abc import Sequence
 
-from mlx_mtp.decoding.copies import CopyDrafter
+from mlx_mtp.drafts.prompt_lookup import PromptLookup
 
 N_TOKENS = 2000  # of the answer
 
 
-def per_token(copies: CopyDrafter, answer: Sequence[int]) -> float:
+def per_token(copies: PromptLookup, answer: Sequence[int]) -> float:
     start = time.perf_counter()
     for token in answer:
         copies.read([token])
@@ -23,7 +23,7 @@ def per_token(copies: CopyDrafter, answer: Sequence[int]) -> float:
 for n in (1_000, 32_000, 128_000, 256_000):
     rng = random.Random(0)
     text = [rng.randrange(248_000) for _ in range(n)]
-    copies = CopyDrafter(n, text)
+    copies = PromptLookup(n, text)
     start = time.perf_counter()
     copies.acceptance(0)
     build = time.perf_counter() - start

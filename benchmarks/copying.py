@@ -35,7 +35,7 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.benchmark.runs import in_turn
-from mlx_mtp.decoding.depth import MAX_DRAFT_TOKENS
+from mlx_mtp.pacing.depth import MAX_DRAFT_TOKENS
 from tests.support.scripted import Scripted
 
 try:

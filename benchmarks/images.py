@@ -19,10 +19,10 @@ from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 import mlx_mtp
+from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import ImagePrompt, place, read_images
-from mlx_mtp.models.prompt_cache import PromptCache
 
 RUNS = ("images seen", "images not seen")
 

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 import mlx_mtp
 from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
-from mlx_mtp.models.draft_lm_head import DraftLMHead, quantize_head
+from mlx_mtp.layers.draft_lm_head import DraftLMHead, quantize_head
 from mlx_mtp.prompts import PYTHON
 from tests.support.published import model_of
 

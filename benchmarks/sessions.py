@@ -1,5 +1,5 @@
 """What the server reads of the prompts of whole sessions, over HTTP, beyond the least possible: with its prompt store, and
-without --mtp, with mlx-lm's prompt caches.
+``mlx_lm.server`` with its prompt caches.
 
     python -m benchmarks.sessions            all sessions, each with both
     python -m benchmarks.sessions --turns 6  shorter ones
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from mlx_mtp import cli
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.api.chat_completions import read_request
-from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.arguments import check, make_parser
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import serve
 from tests.support.tool_texts import MARKS, talk
@@ -37,18 +37,17 @@ from tests.support.tool_texts import MARKS, talk
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 SYSTEM, RESULT = 5000, 1200  # characters
 LAYERS = 4  # one of them with keys and values
-STORE, WHOLE = (
-    ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir"),
-    ("--prompt-cache-size", "10"),
-)  # as mlx_lm.server
+OURS, THEIRS = "tests.support.scripted_server", "tests.support.scripted_mlx_lm"  # servers
+STORE = ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir")
+OPTIONS = check(make_parser().parse_args([]))  # for the bodies of requests
 TOOLS = [
     {
-        "type": "function",
         "function": {
             "name": name,
             "description": f"Do {name.replace('_', ' ')}, and tell what came of it.",
             "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
         },
+        "type": "function",
     }
     for name in ("read_file", "write_file", "list_files", "run_tests")
 ]
@@ -77,19 +76,20 @@ class Client:
 
     Args:
         model (Path): What is served.
-        flags (Sequence[str]): Of the server.
+        module (str): The server.
+        flags (Sequence[str]): Its flags.
     """
 
-    def __init__(self, model: Path, flags: Sequence[str], seed: int = 0):
+    def __init__(self, model: Path, module: str, flags: Sequence[str], seed: int = 0):
         self.rng, self.source = random.Random(seed), "".join(inspect.getsource(import_module(m)) for m in MODULES)
         self.tokenizer, self.stack = load_tokenizer(model), ExitStack()
-        self.log, self.flags = model.with_name("server.log"), ["--model", str(model), *flags]
+        self.log, self.module, self.flags = model.with_name("server.log"), module, ["--model", str(model), *flags]
         self.seen: list[list[int]] = []
         self.start()
 
     def start(self) -> None:
         """What is counted begins anew; what was seen has been seen."""
-        self.server = self.stack.enter_context(serve(self.log, *self.flags, module="tests.support.scripted_server"))
+        self.server = self.stack.enter_context(serve(self.log, *self.flags, module=self.module))
         self.figures = Figures()
 
     def restart(self) -> None:
@@ -123,7 +123,7 @@ class Client:
         return message | ({"tool_calls": [{"id": "1", "type": "function", "function": call}]} if tools else {})
 
     def _count(self, body: dict[str, Any], say: str, usage: dict[str, Any]) -> None:
-        figures, (_, request, _) = self.figures, read_request(body, make_parser().parse_args(self.flags))
+        figures, (_, request, _) = self.figures, read_request(body, OPTIONS)
         prompt = self.tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True)
         assert len(prompt) == usage["prompt_tokens"]
         known = min(max((_common(s, prompt) for s in self.seen), default=0), len(prompt) - 1)
@@ -206,9 +206,11 @@ SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
 }
 
 
-def measure(session: Callable[[Client], Rounds], n: int, model: Path, flags: Sequence[str]) -> list[Figures]:
+def measure(
+    session: Callable[[Client], Rounds], n: int, model: Path, module: str, flags: Sequence[str]
+) -> list[Figures]:
     """The figures of n rounds, and of one more after a restart."""
-    client = Client(model, flags)
+    client = Client(model, module, flags)
     with client.stack:
         rounds = session(client)
         for _ in range(n):
@@ -229,8 +231,8 @@ def main() -> None:
         first_layers(model, LAYERS)
         talk(model, MARKS, Path(__file__).with_suffix(".jinja").read_text())
         for title, (session, n) in tqdm(SESSIONS.items(), disable=None):
-            ways = [*WHOLE], [*STORE, str(Path(name) / title)]
-            both = [measure(session, min(n, args.turns), model, flags) for flags in ways]
+            ways = (THEIRS, []), (OURS, [*STORE, str(Path(name) / title)])
+            both = [measure(session, min(n, args.turns), model, module, flags) for module, flags in ways]
             for when, (theirs, ours) in zip((title, "  after a restart"), zip(*both)):
                 rows.append([when, f"{ours.n_prompt:,}", f"{ours.n_least:,}", *theirs.beyond, *ours.beyond])
     print("\n".join(cli.table(rows)))

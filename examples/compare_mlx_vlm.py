@@ -25,7 +25,7 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.benchmark.repeats import repeated_shares, warning
-from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.checkpoint.storage.hub import fetch
 
 PLAIN, VLM_PLAIN = "mlx-lm, plain", "mlx-vlm, plain"
 NO_COPIES, AUTO = "mlx_mtp, auto, no copies", "mlx_mtp, auto"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_mtp.decoding import depth, rates, step_times
+from mlx_mtp.pacing import depth, rates, step_times
 from tests.support.depth_simulation import LONG, cases, ratio
 
 # Each constant at the value at which it does nothing, or next to nothing.

@@ -6,8 +6,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.models.attention import fused_rows
-from mlx_mtp.models.cache import rollback
+from mlx_mtp.caches.recurrent import rollback
+from mlx_mtp.layers.attention import fused_rows
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import deep_model
 
@@ -54,7 +54,7 @@ def queries(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.models.attention", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.layers.attention", "mlx_mtp.layers.mtp", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 

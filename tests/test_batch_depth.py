@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.decoding.depth import expected_tokens
-from mlx_mtp.decoding.size_depth import BatchDepth, SizeTimes, joint
-from mlx_mtp.decoding.step_times import Plan
+from mlx_mtp.pacing.batch_depth import BatchDepth, BatchTimes, joint
+from mlx_mtp.pacing.depth import expected_tokens
+from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted
@@ -51,7 +51,7 @@ def best(B, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    asked = simulate(BatchDepth(SizeTimes()), linear, [rate] * B, 200)
+    asked = simulate(BatchDepth(BatchTimes()), linear, [rate] * B, 200)
     gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
     k = best(B, rate)
     assert gained > 0.93 * sum(rate**i for i in range(k + 1)) / linear(B, k)
@@ -62,17 +62,17 @@ def test_rows_of_different_texts_share_a_depth():
     right, wrong = 1.0, 0.0
 
     def usual(rows):
-        return median(simulate(BatchDepth(SizeTimes()), linear, rows, 100)[60:])
+        return median(simulate(BatchDepth(BatchTimes()), linear, rows, 100)[60:])
 
     # Seconds per token, in the mean: (1.3 + 0.4 k) (3 / (k + 1) + 1) / 4, which is least at k = 2.
     assert (usual([right] * 4), usual([right, right, right, wrong])) == (8, 2)
-    assert sum(simulate(BatchDepth(SizeTimes()), linear, [right, *[wrong] * 7], 100)[60:]) < 10
+    assert sum(simulate(BatchDepth(BatchTimes()), linear, [right, *[wrong] * 7], 100)[60:]) < 10
 
 
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
-    depth = BatchDepth(SizeTimes())
+    depth = BatchDepth(BatchTimes())
     simulate(depth, linear, [0.9] * 2, 100)
     asked = simulate(depth, lambda B, k: slower * linear(B, k), [0.9] * 3, 10)
     assert asked.count(0) <= 1
@@ -86,7 +86,7 @@ def test_times_are_kept_from_one_batch_to_the_next():
     for _ in range(2):
         generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
         run(generator)
-        kept.append(dict(model.drafting.batch_times.by_size))
+        kept.append(dict(model.drafting.timing.of_batches.by_size))
     assert kept[0].keys() == {1, 2}
     assert kept[0] == kept[1]  # the same objects
     measured = kept[0][2].by_depth().keys()

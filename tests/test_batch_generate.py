@@ -257,13 +257,13 @@ def test_distribution_of_each_row(runs):
 def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
     """Without drafts, in one call as in mlx-lm, and yet with a coin of XTC each. Chi-square at 1e-4, fixed seed."""
     sizes = []
-    call = mlx_mtp.decoding.sampling.Sampler.__call__
+    call = mlx_mtp.sampling.sampler.Sampler.__call__
 
     def noted(self, logprobs):
         sizes.append((self.temp, len(logprobs)))
         return call(self, logprobs)
 
-    monkeypatch.setattr(mlx_mtp.decoding.sampling.Sampler, "__call__", noted)
+    monkeypatch.setattr(mlx_mtp.sampling.sampler.Sampler, "__call__", noted)
     case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
     mx.random.seed(0)
     generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
@@ -294,13 +294,13 @@ def test_rows_drawn_together_are_independent():
 
 def test_draft_vocabulary_of_a_batch():
     model = tiny_model("qwen3_5")
-    model.drafting.lm_head = mlx_mtp.models.draft_lm_head.DraftLMHead(model.output_layer, [0, 1, 2])
+    model.drafting.lm_head = mlx_mtp.layers.draft_lm_head.DraftLMHead(model.output_layer, [0, 1, 2])
     want = [plain(p, model, max_tokens=20) for p in PROMPTS[:3]]
     generator = BatchGenerator(model, num_draft_tokens=2)
     generator.insert(PROMPTS[:3], max_tokens=[20] * 3)
     texts = run(generator, n_steps=8)
     written = {token for text in texts.values() for token in text.tokens}
-    assert set(generator.decoder.head.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
+    assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
     texts = run(generator, texts)
     assert [texts[uid].tokens for uid in range(3)] == want
 

@@ -3,11 +3,12 @@
 import functools
 import re
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding.size_depth import BatchDepth
+from mlx_mtp.pacing.batch_depth import BatchDepth
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import tiny_model
@@ -64,6 +65,17 @@ def test_insert_refuses_all_of_a_call():
     assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
     texts = run(generator, texts)
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
+
+
+def test_a_prompt_without_processors_of_its_own_has_none():
+    """As in mlx-lm, ``None`` is not the generator's."""
+    model, even = model_of("qwen3_5"), lambda tokens, logits: mx.where(mx.arange(logits.shape[-1]) % 2, -mx.inf, logits)
+    generator = BatchGenerator(model, logits_processors=[even])
+    generator.insert(PROMPTS, max_tokens=[8, 8], logits_processors=[None, [even]])
+    want = [
+        plain(p, model, max_tokens=8, logits_processors=processors) for p, processors in zip(PROMPTS, (None, [even]))
+    ]
+    assert [text.tokens for text in run(generator).values()] == want
 
 
 def test_a_depth_of_one_sequence_is_refused():

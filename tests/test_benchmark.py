@@ -153,6 +153,9 @@ def test_figures_agree(report):
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
     assert len(report.parts.verify) == 17  # copies
+    built = [*report.parts.verify_built, report.parts.head_built]
+    assert all(0 < b < t for b, t in zip(built, [*report.parts.verify, report.parts.head], strict=True))
+    assert "host time until Python has built the pass" in show(report)
     assert report.parts.exact.keys() == {2, 17}
     assert min(report.parts.exact.values()) > 0
     for k in RUNS:

@@ -9,8 +9,8 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.models.cache import ArraysCache, open_windows, rollback
-from mlx_mtp.models.prompt_cache import open_prompt_cache
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
 from tests.support.models import arrays_equal, deep_model
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

@@ -94,7 +94,7 @@ STORED = ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir")
 @pytest.mark.parametrize("flags", [(), STORED[:-1], STORED], ids=str)
 def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, flags, tmp_path):
     flags = [*flags, tmp_path / "store"] if flags == STORED else flags
-    stdin = "\n".join([*TURNS, "", "r", TURNS[1], "h", "q", "not reached"])
+    stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])
     status, out, err = run(monkeypatch, capsys, *flags, "-m", 20, stdin=stdin)
     assert (status, err) == (0, "")
     said = re.split(r">> ", out)[1:]
@@ -105,7 +105,7 @@ def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, fla
     assert texts[2] != texts[1]
     drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if flags else ""
     assert all(re.fullmatch(drafts, match[2]) for match in found if match)
-    assert out.count("'h' to display") == 2
+    assert out.count("'/help' to display") == 2
     assert "not reached" not in out
 
 
@@ -221,15 +221,45 @@ def test_the_system_prompt_comes_once(trained, prompts):
 
 def test_thinking_is_switched(trained, prompts, capsys):
     conversation = started(trained, "--thinking", "on", chat_template=template)
-    for query in ("a", "t", "b", "t", "c"):
+    for query in ("a", "/think", "b", "/think", "c"):
         command.obey(query, conversation)
     assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
     assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
 
 
+@pytest.mark.parametrize("text", ["h", "r", "t", "q", "help", " /etc/hosts", "a /reset"])
+def test_any_word_can_be_said_to_the_model(trained, prompts, text):
+    conversation = started(trained, chat_template=template)
+    command.obey(text, conversation)
+    assert prompts == [f"<user>{text.strip()}\n"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/quit", "There is no command /quit: see /help, or put a space before it to say it to the model."),
+        ("/etc/hosts what is it?", "There is no command /etc/hosts: "),
+        ("/", "There is no command /: "),
+        ("/reset now", "/reset takes no argument."),
+        ("/image", "/image takes a file: /image FILE."),
+        ("/image .", ". is not a file."),
+    ],
+)
+def test_a_command_that_cannot_be_done_is_one_line(trained, prompts, capsys, monkeypatch, line, message):
+    monkeypatch.setattr(conversation_module, "vision_of", lambda model: None)
+    conversation = started(trained, chat_template=template)
+    command.obey("a", conversation)
+    capsys.readouterr()
+    command.obey(line, conversation)
+    out = capsys.readouterr().out
+    assert out.startswith(message)
+    assert out.count("\n") == 1
+    assert (prompts, conversation.turn) == (["<user>a\n"], 1)
+
+
 def test_thinking_without_a_switch_is_one_line(trained, prompts, capsys):
     conversation = started(trained)
-    command.obey("t", conversation)
+    command.obey("/think", conversation)
     assert (prompts, conversation.thinking) == ([], False)
     assert "has no switch for thinking" in capsys.readouterr().out
 

@@ -1,12 +1,17 @@
 """What the command lines share: they end in silence where nobody reads, and their errors name what the user wrote."""
 
 import os
+import socket
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from mlx_mtp import cli
+from mlx_mtp.checkpoint.storage.output import naming
+from mlx_mtp.files import check_target
 from tests.support.models import DATA
 
 COMMANDS = {
@@ -79,6 +84,77 @@ def test_a_value_of_the_wrong_type_is_named(monkeypatch, capsys, command, flags,
 
 
 @pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", "--mpt", "--mpt: did you mean --mtp?"),
+        ("chat", "--mpt", "--mpt: did you mean --mtp?"),
+        ("server", "--mpt org/head", "--mpt org/head: did you mean --mtp?"),
+        ("convert", "--mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
+        ("benchmark", "--zzz 3", "--zzz 3"),
+        ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
+    ],
+)
+def test_an_unknown_flag_is_asked_about(monkeypatch, capsys, command, flags, message):
+    assert run(monkeypatch, command, *flags.split()) == 2
+    assert capsys.readouterr().err.endswith(f": error: unrecognized arguments: {message}\n")
+
+
+def no_permission():
+    raise PermissionError(13, "Permission denied", "out")
+
+
+@pytest.mark.parametrize(
+    ("raises", "message"),
+    [
+        (lambda: Path("no.md").read_text(), "There is no file or folder no.md."),
+        (lambda: Path("file").mkdir(), "file exists already."),
+        (lambda: Path("file/folder").mkdir(), "file/folder is below a file, which is not a folder."),
+        (lambda: Path(".").read_text(), ". is a folder: name a file."),
+        (no_permission, "You have no permission to use out."),
+        (lambda: os.open("x" * 300, os.O_RDONLY), f"{'x' * 300}: File name too long."),
+        (lambda: socket.create_server(("192.0.2.1", 0)), "Cannot assign requested address"),
+        (lambda: check_target(Path("no/file")), "There is no folder no to write file to."),  # ours
+    ],
+)
+def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end, cli.one_line_errors("mlx_mtp.x"):
+        raises()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mlx_mtp.x: error: {message}")
+    assert (error.count("\n"), "Errno" in error) == (1, False)
+
+
+def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, naming(tmp_path, "out"):
+        (tmp_path / "no.json").read_text()
+    assert cli.sentence(error.value) == "There is no file or folder out/no.json."
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", ["--mtp", "def add(a, b):"], "--mtp takes a head, and 'def add(a, b):' is neither a folder nor the name of"
+         " a repository. The prompt of a text is given with --prompt."),
+        ("generate", ["--mtp", "Hello"], "--mtp takes a head, and 'Hello' is neither"),
+        ("generate", ["--mtp", "Why? " * 1000], f"--mtp takes a head, and '{'Why? ' * 12}...' is neither"),
+        ("chat", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither a folder nor the name of a repo"),
+        ("benchmark", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, flags, message):
+    module = import_module(COMMANDS[command])
+    for name in ("load", "fetch"):
+        monkeypatch.setattr(module, name, None, raising=False)  # calling it would raise a TypeError
+    assert run(monkeypatch, command, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mlx_mtp.{command}: error: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("command", "flag", "others"),
     [
         ("generate", "--model", []),
@@ -132,8 +208,8 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
         ("server", "--port 0 --draft-vocab GONE", "There is no draft vocabulary GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
-        ("benchmark", "--repeat 0", "--repeat must be 1 or more, not 0"),
-        ("benchmark", "--max-tokens 0", "--max-tokens must be 1 or more, not 0"),
+        ("benchmark", "--repeat 0", "repeat must be 1 or more, not 0"),
+        ("benchmark", "--max-tokens 0", "max_tokens must be 2 or more, not 0"),
         ("benchmark", "--prompts GONE", "there is no file GONE"),
         ("benchmark", "--prompts EMPTY", "EMPTY has no prompts"),
         ("benchmark", "--tune FOLDER", "FOLDER is a folder: name a file"),
@@ -144,6 +220,7 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
         ("fit", "--mlx-path NEW --temp -1", "--temp must be 0 or more, not -1.0"),
         ("fit", "--mlx-path NEW --seed -1", "--seed must be 0 or more, not -1"),
         ("draft_vocab", "--corpus GONE", "--corpus: there is no file GONE"),
+        ("draft_vocab", "--corpus FOLDER", "--corpus: FOLDER is not a file"),
         ("draft_vocab", "--corpus FILE --size 0", "--size must be 1 or more, not 0"),
         ("draft_vocab", "--corpus FILE --output GONE/a", "There is no folder GONE to write a to"),
         ("convert", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),

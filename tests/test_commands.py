@@ -13,7 +13,8 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp import cli
-from mlx_mtp.server import provider
+from mlx_mtp.server import arguments
+from mlx_mtp.server.engine import provider
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -155,18 +156,18 @@ def test_mtp_takes_a_head_of_its_own_in_the_server(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(provider, "load", load)
-    args = PARSERS["mlx_mtp.server"].parse_args(["--mtp", "org/head"])
+    options = arguments.check(PARSERS["mlx_mtp.server"].parse_args(["--mtp", "org/head", "--model", "org/model"]))
+    models = provider.ModelProvider(options)
     with pytest.raises(ValueError, match="enough"):
-        provider.ModelProvider(args)._load("org/model")
+        models.load(models.default)
     assert given == ["org/head"]
 
 
 def test_a_head_of_its_own_is_of_one_model():
-    server = import_module("mlx_mtp.server.arguments")
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
-        args = server.make_parser().parse_args(["--mtp", "org/head", *more])
+        args = arguments.make_parser().parse_args(["--mtp", "org/head", *more])
         with pytest.raises(ValueError, match="--mtp HEAD is of one model"):
-            server.check(args)
+            arguments.check(args)
 
 
 # Tables

@@ -1,5 +1,6 @@
 """Copy drafts: the index against a search, and the loop with copies that are right or wrong at will."""
 
+import itertools
 import random
 from dataclasses import dataclass
 from functools import cache
@@ -13,12 +14,12 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.decoding.copies import N_GRAM, N_REJOIN, NEAR, CopyDrafter
+from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.decoding.sequence import without_images
-from mlx_mtp.decoding.step_times import PLAIN_PLAN, Plan
-from mlx_mtp.models.positions import ImageSpan
+from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies
@@ -53,7 +54,7 @@ texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they 
 
 @given(st.lists(texts, max_size=5))
 def test_finds_the_last_match(chunks):
-    copies, text = CopyDrafter(), []
+    copies, text = PromptLookup(), []
     for chunk in chunks:
         copies.prefill(chunk)
         text += chunk
@@ -63,7 +64,7 @@ def test_finds_the_last_match(chunks):
 
 @given(texts, texts)
 def test_follows_a_match_while_it_is_right(prompt, answer):
-    copies, text, left = CopyDrafter(), list(prompt), None
+    copies, text, left = PromptLookup(), list(prompt), None
     copies.prefill(prompt)
     for token in answer:
         at = copies.at
@@ -81,7 +82,7 @@ def test_follows_a_match_while_it_is_right(prompt, answer):
 
 @given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
 def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
-    copies = CopyDrafter()
+    copies = PromptLookup()
     copies.prefill(text)
     if copies.at is None:
         assert copies.acceptance(n_unread) == []
@@ -93,7 +94,7 @@ def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
 
 def test_rejoins_a_passage_behind_an_edit():
     page = list(range(100, 200))
-    copies = CopyDrafter()
+    copies = PromptLookup()
     copies.prefill(page)
     copies.read([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
     assert copies.propose(4, 0)[0].tolist() == page[34:38]
@@ -101,7 +102,7 @@ def test_rejoins_a_passage_behind_an_edit():
 
 
 def test_learns_how_often_copies_are_right_without_drafting():
-    copies, rng = CopyDrafter(), random.Random(0)
+    copies, rng = PromptLookup(), random.Random(0)
     page = [rng.randrange(1000) for _ in range(300)]
     copies.prefill(page)
     copies.read(page[100:250])
@@ -255,7 +256,7 @@ class Machine:
     copy: float
 
     def seconds(self, plan: Plan) -> float:
-        return 1 + plan.k * (self.copy if plan.is_free else self.head)
+        return 1 + plan.k * (self.copy if plan.skips_head else self.head)
 
 
 MACHINES = [Machine(0.1, 0.04), Machine(0.25, 0.2), Machine(0.8, 0.7)]
@@ -280,19 +281,21 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
     prompt, answer = write(share, rng)
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
     noise = random.Random(seed + 1)
-    copies, total, n, before = CopyDrafter(), 0.0, 0, PLAIN_PLAN
+    copies, total, n, before = PromptLookup(), 0.0, 0, PLAIN_PLAN
     copies.prefill(prompt)
     while n < len(answer):
         rates = copies.acceptance(0)
         plan = choose.next({"copies": rates} if rates else {})
-        if plan.is_free:
+        if plan.skips_head:
             wanted = zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])
             hits = [a == b for a, b in wanted]
         else:
             hits = right[n : n + plan.k]
         n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
         seconds = machine.seconds(plan)
-        is_clear = before == plan == PLAIN_PLAN or (before.k > 0 and plan.k > 0 and before.is_free <= plan.is_free)
+        is_clear = before == plan == PLAIN_PLAN or (
+            before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
+        )
         choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
         copies.read(answer[n : n + n_accepted + 1])
         total, n, before = total + seconds, n + n_accepted + 1, plan
@@ -312,14 +315,23 @@ class Fixed:
         pass
 
 
-@pytest.mark.parametrize("head_rate", [0.0, 0.6, 0.9])
-@pytest.mark.parametrize("share", TEXTS.values(), ids=TEXTS.keys())
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_auto_takes_the_better_source(machine, share, head_rate):
+# By default each machine, text and head once or more.
+CASES = [
+    pytest.param(
+        *case,
+        id=f"{case[0]}, {case[1]}, {case[2]}",
+        marks=[pytest.mark.slow] if i % 3 != (i // 3 + i // 12) % 3 else [],
+    )
+    for i, case in enumerate(itertools.product(MACHINES, TEXTS, [0.0, 0.6, 0.9]))
+]
+
+
+@pytest.mark.parametrize(("machine", "text", "head_rate"), CASES)
+def test_auto_takes_the_better_source(machine, text, head_rate):
     """Never slower than plain decoding or the head alone, and near the best of all fixed choices."""
 
     def seconds(make):
-        return sum(decode(make(), machine, share, head_rate, seed) for seed in range(3))
+        return sum(decode(make(), machine, TEXTS[text], head_rate, seed) for seed in range(3))
 
     auto = seconds(lambda: Depth(8))
     head_alone = seconds(lambda: HeadAlone(8))
@@ -341,7 +353,7 @@ def test_copies_begin_short_and_lengthen():
         plan = depth.next({"copies": [0.97] * MAX_COPY_TOKENS})
         asked.append(plan)
         depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
-    lengths = [plan.k for plan in asked if plan.is_free]
+    lengths = [plan.k for plan in asked if plan.skips_head]
     assert lengths[:3] == [4, 8, 16]
     assert set(lengths[3:]) == {16}
 
@@ -351,9 +363,9 @@ def test_a_given_number_of_drafts_is_kept_beside_copies():
     for i in range(60):
         rates = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
         plan = depth.next({"copies": rates} if rates else {})
-        assert plan == Plan(3) or (plan.is_free and rates)
+        assert plan == Plan(3) or (plan.skips_head and rates)
         depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
-    assert depth.next({"copies": [0.97] * MAX_COPY_TOKENS}).is_free
+    assert depth.next({"copies": [0.97] * MAX_COPY_TOKENS}).skips_head
 
 
 # Samplers and processors
@@ -425,7 +437,7 @@ def test_images_are_never_copied(data):
     """Numbers below 0 stand for the tokens of images. A copy ends where one begins."""
     n_gram = data.draw(st.lists(st.integers(0, 1), min_size=N_GRAM, max_size=9))
     follows = data.draw(st.lists(st.integers(0, 1) | st.integers(-9, -1), min_size=1, max_size=20))
-    drafter = CopyDrafter([*n_gram, *follows])
+    drafter = PromptLookup([*n_gram, *follows])
     drafter.read(n_gram)
     n_unread = data.draw(st.integers(0, 2))
     offered = drafter.acceptance(n_unread)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
-from mlx_mtp.models.draft_lm_head import quantize_head
+from mlx_mtp.layers.draft_lm_head import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
 from tests.support import distribution
 from tests.support.checkpoints import tensors, write
@@ -175,7 +175,7 @@ def test_rank_0_prints_what_is_wrong():
 @pytest.mark.slow
 def test_rank_0_chats():
     chat = (sys.executable, "-m", "mlx_mtp.chat", "--mtp", "--num-draft-tokens", "2", "--max-tokens", "8")
-    done = run(2, *chat, stdin="import os\nimport sys\nq\n")
+    done = run(2, *chat, stdin="import os\nimport sys\n/exit\n")
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
     assert done.stdout.count("Starting chat session") == 1
     assert "exited with code" not in done.stderr

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
-from mlx_mtp.models.cache import ArraysCache
-from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 

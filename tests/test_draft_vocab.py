@@ -20,7 +20,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.generate import __main__ as generate
-from mlx_mtp.models.draft_lm_head import BITS, DraftLMHead
+from mlx_mtp.layers.draft_lm_head import BITS, DraftLMHead
 from tests.support.decoding import plain
 from tests.support.models import DATA, arrays_equal, tiny_model
 

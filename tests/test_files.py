@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.checkpoint.files import save_atomic, write_atomic
+from mlx_mtp.files import save_atomic, write_atomic
 from tests.support.checkpoints import full_disk
 
 WRITES = {

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_mtp import convert, load, mtp_generate_step
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.fit import __main__ as command
-from mlx_mtp.fit import fitting
+from mlx_mtp.fit import fitting, progress
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import measure as measuring
 from mlx_mtp.fit.answers import answer_all
@@ -27,7 +28,7 @@ from mlx_mtp.fit.measure import Measured, compare, measure
 from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
-from mlx_mtp.models.mtp import run_head
+from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import tensors, write
 from tests.support.decoding import plain
 from tests.support.models import tiny_config, tiny_model
@@ -47,6 +48,21 @@ def predictable_model(family="qwen3_5"):
 
     model.update(tree_map_with_path(change, model.parameters()))
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_steps():
+    """Training without ``mx.compile``, which on the CPU runs a C++ compiler for each of some 60 kernels: 20 s of its time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture
+def compiled():
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +163,16 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     with monkeypatch.context() as ended, pytest.raises(SystemExit):
         ended.setattr(fitting, "measure", end)
         run(ended, folder, "same", *flags)
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
     assert n_measured == 1
+    parts = (
+        "Answering: 0 of ",
+        "Measuring: 0 of ",
+        "Recording train: 0 of",
+        "Training: 0 of 1 iterations",
+    )
+    assert [part for part in parts if f"[INFO] {part}" not in err] == []
+    assert re.search(r"^\[INFO\] Training: 1 of 1 iterations, [\d:]+ elapsed, [\d:]+ left$", err, re.M)
     assert "train_loss" in out
     assert "\x1b" not in out
     with pytest.raises(SystemExit) as status:
@@ -300,16 +324,20 @@ def train(folder, model, iters=12, loss=DraftLoss, **kwargs):
 
 
 class Ends(DraftLoss):
-    """A loss that ends the training after the third validation, before iteration 9."""
+    """A loss that ends the training after the third validation, in iteration 8: each of them is a call."""
 
     error: type[BaseException] = RuntimeError
-    calls = 0
+    last, calls = 8 + 3, 0
 
     def __call__(self, *args):
-        self.calls += 1  # a compiled step calls it once
-        if self.calls == 5:
+        self.calls += 1
+        if self.calls == self.last:
             raise self.error("ended")
         return super().__call__(*args)
+
+
+class EndsCompiled(Ends):
+    last = 1 + 3 + 1  # a compiled step calls it once, and so does the fourth validation
 
 
 def frozen_model(family="qwen3_5"):
@@ -318,16 +346,25 @@ def frozen_model(family="qwen3_5"):
     return model
 
 
-def test_training_goes_on_where_it_was_ended(tmp_path):
+def goes_on_where_it_was_ended(tmp_path, loss):
     whole = frozen_model()
     train(tmp_path / "whole", whole)
     ended, resumed = frozen_model(), frozen_model()
     with pytest.raises(RuntimeError, match="ended"):
-        train(tmp_path / "ended", ended, loss=Ends)
-    progress = train(tmp_path / "ended", resumed)
-    assert progress.start > 0
+        train(tmp_path / "ended", ended, loss=loss)
+    trained = train(tmp_path / "ended", resumed)
+    assert trained.start > 0
     for (name, a), (_, b) in zip(tree_flatten(whole.mtp.parameters()), tree_flatten(resumed.mtp.parameters())):
         assert mx.allclose(a, b, atol=1e-4), name
+
+
+def test_training_goes_on_where_it_was_ended(tmp_path):
+    goes_on_where_it_was_ended(tmp_path, Ends)
+
+
+@pytest.mark.slow
+def test_compiled_training_goes_on_where_it_was_ended(tmp_path, compiled):
+    goes_on_where_it_was_ended(tmp_path, EndsCompiled)
 
 
 def test_an_interrupt_keeps_the_best(tmp_path, capsys):
@@ -335,12 +372,12 @@ def test_an_interrupt_keeps_the_best(tmp_path, capsys):
         error = KeyboardInterrupt
 
     model = frozen_model()
-    progress = train(tmp_path, model, loss=Interrupted)
+    trained = train(tmp_path, model, loss=Interrupted)
     assert "Interrupted: the best head so far" in capsys.readouterr().out
-    assert progress.losses[1] < progress.losses[0]
-    assert 0 < progress.best_iters < 12
+    assert trained.losses[1] < trained.losses[0]
+    assert 0 < trained.best_iters < 12
     for name, w in tree_flatten(model.mtp.trainable_parameters()):
-        assert mx.array_equal(w, progress.best[name])
+        assert mx.array_equal(w, trained.best[name])
 
 
 @pytest.mark.parametrize("lora", [None, Lora(2, None)], ids=["whole", "LoRA"])
@@ -355,6 +392,30 @@ def test_the_routers_of_a_mixture_of_experts_are_frozen(tmp_path, lora):
     assert mx.array_equal(mlp.shared_expert_gate.weight, old.shared_expert_gate.weight)
     if lora is None:
         assert not mx.array_equal(mlp.switch_mlp.up_proj.weight, old.switch_mlp.up_proj.weight)
+
+
+# Progress
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
+    for seconds, expected in ((0, [0, 1, 2]), (30, [0, 2])):
+        monkeypatch.setattr(progress, "SECONDS", seconds)
+        with progress.bar("Answering", "answer", 2) as bar:
+            for _ in range(2):
+                bar.update()
+        err = capsys.readouterr().err
+        line = r"\[INFO\] Answering: (\d) of 2 answers, [\d:]+ elapsed, (?:\?|[\d:]+) left"
+        assert [int(re.fullmatch(line, text)[1]) for text in err.splitlines()] == expected
+
+
+def test_progress_in_a_terminal_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.bar("Answering", "answer", 2) as bar:
+        bar.update(2)
+    assert re.search(r"\rAnswering: +0%\|.*\rAnswering: 100%\|", capsys.readouterr().err, re.S)
+    with progress.bar("Answering", "answer", 0):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 # Measuring
@@ -474,7 +535,7 @@ def other_arguments(folder, tmp_path):
         (not_text, "a.txt cannot be read as a corpus"),
         (no_format, "a.jsonl cannot be read as a corpus (Unsupported data format"),
         (quantized_head, "is quantized: give it the original's"),
-        (no_adapter, "The adapter path does not exist"),
+        (no_adapter, "--adapter-path: there is no folder"),
         (damaged_adapter, "could not be loaded (AttributeError"),
         (other_arguments, "was recorded with other arguments"),
         (lambda *_: ["--drafts", 9], "--drafts must be from 1 to 8, not 9."),
@@ -482,7 +543,10 @@ def other_arguments(folder, tmp_path):
         (lambda *_: ["--steps-per-eval", 0], "--steps-per-eval must be 1 or more, not 0."),
         (lambda *_: ["--cache-gb", 0], "--cache-gb must be more than 0, not 0.0."),
         (lambda *_: ["--lora-rank", 0], "--lora-rank must be 1 or more, not 0."),
-        (lambda *_: ["--corpus", "a", "--prompts", "b"], "Choose either --corpus or --prompts, not both."),
+        (lambda *_: ["--corpus", __file__, "--prompts", __file__], "Choose either --corpus or --prompts, not both."),
+        (lambda *_: ["--corpus", "nope.md"], "error: --corpus: there is no file nope.md."),
+        (lambda *_: ["--prompts", "nope.md"], "error: --prompts: there is no file nope.md."),
+        (lambda _, tmp_path: ["--corpus", tmp_path], "is not a file."),
         (lambda folder, _: ["--mlx-path", folder / "model"], "already exists"),
     ],
 )

@@ -10,11 +10,11 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.decoding import grammar
-from mlx_mtp.server import form
+from mlx_mtp.server.answers import structured_output as form
+from mlx_mtp.server.answers.call_grammar import CallGrammar
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
-from mlx_mtp.server.call_grammar import CallGrammar
 from mlx_mtp.server.request import ApiError, Form, Request
+from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
 from tests.support.server_process import serve_here
@@ -269,7 +269,7 @@ def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
         for options in ({"tools": OPENAI_TOOLS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
             engine.ask(ASK, max_tokens=4, **options)
         assert len(compiled) == 2
-        assert engine.generator._generation_thread not in compiled
+        assert engine.engine.thread not in compiled
 
 
 def test_other_ranks_are_not_sent_the_grammar(tagged):

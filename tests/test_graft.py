@@ -15,7 +15,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.convert import acceptance, convert
 from mlx_mtp.convert.acceptance import CHECK_TOKENS, FLOOR
 from mlx_mtp.fit.checkpoint import write_checkpoint
-from mlx_mtp.models.mtp import split_head
+from mlx_mtp.layers.mtp import split_head
 from mlx_mtp.prompts import PYTHON
 from tests.support.checkpoints import configure, copied, tensors
 from tests.support.decoding import mtp

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.grammar import ForcedTokens
+from mlx_mtp.text.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
@@ -156,9 +156,9 @@ def test_a_quoted_tag_is_not_where_it_begins(demo):
     end, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("</think>\n", "aa"))
     tokens, logits = [*thought, *end, *answer], mx.zeros((1, 4096))
     assert tokenizer.decode(end[-1:]) == ">\n"  # the tag ends within a token
-    is_free = [mx.all(grammar(mx.array([5, *tokens[:i]]), logits) == 0).item() for i in range(len(tokens) + 1)]
+    skips_head = [mx.all(grammar(mx.array([5, *tokens[:i]]), logits) == 0).item() for i in range(len(tokens) + 1)]
     n = len(thought) + len(end)
-    assert is_free == [i < n for i in range(len(tokens) + 1)]
+    assert skips_head == [i < n for i in range(len(tokens) + 1)]
     assert grammar.forced(tokens[: n - 1]) == []  # a draft is rejected
 
 

@@ -4,8 +4,8 @@ import huggingface_hub
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.checkpoint.reader import CheckpointReader
+from mlx_mtp.checkpoint.storage.hub import fetch
+from mlx_mtp.checkpoint.storage.reader import CheckpointReader
 from tests.support.checkpoints import copied
 from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
 from tests.support.images import add_tower, picture

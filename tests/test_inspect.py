@@ -11,8 +11,8 @@ import mlx_mtp
 from mlx_mtp.convert import convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
-from mlx_mtp.models.mtp import split_head
-from mlx_mtp.models.vision import split_tower
+from mlx_mtp.images.tower import split_tower
+from mlx_mtp.layers.mtp import split_head
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, tensors
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower

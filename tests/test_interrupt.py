@@ -11,14 +11,18 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.decoding import decoder, drafter, loop, read, sequence
-from mlx_mtp.models import cache, single
-from mlx_mtp.models import prompt_cache as prompt_cache_module
+from mlx_mtp.caches import prompt_cache as prompt_cache_module
+from mlx_mtp.caches import recurrent as cache
+from mlx_mtp.caches import single
+from mlx_mtp.decoding import decoder, drafter, head_cache, loop, prefill, sequence
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted
 
-FILES = {module.__file__ for module in (cache, prompt_cache_module, single, decoder, drafter, loop, read, sequence)}
+FILES = {
+    module.__file__
+    for module in (cache, prompt_cache_module, single, decoder, drafter, head_cache, loop, prefill, sequence)
+}
 
 
 class Interrupts:
@@ -55,12 +59,13 @@ class Interrupts:
 
 
 def head_rows(prompt_cache):
-    head = prompt_cache[-2]
-    return [] if head.keys is None else [x[:, :, : head.offset] for x in (head.keys, head.values)]
+    """The head's keys and values, and the hidden state that it waits with."""
+    head, (last_hidden, *_) = prompt_cache[-2], prompt_cache[-1].cache
+    return [] if head.keys is None else [*(x[:, :, : head.offset] for x in (head.keys, head.values)), last_hidden]
 
 
 def assert_head_rows(prompt_cache, want):
-    """The head's keys and values are these, up to rounding."""
+    """They are these, up to rounding."""
     rows = head_rows(prompt_cache)
     assert [x.shape for x in rows] == [x.shape for x in want]
     assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(rows, want))
@@ -176,7 +181,7 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(monkeypatch, tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(decoder.Decoder, "_finalize", interrupt)
+        m.setattr(decoder, "finalize", interrupt)
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     for entries in (prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file)):

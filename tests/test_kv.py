@@ -10,7 +10,7 @@ from mlx_lm.models.base import create_causal_mask, quantized_scaled_dot_product_
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.models.cache import rollback
+from mlx_mtp.caches.recurrent import rollback
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 

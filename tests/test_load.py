@@ -12,8 +12,8 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_mtp
+from mlx_mtp.layers.mtp import EXPERT_PROJECTIONS, is_raw
 from mlx_mtp.models import MODEL_TYPES
-from mlx_mtp.models.mtp import EXPERT_PROJECTIONS, is_raw
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head, write
 from tests.support.models import DATA, tiny_config, tiny_model
 

@@ -17,8 +17,8 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.decoding.step_times import Plan
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
 from tests.support.models import DATA, load_reference, tiny_model
@@ -81,6 +81,24 @@ def test_any_pattern_of_right_and_wrong_drafts(way, family, right, depth, max_to
         position = position + 1 if from_draft else 0
     assert text.n_from_draft <= sum(text.last.counts.accepted)
     assert_goes_on(model, text.last.prompt_cache, truth[: n + max_tokens])
+
+
+def test_a_sampled_draft_is_judged_by_the_distribution_it_was_drawn_from():
+    """Where that is the target's own, every draft is accepted, however unlikely it is."""
+    model, truth, counts = model_of("qwen3_5"), text_of_plain("qwen3_5"), DraftCounts()
+    head = Scripted(model, truth, lambda i: True, says=True)
+    options = dict(num_draft_tokens=3, sampler=mlx_mtp.make_sampler(temp=5.0), counts=counts)
+    assert mtp(PROMPT, head, max_tokens=40, **options) != truth[len(PROMPT) : len(PROMPT) + 40]
+    assert counts.accepted == counts.drafted
+
+
+@every_way
+def test_no_draft_goes_beyond_max_tokens(way):
+    """A window yields one more token than it accepts, and a single prompt's last token has a window of its own."""
+    model, truth = model_of("qwen3_5"), text_of_plain("qwen3_5")
+    text = generate(way, PROMPT, model, text=truth, right=lambda i: True, max_tokens=3, num_draft_tokens=8)
+    assert text.tokens == truth[len(PROMPT) : len(PROMPT) + 3]
+    assert text.last.counts.drafted == ([1] if way == "alone" else [1, 1])
 
 
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257])
@@ -322,15 +340,16 @@ def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
     """Three calls prefill; the first verify pass is the fourth."""
     model = model_of("qwen3_5", num_hidden_layers=4)
     prompt_cache, tokens, calls = make_prompt_cache(model), [], 0
-    broken = model.layers[layer].mlp
+    broken = model.layers[layer]
     original = type(broken).__call__
 
-    def fail(self, x):
+    def fail(self, *args, **kwargs):
         nonlocal calls
+        out = original(self, *args, **kwargs)
         calls += self is broken
         if self is broken and calls == n_calls:
             raise Fault
-        return original(self, x)
+        return out
 
     monkeypatch.setattr(type(broken), "__call__", fail)
     with pytest.raises(Fault):
@@ -483,7 +502,7 @@ def test_generations_share_the_times_of_steps(monkeypatch):
 
     def n_drafting(number):
         assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=number) == truth[:40]
-        return [times.n_drafting for times in (model.drafting.times, own.times)]
+        return [times.n_drafting for times in (model.drafting.timing.of_one, own.times)]
 
     (first, unused), (second, _), (after, used) = n_drafting("auto"), n_drafting("auto"), n_drafting(own)
     assert second > first > 2

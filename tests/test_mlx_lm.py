@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.utils import load_model
 
 import mlx_mtp
-from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.caches.recurrent import ArraysCache
 from tests.support.decoding import plain
 from tests.support.models import DATA, tiny_model
 

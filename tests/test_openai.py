@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from mlx_mtp.server.api.chat_completions import ChatBody, ChatWriter
-from mlx_mtp.server.job import Delta
-from mlx_mtp.server.text_tokens import Pieces
-from mlx_mtp.server.tool_calls import Text
+from mlx_mtp.server.engine.delta import Delta
+from mlx_mtp.text.tokens import Pieces
+from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.scripted_server import serve_scripted
 from tests.support.server_process import serve_here

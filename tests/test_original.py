@@ -18,7 +18,7 @@ from mlx_mtp.checkpoint.originals import acceptance, find
 from mlx_mtp.checkpoint.originals.acceptance import FLOOR
 from mlx_mtp.checkpoint.originals.find import MAX_STEPS
 from mlx_mtp.checkpoint.originals.head import fetch_missing_head, fetched_heads, remove
-from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
+from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert import convert
 from mlx_mtp.images.processor import PLACEHOLDER
 from tests.support.checkpoints import configure, copied, edit, no_head
@@ -265,7 +265,7 @@ def test_a_cached_original_serves_without_a_network(hub, tmp_path, monkeypatch, 
 
 
 def test_a_broken_download_resumes(hub, tmp_path, monkeypatch, accepted):
-    monkeypatch.setattr("mlx_mtp.checkpoint.reader.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("mlx_mtp.checkpoint.storage.reader.CHUNK_BYTES", 50_000)
     hub.publish("org/original", DATA / "dense")
     folder = conversion(tmp_path / "conversion", "dense", "org/original")
     read, n_reads = CheckpointReader.read, 0

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_mtp.server.__main__ import make_generator
+from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.page_files import FOLDER
 
 PROMPT = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
@@ -24,12 +25,11 @@ SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|srcdoc|
 
 @pytest.fixture(scope="module")
 def client():
-    args = make_parser().parse_args(["--mtp"])
-    check(args)
-    generator = make_generator(args, None)
-    generator.loaded.result()
-    yield TestClient(make_app(generator, None, ["*"]))
-    generator.stop_and_join()
+    options = check(make_parser().parse_args(["--mtp"]))
+    engine = make_engine(options, None)
+    engine.loaded.result()
+    yield TestClient(make_app(Frontend(options, engine), None, ["*"]))
+    engine.stop_and_join()
 
 
 class Elements(HTMLParser):
@@ -112,8 +112,8 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
 
 
 def test_no_page_with_no_ui():
-    args = make_parser().parse_args(["--no-ui"])
-    generator = SimpleNamespace(cli_args=args, metrics=Metrics())
+    options = check(make_parser().parse_args(["--no-ui"]))
+    generator = SimpleNamespace(options=options, metrics=Metrics())
     client = TestClient(make_app(generator, None, ["*"]))
     assert client.get("/").json()["name"] == "mlx_mtp"
     assert client.get("/page/main.js").status_code == 404

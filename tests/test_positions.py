@@ -11,11 +11,12 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.caches.positions import ImageSpan, Positions
+from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.drafter import HeadDrafter
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.models.mtp import run_head
-from mlx_mtp.models.positions import ImageSpan, Positions
-from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.layers.mtp import run_head
 from tests.support.decoding import STOPS
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 
@@ -118,6 +119,24 @@ def test_exact_and_copies(j, options):
     assert greedy(j, **options) == VALUES[f"greedy_{j}"].tolist()
 
 
+@pytest.mark.parametrize("n_copies", [4, 16, "auto"])
+def test_copies_end_where_an_image_begins(n_copies):
+    """Also where a step is to copy more tokens than there are before it."""
+    p, model, passage = image_prompt(0), image_model(), [5, 6, 7, 8, 9, 10]
+    tokens = mx.array([*passage, *p.tokens.tolist(), *passage], mx.uint32)
+    n, text = len(passage), model.model.embed_tokens(tokens)
+    options = {
+        "input_embeddings": mx.concatenate([text[:n], p.embeddings, text[-n:]]),
+        "images": [image._replace(start=image.start + n) for image in p.images],
+        "max_tokens": 12,
+    }
+    counts = DraftCounts()
+    copying = mtp_generate_step(tokens, model, num_draft_tokens=0, copy_drafts=n_copies, counts=counts, **options)
+    want = [t for t, *_ in mtp_generate_step(tokens, model, num_draft_tokens=0, **options)]
+    assert [t for t, *_ in copying] == want
+    assert n_copies == "auto" or 4 <= len(counts.copied) <= p.images[0].start  # auto begins without drafts
+
+
 @pytest.mark.parametrize("j", PROMPTS)
 def test_mlx_lm_itself_decodes_at_them(j):
     p = image_prompt(j)
@@ -134,7 +153,7 @@ def drafted(monkeypatch):
 
     def recorded(self, *args):
         tokens, records = propose(self, *args)
-        proposals.append((tokens.tolist(), len(self.counts)))
+        proposals.append((tokens.tolist(), len(self.head.counts)))
         return tokens, records
 
     monkeypatch.setattr(HeadDrafter, "propose", recorded)
@@ -159,6 +178,35 @@ def test_the_drafts_of_a_batch_are_those_of_the_definition(j, drafted):
     (before, _), (after, _) = drafted[-2:]
     assert before[1][0] == VALUES[f"mtp_logits_{j}"][-2].argmax() != VALUES[f"greedy_{j}"][0]
     assert after[1] == VALUES[f"draft_tokens_{j}"].tolist()
+
+
+@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("n_text", [1, 2])
+def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
+    """Also where little text follows an image: the row of its last token is at the image's position."""
+    p, model, n = image_prompt(j), image_model(), image_prompt(j).images[-1].end + n_text
+    tokens, embeddings = p.tokens.tolist()[:n], p.embeddings[:n]
+    tokens += [5] * (n - len(tokens))
+    embeddings = mx.concatenate([embeddings, model.model.embed_tokens(mx.array(tokens[len(embeddings) :], mx.uint32))])
+    options = {"input_embeddings": embeddings, "images": p.images}
+    alone, generator = make_prompt_cache(model), BatchGenerator(model, num_draft_tokens=2)
+    want = [t for t, *_ in mtp_generate_step(mx.array(tokens), model, max_tokens=4, prompt_cache=alone, **options)]
+    uids = generator.insert(
+        [[5, 6, 7], tokens],
+        max_tokens=[9, 4],
+        input_embeddings=[None, embeddings],
+        images=[[], p.images],
+    )
+    last = {}
+    texts = {uid: [] for uid in uids}
+    while len(generator) > 0:
+        for r in generator.next()[1]:
+            texts[r.uid].append(r.token)
+            last[r.uid] = r.prompt_cache
+    assert texts[uids[1]] == want
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(c[-2], name)[:, :, : n + 3] for c in (last[uids[1]], alone))
+        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("j", PROMPTS)

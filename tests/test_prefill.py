@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp import BatchGenerator
-from mlx_mtp.batch.prefill import PrefillPace
+from mlx_mtp.pacing.prefill import PrefillPace
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model

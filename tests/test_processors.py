@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_mtp import mtp_generate_step
-from mlx_mtp.decoding.processors import keeps_state
+from mlx_mtp.sampling.processors import keeps_state
 from tests.support.batches import Fault, Faulty
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import DATA, load_reference, tiny_model

@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.models.prompt_cache import open_prompt_cache
 from tests.support.decoding import STOPS, plain
 from tests.support.models import tiny_model
 

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
 from mlx_mtp import make_prompt_cache
+from mlx_mtp.caches.fingerprint import SIZE
+from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.models import mixin
-from mlx_mtp.models.cache import ArraysCache
-from mlx_mtp.models.fingerprint import SIZE
 from tests.support import damaged_caches
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import deep_model, tiny_model

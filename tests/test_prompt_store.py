@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache
+from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.models.cache import ArraysCache
-from mlx_mtp.models.prompt_cache import PromptCache
-from mlx_mtp.models.single import KVOptions
 from mlx_mtp.prompt_store import PromptStore
 from tests.support.decoding import mtp, plain
 from tests.support.models import arrays_equal, tiny_model

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import cache as stock
 
-from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore, array_file, disk_writer, shared_folder
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.shared_folder import Outcome, SharedFolder

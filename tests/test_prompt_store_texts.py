@@ -9,9 +9,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
+from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate.stored import seeing
-from mlx_mtp.models.single import KVOptions
 from mlx_mtp.prompt_store import arrays, reader
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of

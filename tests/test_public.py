@@ -13,26 +13,41 @@ import mlx_mtp
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
-SHARED = {"cli", "colors", "prompts"}  # by the commands
+SHARED = {"cli", "colors", "files", "prompts"}  # by the commands
+LIBRARY = {
+    "batch",
+    "caches",
+    "checkpoint",
+    "decoding",
+    "distributed",
+    "drafts",
+    "images",
+    "models",
+    "pacing",
+    "prompt_store",
+} | {"sampling", "text"}
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     "distributed": set(),
-    "models": {"distributed"},
-    "images": {"models"},
-    "checkpoint": {"decoding", "distributed", "images", "models", "prompts"},  # it tries heads that it has fetched
-    "decoding": {"distributed", "models"},
-    "prompt_store": {"models"},
-    "batch": {"decoding", "distributed", "models"},
-    "prompts": set(),
     "colors": set(),
-    "cli": {"checkpoint", "decoding", "distributed", "models", "prompt_store"},
-    **{
-        command: {"batch", "decoding", "distributed", "checkpoint", "images", "models", "prompt_store"} | SHARED
-        for command in COMMANDS
-    },
-    "chat": {"generate", "decoding", "checkpoint", "images", "models", "prompt_store"}
-    | SHARED,  # an answer is generated as there
-    "fit": {"decoding", "checkpoint", "models"} | SHARED,
+    "files": set(),
+    "prompts": {"files"},
+    "caches": set(),
+    "sampling": set(),
+    "layers": {"caches"},
+    "models": {"caches", "distributed", "layers"},
+    "images": {"caches", "models"},
+    "pacing": {"distributed", "layers", "models"},
+    "text": {"pacing"},
+    "drafts": {"caches", "layers", "models", "pacing", "text"},
+    "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text"},
+    "batch": {"caches", "decoding", "drafts", "models", "pacing"},
+    "prompt_store": {"caches"},
+    # It tries heads that it has fetched.
+    "checkpoint": {"decoding", "distributed", "files", "images", "layers", "models", "prompts"},
+    "cli": {"caches", "checkpoint", "distributed", "drafts", "files", "images", "pacing", "prompt_store", "sampling"},
+    **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
+    "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there
 }
 
 

@@ -12,7 +12,7 @@ from mlx_lm import sample_utils
 from scipy.stats import chisquare
 
 import mlx_mtp
-from mlx_mtp.decoding.acceptance import RejectionSampling, accept, log_residual, n_leading
+from mlx_mtp.sampling.acceptance import RejectionSampling, accept, log_residual, n_leading
 from tests.support import distribution
 from tests.support.profiles import LONG
 

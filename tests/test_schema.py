@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
+from mlx_mtp.server.answers.structured_output import make_form
 from mlx_mtp.server.api import chat_completions
-from mlx_mtp.server.form import make_form
 from mlx_mtp.server.request import ApiError, Form
-from mlx_mtp.server.schema import Schema, document
-from mlx_mtp.server.tool_calls import CallArguments, ToolCallParser
+from mlx_mtp.text.schema import Schema, document
+from mlx_mtp.text.tool_calls import CallArguments, ToolCallParser
 from tests.support.tool_texts import THINKING, make_model, render
 
 INTEGER, STRING, BOOLEAN = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}

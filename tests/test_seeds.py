@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
-from mlx_lm.generate import StopSequences, generate_step
+from mlx_lm.generate import generate_step
 from scipy.stats import chi2_contingency, chisquare
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.decoding.noise import MAX_SEED, gumbel, uniform
-from mlx_mtp.models.draft_lm_head import DraftLMHead
-from mlx_mtp.server.batch import Generation, NewToken, Scheduler
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.sampling.noise import MAX_SEED, gumbel, uniform
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.profiles import LONG
@@ -204,17 +203,10 @@ def uses(model, tokenizer):
         more |= dict(return_token_ids=True, **options, **chosen)
         return mlx_mtp.batch_generate(model, tokenizer, [*prompts], **more).token_ids[0]
 
-    def server(sampler, mtp):
-        stream = mx.default_stream(mx.default_device())
-        scheduler = Scheduler(
-            model, mtp=mtp, on_switch=lambda to: None, kv_options={}, stream=stream, prefill_step_size=64
-        )
-        stop, cache = StopSequences().matcher(), scheduler.make_cache()
-        scheduler.add(Generation([prompt], 8, sampler, [], stop, cache, [], num_draft_tokens=2))
-        tokens = []
-        while len(scheduler):
-            tokens += [event.token for event in scheduler.next() if isinstance(event, NewToken)]
-        return tokens
+    def generator(sampler, k):
+        generator = mlx_mtp.BatchGenerator(model, prefill_step_size=64)
+        generator.insert([prompt], max_tokens=[8], samplers=[sampler], num_draft_tokens=[k])
+        return [r.token for responses in iter(generator.next_generated, []) for r in responses]
 
     return {
         "plain": lambda sampler: stream(sampler, mtp=False),
@@ -223,8 +215,8 @@ def uses(model, tokenizer):
         "loop": lambda sampler: mtp(prompt, model, sampler=sampler, num_draft_tokens=2, **options),
         "batch": batch,
         "batch of one": lambda sampler: batch(sampler, [prompt]),
-        "server": lambda sampler: server(sampler, mtp=True),
-        "server without MTP": lambda sampler: server(sampler, mtp=False),
+        "generator": lambda sampler: generator(sampler, 2),
+        "generator without drafts": lambda sampler: generator(sampler, 0),
     }
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from shutil import copytree
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from openai import AuthenticationError, OpenAI
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server import __main__ as command
+from mlx_mtp.server import app
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support import decoding
 from tests.support.decoding import plain
@@ -379,7 +381,8 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
 
 
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    # The environment names the hub's cache once, when huggingface_hub is imported.
+    monkeypatch.setattr(app, "scan_cache_dir", partial(app.scan_cache_dir, tmp_path / "none"))
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
         assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [TRAINED]
         text_from(s, model=OTHER, max_tokens=5)
@@ -389,11 +392,12 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
 
 
 @pytest.mark.slow
-def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of):
+@pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of, mtp):
     model, tokenizer = trained
     options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", *flags) as s, ThreadPoolExecutor(2) as pool:
+    with serve_here(tmp_path / "log", "--model", TRAINED, *mtp, *flags) as s, ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(lambda prompt: text_from(s, prompt=prompt), PROMPTS[:2]))
         assert not any("mode_switches_total{" in name for name in s.metrics())
     for prompt, text in zip(PROMPTS, texts):
@@ -412,6 +416,7 @@ def test_without_mtp_equals_mlx_lm(without_mtp, alone):
     ("flags", "message"),
     [
         (["--mtp", "--draft-model", "x"], "--draft-model"),
+        (["--draft-model", "x"], "mlx_lm.server --draft-model x"),
         (["--num-draft-tokens", "9", "--mtp"], "from 0 to 8"),
         (["--num-draft-tokens", "auto"], "--mtp"),
         (["--max-tokens", "0"], "--max-tokens"),
@@ -468,15 +473,12 @@ def test_start_says_where_and_how(server):
         ("--mtp --num-draft-tokens auto", "with drafts of its MTP head and copies"),
         ("--mtp --num-draft-tokens 2", "with drafts of its MTP head"),
         ("--mtp --num-draft-tokens 2 --copy-drafts 4", "with drafts of its MTP head and copies"),
-        ("--mtp HEAD --copy-drafts off", "with drafts of the MTP head HEAD"),
+        ("--mtp org/head --copy-drafts off", "with drafts of the MTP head org/head"),
         ("--copy-drafts auto", "with drafts of copies"),
-        ("--draft-model SMALL", "with drafts of SMALL"),
     ],
 )
 def test_how_a_server_drafts_in_words(flags, words):
-    args = make_parser().parse_args(flags.split())
-    check(args)
-    assert command.drafting(args) == words
+    assert command.drafting(check(make_parser().parse_args(flags.split()))) == words
 
 
 @pytest.mark.parametrize(
@@ -506,9 +508,9 @@ def test_what_to_open(host, url):
 )
 def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
     monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
-    args = make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])])
-    generator = SimpleNamespace(model_provider=SimpleNamespace(served=["a"]))
-    command.serve(args, generator, SimpleNamespace(getsockname=lambda: (address, 80)), [])
+    options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
+    engine = SimpleNamespace(admission=SimpleNamespace(models=SimpleNamespace(served=["a"])))
+    command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == warns
     assert all("--api-key-file" in w for w in warnings)
@@ -534,3 +536,17 @@ def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
     (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp.server: error: ")]
     assert message in line
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+def test_a_model_of_another_family_is_refused_in_one_line(tmp_path, monkeypatch, capsys, mtp):
+    folder = copytree(TRAINED, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", "--model", str(folder), *mtp])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "llama" in line]
+    assert line.startswith("mlx_mtp.server: error: ")
+    assert "mlx_lm.server" in line

@@ -13,7 +13,7 @@ import pytest
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import parse_json
 from mlx_mtp.server.app import MAX_BODY
-from mlx_mtp.server.prompt import BoundedTokenizer
+from mlx_mtp.server.engine.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from scripts.attack.server import attack
 from tests.support.models import TRAINED
@@ -100,6 +100,7 @@ FIELDS = [
     ("stop", ["a"] * 1000),
     ("adapters", "/etc"),
     ("draft_model", "/etc/passwd"),
+    ("draft_model", "org/name"),
     ("response_format", {"type": "xml"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "person"}}}),

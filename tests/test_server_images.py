@@ -18,8 +18,9 @@ from mlx_mtp.images import prompt
 from mlx_mtp.images.open import open_image
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.vision import Vision
-from mlx_mtp.server import engine, images
+from mlx_mtp.server import images
 from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.engine import prompt as encoding
 from mlx_mtp.server.images import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
@@ -147,7 +148,7 @@ def test_quoted_placeholders_are_text():
     quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
     text = {"role": "user", "content": [{"type": "text", "text": quoted}]}
     with Engine(*FLAGS) as engine:
-        tokenizer = engine.generator.model_provider.tokenizer
+        tokenizer = engine.frontend.models.tokenizer
         special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
         assert IMAGE_TOKEN in special
         alone = engine.ask([text], max_tokens=2)
@@ -308,12 +309,12 @@ def test_reading_ends_between_two_images():
 
 def test_the_server_bounds_pixels_and_looks_for_its_client(monkeypatch):
     with Engine(*FLAGS) as e:
-        tokenizer = next(iter(e.generator.model_provider.tokenizers.values()))
+        tokenizer = next(iter(e.frontend.models.tokenizers.values()))
         request = request_of(2)
-        monkeypatch.setattr(engine, "MAX_PIXELS", 24 * 16)
+        monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
         with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
-            e.generator._read_images(tokenizer, request, [IMAGE_TOKEN] * 2)
+            encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * 2, e.frontend.options)
         gone = request_of(1)
-        monkeypatch.setattr(engine, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
+        monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
         with pytest.raises(ApiError, match="has hung up"):
-            e.generator._read_images(tokenizer, gone, [IMAGE_TOKEN])
+            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options)

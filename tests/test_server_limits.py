@@ -17,9 +17,9 @@ from mlx_mtp.server.api import body as limits
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES, parse_json
 from mlx_mtp.server.app import APIS, make_app
-from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.http import Seldom
-from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
@@ -39,8 +39,8 @@ def server(tmp_path_factory):
 
 
 def client(origins=None, hosts=(), **flags):
-    args = make_parser().parse_args([])
-    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args)
+    options = check(make_parser().parse_args([]))
+    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options)
     return TestClient(make_app(generator, None, origins, hosts), base_url="http://localhost")
 
 

@@ -4,32 +4,35 @@ import asyncio
 import json
 import re
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import GenerationContext
 from starlette.testclient import TestClient
 
 from mlx_mtp import make_prompt_cache
+from mlx_mtp.caches import memory
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.prompt_store import memory
-from mlx_mtp.server import engine
-from mlx_mtp.server import memory as memory_of
-from mlx_mtp.server.__main__ import make_generator
+from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import WholeCaches
-from mlx_mtp.server.engine import ResponseGenerator, SingleQueue, Waiting, in_thread
-from mlx_mtp.server.job import Delta
-from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.request import ApiError, Prompt, Request
+from mlx_mtp.server.engine import admission as admission_of
+from mlx_mtp.server.engine import frontend
+from mlx_mtp.server.engine import memory as memory_of
+from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.caches import Stores
+from mlx_mtp.server.engine.clients import Clients
+from mlx_mtp.server.engine.delta import Delta
+from mlx_mtp.server.engine.engine import Engine
+from mlx_mtp.server.engine.frontend import Frontend, in_thread
+from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
 from tests.support.models import tiny_model
+from tests.support.prompt_store import TEXT, read
 from tests.support.server_process import serve_here
 
 CHAT = "/v1/chat/completions"
@@ -62,21 +65,30 @@ def test_agents_in_turn_read_only_what_is_new(tmp_path):
                 seen[agent] = usage["prompt_tokens"]
 
 
-def generator_of(**attributes):
-    g = ResponseGenerator.__new__(ResponseGenerator)
-    g.requests, g.open, g.generation_available = Queue(), set(), lambda: True
-    vars(g).update(attributes)
-    return g
+KEY = ("a model", None)
+
+
+def options_of(*flags):
+    return check(make_parser().parse_args(flags))
 
 
 def test_bytes_of_running_requests_count():
-    caches = WholeCaches(LRUPromptCache())
-    caches.use(("model", None, None), None, None, 1000)
-    g = generator_of(caches=caches, scheduler=SimpleNamespace(nbytes=500), max_cache_bytes=1000)
-    job = SimpleNamespace(request=SimpleNamespace(encoded=Prompt([], [], [], "")))
-    for i in range(6):
-        g._save(job, [i], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
-    assert (len(caches.lru), caches.lru.nbytes) == (5, 500)
+    model, options = tiny_model("qwen3_5"), options_of("--mtp")
+    caches = Stores(options)
+    caches.use(KEY, model, SimpleNamespace(has_chat_template=False), 1 << 30)
+    admission, request = Admission(options, None, caches, None), request_of()
+    request.encoded = Prompt(TEXT, [TEXT], ["assistant"], "normal")
+    admission.batch, admission.max_cache_bytes = SimpleNamespace(prompt_cache_nbytes=0), 1 << 30
+    for n in (4, 8):
+        admission.keep(request, read(model, TEXT[:n]), TEXT[:n], "user")
+    both = caches.nbytes
+    admission.max_cache_bytes = 2 * both
+    admission.batch.prompt_cache_nbytes = 2 * both - 1
+    admission.make_room()
+    assert caches.nbytes == 0
+    admission.batch.prompt_cache_nbytes = both
+    admission.keep(request, read(model, TEXT[:8]), TEXT[:8], "user")
+    assert 0 < caches.nbytes <= both
 
 
 def test_caches_may_take_half_of_what_models_leave(monkeypatch):
@@ -101,10 +113,10 @@ def test_device_memory(monkeypatch):
 def test_no_more_than_max_queue_wait():
     arrived, begin = threading.Event(), threading.Event()
 
-    async def generate(request, args):
+    async def generate(request):
         arrived.set()
         await in_thread(begin.wait)
-        yield GenerationContext(False, False, None, None, "normal", [1])
+        yield Started()
         yield Delta([], 1, 0.0, (), "stop")
 
     client, body = client_of(generate, max_queue=1), {"prompt": "a"}
@@ -135,7 +147,6 @@ def test_bytes_of_a_prompt(kind, kv_bits):
     prefill(mx.zeros(256, mx.uint32), model, prompt_cache=cache, quantized_kv_start=0, **options)
     own = [*cache[:-2], cache[-2]]
     assert sum(c.nbytes for c in own) == memory_of.cache_bytes(model, 256, **options)
-    assert memory_of.cache_bytes(SimpleNamespace(layers=[object()]), 256) == 0  # of another family
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(monkeypatch):
@@ -143,67 +154,91 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(monkeypatch):
     with pytest.raises(ApiError, match=r"^The prompt of 8 tokens takes 1000 bytes, and the model leaves 999: ") as e:
         memory_of.check_fits(8, 1000, 999, "prompt")
     assert (e.value.status, e.value.param) == (507, "prompt")
-    monkeypatch.setattr(engine, "memory_left", lambda *models: 1000)
-    args = make_parser().parse_args(["--mtp"])
-    check(args)
-    generator = make_generator(args, None)
+    monkeypatch.setattr(admission_of, "memory_left", lambda *models: 1000)
+    options = options_of("--mtp")
+    engine = make_engine(options, None)
     try:
-        client = TestClient(make_app(generator, None, ["*"]))
+        client = TestClient(make_app(Frontend(options, engine), None, ["*"]))
         answer = client.post("/v1/completions", json={"prompt": "import os"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_memory")
-        assert generator.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
+        assert engine.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
     finally:
-        generator.stop_and_join()
+        engine.stop_and_join()
 
 
 def test_a_prompt_that_fits_alone_waits_for_memory():
     model = tiny_model("qwen3_5")
     need = memory_of.cache_bytes(model, 8)
-    g = generator_of(is_exclusive=False, scheduled="key", acceptance="coupled", memory_left=2 * need)
-    g.model_provider = SimpleNamespace(
-        model=model, key_of=lambda _: "key", cli_args=SimpleNamespace(kv_bits=None, kv_group_size=64)
-    )
-    entry = None, request_of(encoded=SimpleNamespace(tokens=[0] * 8)), SimpleNamespace(model=None, seed=None)
-    g.jobs = {}
+    admission = admission_with(model)
+    admission.memory_left = 2 * need
     for n_running, fits in ((0, True), (1, True), (2, False)):
-        g.jobs = {i: SimpleNamespace(request=entry[1]) for i in range(n_running)}
-        assert g._fits(entry) == fits
+        assert admission.fits(request_of(), [request_of()] * n_running) == fits
+
+
+def admission_with(model, *flags):
+    """One that has loaded a model."""
+    return Admission(options_of("--mtp", *flags), SimpleNamespace(model=model, key=KEY), None, None)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
+    admission = admission_with(tiny_model("qwen3_5"), "--acceptance", acceptance)
+    admission.memory_left = 1 << 30
+    seeded, other = request_of(seed=1, temperature=1.0), request_of()
+    assert admission.fits(seeded, [])
+    assert not admission.fits(seeded, [other])
+    assert not admission.fits(other, [seeded])
+    assert admission.fits(request_of(seed=1), [other])  # the most likely tokens
+    assert admission.fits(other, [other])
+
+
+def test_another_model_waits_for_the_end_of_those_that_run():
+    admission, other = admission_with(tiny_model("qwen3_5")), request_of()
+    admission.memory_left, other.key = 1 << 30, ("another", None)
+    assert admission.fits(other, [])
+    assert not admission.fits(other, [request_of()])
 
 
 # Clients that wait
 
 
-def request_of(**kwargs):
-    return Request("text", "a", [], None, None, **kwargs)
+def request_of(seed=None, temperature=0.0):
+    request = Request("text", "a", [], None, None)
+    request.args = SimpleNamespace(model="m", seed=seed, sampling=SimpleNamespace(temperature=temperature))
+    request.key, request.encoded = KEY, Prompt([0] * 8, [], [], "normal")
+    return request
+
+
+def frontend_of(is_alive=True):
+    """Without a generation thread."""
+    engine = Engine.__new__(Engine)
+    engine.clients, engine.metrics = Clients(), Metrics()
+    engine.admission = SimpleNamespace(models=SimpleNamespace(), caches=None)
+    engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
+    return Frontend(options_of(), engine)
 
 
 def test_waiting_client_is_told_by_the_clock(monkeypatch):
-    monkeypatch.setattr(engine, "KEEP_ALIVE", 0.005)
-    g, told = generator_of(), []
-    g.model_provider = SimpleNamespace(
-        resolve=lambda model: model,
-        key_of=lambda _: "a key",
-        tokenizers={"a key": "a tokenizer"},
-        cli_args=SimpleNamespace(prompt_cache_dir=None),
-    )
-    g._encode = lambda *_: "a prompt"
-    context, step = GenerationContext(False, False, None, None, "normal", [1]), Delta([], 1, 0.0, (), "stop")
+    monkeypatch.setattr(frontend, "KEEP_ALIVE", 0.005)
+    f = frontend_of()
+    f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
+    f.encode = lambda *_: Prompt([1], [[1]], ["assistant"], "normal")
+    start, step = Started(), Delta([], 1, 0.0, (), "stop")
 
     async def run():
         """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""
         found = []
-        async for item in g.generate(request_of(), SimpleNamespace(model="m", stop_words=[])):
+        async for item in f.generate(request_of()):
             found.append(item)
-            told.append(item) if isinstance(item, Waiting) else None
-            mailbox, *_ = g.requests.queue[0]
-            for response in {2: [(5, 10), (7, 10)], 3: [context], 5: [step, None]}.get(len(found), []):
-                mailbox.put(response)
+            (request,) = f.clients.arriving.queue
+            for response in {2: [Waiting(5, 10), Waiting(7, 10)], 3: [start], 5: [step, None]}.get(len(found), []):
+                request.client.put(response)
         return found
 
     found = asyncio.run(run())
     assert found[:3] == [Waiting(0, 0), Waiting(0, 0), Waiting(7, 10)]  # the latest, once
-    assert [item for item in found if not isinstance(item, Waiting)] == [context, step]
-    assert not g.open
+    assert [item for item in found if not isinstance(item, Waiting)] == [start, step]
+    assert not f.clients.open
 
 
 async def first_of(answers):
@@ -211,38 +246,36 @@ async def first_of(answers):
 
 
 def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch):
-    monkeypatch.setattr(engine, "POLL", 0.001)
-    g = generator_of(generation_available=lambda: False)
+    monkeypatch.setattr(frontend, "POLL", 0.001)
+    f = frontend_of(is_alive=False)
     with pytest.raises(ApiError) as e:
-        asyncio.run(first_of(g._submit(request_of(), None)))
+        asyncio.run(first_of(f._submit(request_of())))
     assert e.value.status == 503
-    assert not g.open
+    assert not f.clients.open
 
 
 def test_fail_all_ends_what_is_open():
-    g = generator_of()
+    f = frontend_of()
 
     async def run():
-        waiting = [asyncio.create_task(first_of(g._submit(request_of(), None))) for _ in range(3)]
-        while len(g.open) < 3:
+        waiting = [asyncio.create_task(first_of(f._submit(request_of()))) for _ in range(3)]
+        while len(f.clients.open) < 3:
             await asyncio.sleep(0)
-        await in_thread(g.fail_all, ApiError(503, "Rank 1 has died."))
+        await in_thread(f.clients.fail_all, ApiError(503, "Rank 1 has died."))
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     assert [str(e) for e in asyncio.run(run())] == ["Rank 1 has died."] * 3
-    assert not g.open
+    assert not f.clients.open
 
 
 def client_of(generate, max_queue=None):
     """A client of a server whose generator does this."""
-    args = SimpleNamespace(copy_drafts=None, num_draft_tokens=0, mtp=False, max_queue=max_queue)
-    for name, default in dict(max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0).items():
-        setattr(args, name, default)
-    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), cli_args=args, generate=generate)
+    flags = [] if max_queue is None else ["--max-queue", str(max_queue)]
+    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options_of(*flags), generate=generate)
     return TestClient(make_app(generator, None, ["*"]))
 
 
-async def wait_and_fail(request, args):
+async def wait_and_fail(request):
     for n in (0, 4):
         yield Waiting(n, 9)
     raise ApiError(503, "Rank 1 has died.")
@@ -282,14 +315,34 @@ def test_no_byte_before_the_status_of_an_answer_that_is_no_stream():
 # Clients that leave
 
 
-def test_hang_up_ends_mlx_lms_own_loop():
-    request = request_of()
-    queue = SingleQueue(Queue(), request)
-    queue.put((1, 9))
-    request.is_gone = True
-    with pytest.raises(ApiError):
-        queue.put((5, 9))
-    assert queue.queue.qsize() == 1
+def test_a_client_that_leaves_before_its_turn_is_dropped():
+    """Whatever runs: its turn may be far away."""
+    engine, said = frontend_of().engine, []
+    first, second = request_of(), request_of()
+    engine.waiting, engine.running = deque([first, second]), {}
+    first.client, first.is_gone = SimpleNamespace(put=said.append), True
+    changes = engine.clients.changes(engine.waiting, is_idle=False)
+    assert changes.gone == {first.number}
+    engine._drop(changes.gone)
+    assert [*engine.waiting] == [second]
+    assert [str(e) for e in said] == ["The client has hung up."]
+
+
+def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
+    engine, said, restarts = frontend_of().engine, [], []
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    engine.ranks, engine.waiting = None, deque()
+    engine.running = {i: request_of() for i in range(2)}
+    engine.admission.batch = SimpleNamespace(remove=fail)
+    engine.admission.restart = lambda: restarts.append(True)
+    for request in engine.running.values():
+        request.client = SimpleNamespace(put=said.append)
+    with engine._errors_end_what_runs():
+        engine._drop({engine.running[0].number})
+    assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The server on two ranks gives the answers of plain mlx-lm in one process, whatever its clients do."""
 
 import json
+import pickle
 import re
 import signal
 import socket
@@ -13,15 +14,14 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import LRUPromptCache
 
 import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import WholeCaches
-from mlx_mtp.server.engine import Changes
-from mlx_mtp.server.ranks import EVERY, NoClient, RankGenerator
+from mlx_mtp.server.engine.clients import Changes
+from mlx_mtp.server.engine.ranks import EVERY, SharedClients
+from mlx_mtp.server.request import NoClient, Request
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
@@ -183,66 +183,70 @@ def test_either_rank_ends_all(tmp_path, checkpoint, rank):
 
 @pytest.fixture
 def rank_1(monkeypatch):
-    """The generation thread's state on rank 1 of 2, and what each rank's numbers at the exchanges are."""
-    g = RankGenerator.__new__(RankGenerator)
-    g.ranks = SimpleNamespace(rank=1, group=None, share=lambda value: ([("request", "args")], {5}))
-    g.jobs, g.waiting, g.unsent, g.sent, g.n_turns, g.n_idle = {"a sequence": "a job"}, [], Changes(), None, 0, 0
-    g.checksum, g._stop, g.scheduled = 7, False, None
-    g.model_provider = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_bytes=None))
-    g.prompt_cache = LRUPromptCache()
-    for i in range(3):
-        g.prompt_cache.insert_cache("model", [i], [])
-    g.caches = WholeCaches(g.prompt_cache)
-    g.numbers, g.n_exchanges = [[0, 0, 0, 7], [0, 0, 0, 7]], 0
+    """What rank 1 of 2 knows of the clients, while a request runs; and what each rank's numbers at the exchanges are."""
+    request = Request("text", "a prompt", [], None, None)
+    request.client = SimpleNamespace(put=None)
+    ranks = SimpleNamespace(rank=1, group=None, share=lambda _: pickle.loads(pickle.dumps(Changes([request], {5}))))
+    clients = SharedClients(ranks)
+    clients.checksum = 7
+    clients.numbers, clients.n_exchanges = [[0, 0, 7], [0, 0, 7]], 0
 
     def all_gather(mine, group):
-        assert mine.shape == (1, 4)
-        g.n_exchanges += 1
-        return mx.array(g.numbers, mx.uint32)
+        assert mine.shape == (1, 3)
+        clients.n_exchanges += 1
+        return mx.array(clients.numbers, mx.uint32)
 
     monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
-    return g
+    return clients
+
+
+def turn(clients):
+    return clients.changes([], is_idle=False)
 
 
 def test_one_exchange_in_four_turns(rank_1):
     for _ in range(40):
-        assert not rank_1._changes()
+        assert not turn(rank_1)
     assert rank_1.n_exchanges == 10
 
 
 def test_news_are_read_one_exchange_later(rank_1):
     rank_1.numbers[0][0] = 1
-    received = [rank_1._changes() for _ in range(8)]
+    received = [turn(rank_1) for _ in range(8)]
     assert not any(received[:7])
-    ((queue, *entry),) = received[7].arrived
-    assert (entry, received[7].gone) == (["request", "args"], {5})
-    assert isinstance(queue, NoClient)
+    (request,) = received[7].arrived
+    assert received[7].gone == {5}
+    assert (request.request_type, request.prompt) == ("text", "")  # its tokens are sent, not its text
+    assert isinstance(request.client, NoClient)
 
 
 def test_news_are_read_at_once_behind_a_part_of_a_prompt(rank_1):
-    rank_1.numbers[0][0], rank_1.n_turns = 1, EVERY
-    assert rank_1._changes().gone == {5}
-    assert not rank_1._changes()
-
-
-def test_all_drop_a_cache_where_one_is_full(rank_1):
-    rank_1.numbers[0][2] = 1
-    for _ in range(8):
-        rank_1._changes()
-    assert len(rank_1.prompt_cache) == 2
+    rank_1.numbers[0][0] = 1
+    rank_1.after_step([SimpleNamespace(uid=0)], [])
+    assert rank_1.n_turns == EVERY
+    assert turn(rank_1).gone == {5}
+    assert not turn(rank_1)
 
 
 def test_any_rank_stops_all(rank_1):
     rank_1.numbers[0][1] = 1
-    assert [rank_1._changes() for _ in range(8)][7] is None
+    assert [turn(rank_1) for _ in range(8)][7] is None
     assert rank_1.n_exchanges == 1
 
 
 def test_names_the_rank_that_differs(rank_1):
-    rank_1.numbers[1][3] = 8
+    rank_1.numbers[1][2] = 8
     with pytest.raises(RuntimeError, match="Ranks 1 have"):
         for _ in range(8):
-            rank_1._changes()
+            turn(rank_1)
+
+
+def test_what_is_generated_tells_ranks_apart(rank_1):
+    other, same = SharedClients(rank_1.ranks), SharedClients(rank_1.ranks)
+    for clients, token in ((rank_1, 3), (same, 3), (other, 4)):
+        clients.checksum = 0
+        clients.after_step([], [SimpleNamespace(uid=0, token=token)])
+    assert rank_1.checksum == same.checksum != other.checksum
 
 
 @pytest.mark.parametrize(
@@ -251,8 +255,6 @@ def test_names_the_rank_that_differs(rank_1):
         (["--draft-model", "x"], "--draft-model"),
         (["--serve-model", "x"], "--serve-model"),
         (["--allow-any-model"], "--allow-any-model"),
-        (["--kv-bits", "4"], "requires --mtp"),
-        (["--acceptance", "match"], "requires --mtp"),
     ],
     ids=str,
 )

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_mtp.models.prompt_cache import PromptCache
+from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
 from mlx_mtp.prompt_store.shared_folder import SharedFolder
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import Stores, WholeCaches, make_caches
+from mlx_mtp.server.engine import caches
+from mlx_mtp.server.engine.caches import Stores
 from mlx_mtp.server.request import Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model
@@ -106,7 +106,7 @@ def test_a_batch_goes_on_from_the_store(model):
         longer = [[*chat, {"role": "assistant", "content": "Done."}, MESSAGES[1]] for chat in chats]
         for answer, before in zip(engine.ask_all([(chat, None) for chat in longer], max_tokens=9), alone):
             assert answer.n_cached >= before.n_cached
-        assert engine.generator.caches.store.counts.hits == 6  # all but the first three
+        assert engine.frontend.caches.store.counts.hits == 6  # all but the first three
 
 
 def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
@@ -123,11 +123,16 @@ def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
 
 
 def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
+    """Also one that could be written to before the model was loaded."""
+
+    def fail(*_, **__):
+        raise OSError("The disk is full.")
+
     ended, clear = [], mx.clear_streams
     monkeypatch.setattr(mx, "clear_streams", lambda: ended.append(clear()))
-    with pytest.raises(OSError, match="file"):
-        Engine("--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path / "file"))
+    monkeypatch.setattr(caches, "PromptStore", fail)
+    with pytest.raises(OSError, match=r"The disk is full\."):
+        Engine("--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path))
     assert ended  # threads of streams that were left would abort the process, with another exit status
 
 
@@ -207,20 +212,11 @@ def test_number_of_snapshots():
     assert stores.store.n_snapshots == 1
 
 
-def test_who_has_a_store():
-    assert isinstance(make_caches(args_of(), None), Stores)
-    assert isinstance(make_caches(make_parser().parse_args(["--copy-drafts", "auto"]), None), Stores)
-    assert isinstance(make_caches(make_parser().parse_args([]), None), WholeCaches)
-
-
-def test_whole_caches_are_gone_when_they_are_closed():
-    caches = WholeCaches(LRUPromptCache())
-    caches.use(KEY, None, None, 0)
-    caches.insert(prompt_of([1]), [1], [SimpleNamespace(nbytes=100, is_trimmable=lambda: False)], "assistant")
-    (held,) = caches.collect()
-    assert held.samples[0].value == 100
-    caches.close()
-    assert caches.lru.nbytes == len(caches.lru) == 0
+def test_a_server_without_drafts_has_a_store(model):
+    with Engine("--model", model) as engine:
+        first, again = (engine.ask(MESSAGES, max_tokens=5) for _ in range(2))
+        assert (first.n_cached, first.logprobs) == (0, again.logprobs)
+        assert 0 < again.n_read < 10
 
 
 @pytest.mark.parametrize(

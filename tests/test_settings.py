@@ -11,13 +11,13 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import tune
-from mlx_mtp.benchmark.recommend import Measured
+from mlx_mtp.benchmark.tuning import tune
+from mlx_mtp.benchmark.tuning.recommend import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding.pace import step_times
 from mlx_mtp.generate import __main__ as generate
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
+from mlx_mtp.pacing.timing import timing_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
 from tests.support.models import DATA
@@ -48,7 +48,10 @@ def run(monkeypatch, module, *argv) -> None:
     module.main()
 
 
-@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), Settings(attention_rows=4), TUNED])
+PASSES = Settings(attention_rows=4, compiled=False, pieces=8)
+
+
+@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), PASSES, TUNED])
 def test_reads_what_was_written(tmp_path, tuned):
     file = tmp_path / "s.json"
     settings.write(file, {"mlx": "1"}, "demo", tuned)
@@ -83,11 +86,14 @@ def test_attention_follows_settings(tuned_demo):
     for rows in (3, None):
         tuned_demo(Settings(attention_rows=rows))
         assert mlx_mtp.load(str(DEMO))[0].drafting.attention_rows == rows
+    tuned_demo(Settings(compiled=False, pieces=2))
+    drafting = mlx_mtp.load(str(DEMO))[0].drafting
+    assert (drafting.compiled, drafting.pieces) == (False, 2)
 
 
 def test_depth_follows_settings_unless_given(tuned_demo):
     tuned_demo(TUNED)
-    assert step_times(mlx_mtp.load(str(DEMO))[0]).by_depth() == TUNED.seconds
+    assert timing_of(mlx_mtp.load(str(DEMO))[0]).of_one.by_depth() == TUNED.seconds
     for k in (0, 3):
         tuned_demo(Settings(k))
         model, tokenizer = mlx_mtp.load(str(DEMO))
@@ -96,7 +102,7 @@ def test_depth_follows_settings_unless_given(tuned_demo):
             assert len(last.drafted) == drafted
         *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
         assert last.drafted[0] >= 2  # the argument overrides
-        assert model.drafting.times is not None
+        assert timing_of(model).of_one.seconds
 
 
 def test_draft_p_min_follows_settings_unless_given(tuned_demo):
@@ -165,6 +171,8 @@ DAMAGED = [
     '{"key": {}, "settings": {"draft_p_min": "high"}}',
     '{"key": {}, "settings": {"attention_rows": 0}}',
     '{"key": {}, "settings": {"attention_rows": true}}',
+    '{"key": {}, "settings": {"pieces": 0}}',
+    '{"key": {}, "settings": {"compiled": 1}}',
     '{"key": 5, "settings": {}}',
 ]
 

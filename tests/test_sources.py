@@ -6,7 +6,8 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.decoding import clock, sources
+from mlx_mtp.decoding import clock
+from mlx_mtp.drafts import sources
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
 from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
@@ -22,6 +23,7 @@ class Oracle:
 
     name = "oracle"
     fixed = None
+    most = 16  # that it gives at a time, whatever it offers
 
     def __init__(self, text, truths):
         self.text, self.truths, self.proposed = [*text], truths, []
@@ -36,6 +38,7 @@ class Oracle:
     def propose(self, k, n_unread):
         truth = next(t for t in self.truths if t[: len(self.text)] == self.text)
         first = len(self.text) + n_unread
+        k = min(k, self.most)
         self.proposed.append(k)
         return mx.array(truth[first : first + k], mx.uint32), [None] * k
 
@@ -62,6 +65,19 @@ def test_sequences_draft_from_it(oracles, way, number):
     own, counts = next(o for o in made if o.text[: len(PROMPT)] == PROMPT), text.last.counts
     assert text.last.all_tokens == truth[: len(PROMPT) + N]
     assert sum(own.proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
+
+
+@alone_and_beside_others
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
+    (made, truth), model = oracles, model_of("qwen3_5")
+    monkeypatch.setattr(Oracle, "fixed", 4)
+    monkeypatch.setattr(Oracle, "most", most)
+    text = generate(way, PROMPT, model, max_tokens=N, num_draft_tokens=0, copy_drafts="auto")
+    own, counts = next(o for o in made if o.text[: len(PROMPT)] == PROMPT), text.last.counts
+    assert text.last.all_tokens == truth[: len(PROMPT) + N]
+    assert sum(own.proposed) == sum(counts.others) == sum(counts.others_accepted)
+    assert len(counts.others) == most
 
 
 @alone_and_beside_others

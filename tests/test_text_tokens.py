@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.server.answer import Answer, QwenReader
-from mlx_mtp.server.text_tokens import Pieces
-from mlx_mtp.server.tool_calls import Text
+from mlx_mtp.server.answers.answer import Answer, QwenReader
+from mlx_mtp.text.tokens import Pieces
+from mlx_mtp.text.tool_calls import Text
 from tests.support.tool_texts import SCHEMAS, render
 
 THINK = "<think>", "</think>"

@@ -6,12 +6,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.decoding.reasoning import end_of_reasoning
-from mlx_mtp.server.answer import QwenReader, Reasoning
+from mlx_mtp.server.answers.answer import QwenReader, Reasoning
+from mlx_mtp.server.answers.thinking import Thinking
 from mlx_mtp.server.api import chat_completions, messages, responses
-from mlx_mtp.server.budget import make_budget
-from mlx_mtp.server.thinking import Thinking
-from mlx_mtp.server.tool_calls import Text
+from mlx_mtp.server.engine.budget import make_budget
+from mlx_mtp.text.reasoning import end_of_reasoning
+from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
 from tests.support.engine import Engine
 from tests.support.tool_texts import make_model

@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.decoding import assert_cache_of, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies

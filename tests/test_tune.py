@@ -12,13 +12,15 @@ from mlx import nn
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import split, tune
-from mlx_mtp.benchmark.recommend import FIXED_GAIN, Measured, combine, recommend, show
-from mlx_mtp.benchmark.tune import AUTO, FIXED, OFF, cheaper
+from mlx_mtp.benchmark import split
+from mlx_mtp.benchmark.tuning import tune, ways
+from mlx_mtp.benchmark.tuning.recommend import FIXED_GAIN, Measured, combine, recommend, show
+from mlx_mtp.benchmark.tuning.tune import AUTO, FIXED, OFF, cheaper
+from mlx_mtp.benchmark.tuning.ways import Way
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
 from tests.support.models import DATA, arrays_equal, tiny_model
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
@@ -105,9 +107,38 @@ def test_times_windows_whole_and_in_groups(monkeypatch):
     assert model.drafting.attention_rows is None
 
 
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({Way(): [2.0, 2.1]}, Way()),
+        ({Way(): [2.0, 2.1], Way(compiled=False): [1.8, 1.9]}, Way(compiled=False)),
+        ({Way(): [2.0, 2.1], Way(pieces=4): [1.8, 2.05]}, Way()),  # within the spread
+        ({Way(): [2.0, 2.1], Way(pieces=4): [1.8, 1.9], Way(pieces=8): [1.5, 1.6]}, Way(pieces=8)),
+    ],
+)
+def test_runs_passes_the_way_that_is_faster(monkeypatch, times, best):
+    model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
+
+    def time_ways(model, prompt, asked, repeat):
+        assert asked == [Way(), Way(compiled=False), Way(pieces=4), Way(pieces=8)]
+        return {(n, way): times.get(way, [9.0, 9.0]) for n in ways.WINDOWS for way in asked}
+
+    monkeypatch.setattr(ways, "time_ways", time_ways)
+    assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == best
+
+
+def test_times_ways_in_turn(monkeypatch):
+    monkeypatch.setattr(ways, "N_CALLS", 1)
+    model, every = tiny_model("qwen3_5"), [Way(), Way(compiled=False), Way(pieces=1)]
+    seconds = ways.time_ways(model, mx.array([5, 6, 7]), every, 2)
+    assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in ways.WINDOWS for way in every}
+    assert (model.drafting.compiled, model.drafting.pieces) == Way()
+
+
 @pytest.mark.slow
 def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
     monkeypatch.setattr(split, "fastest_rows", lambda *_: 2)
+    monkeypatch.setattr(ways, "fastest_way", lambda *_: Way(pieces=1))
     folder = DATA / "dense"
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
     before = dict(model.parameters())
@@ -115,7 +146,8 @@ def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
     assert model.drafting.attention_rows is None
-    assert {m.settings.attention_rows for m in measured} == {2}
+    assert (model.drafting.compiled, model.drafting.pieces) == Way()
+    assert {(m.settings.attention_rows, m.settings.compiled, m.settings.pieces) for m in measured} == {(2, True, 1)}
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
     assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]
     assert len(measured) >= 11

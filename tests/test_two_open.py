@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
 from mlx_mtp.decoding import clock
-from mlx_mtp.models.drafting import Settings
+from mlx_mtp.layers.drafting import Settings
 from tests.support.decoding import PROMPT, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
@@ -117,7 +117,7 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, b
     else:
         (_, other), _ = start([None, scripted(model, 1)], [0, beside], copy_drafts="off")
     next(other)
-    times = model.drafting.times
+    times = model.drafting.timing.of_one
     n_before = sum(times.n_counted.values())
     in_turn([steps, other], N, turn)
     assert times.by_depth() == pytest.approx({k: 1 + COST * k for k in times.by_depth()})
@@ -133,5 +133,5 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(timed):
     steps, counts = start([scripted(model, i) for i in range(2)], ["auto"] * 2, copy_drafts="off")
     assert in_turn(steps, N) == [t[:N] for t in truths()]
     close(steps)
-    assert model.drafting.times.seconds == {}
+    assert model.drafting.timing.of_one.seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3

@@ -8,8 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp.models import vision
-from mlx_mtp.models.vision import PATCH_KERNEL, VisionArgs, make_tower, split_tower
+from mlx_mtp.images import tower as vision
+from mlx_mtp.images.tower import PATCH_KERNEL, VisionArgs, make_tower, split_tower
 from tests.support.checkpoints import configure, copied
 from tests.support.images import VISION_CONFIG, add_tower, picture, tower_tensors
 from tests.support.models import DATA

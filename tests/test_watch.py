@@ -16,23 +16,27 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.distributed.connect import connect
+from mlx_mtp.distributed.watcher import Fault, Link, Watcher
 from tests.support import launch
 
 RANKS = "tests.support.ranks"
-BEAT, PATIENCE = 0.1, 2.0  # a loaded machine may let a process wait for a second
-TIMEOUT = 30  # seconds until a test fails
+BEAT = 0.1
+WINDOW = 10.0  # a beat for as long as ranks may take to say what has become of them
+PATIENCE = 30.0  # a loaded machine may let a process wait for seconds
+SHORT = 3.0  # where it is to be exceeded
+TIMEOUT = 60  # seconds until a test fails
 HOST = socket.gethostname()
 
 
 class Group:
     """Processes inside ``watch``, each of which does a deed of support/ranks/watched.py."""
 
-    def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT):
+    def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT, patience: float = PATIENCE):
         self.processes, self.files = [], []
         environment = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
         for rank, deed in enumerate(deeds):
             ours, theirs = socket.socketpair()
-            words = [theirs.fileno(), rank, len(deeds), beat, PATIENCE, deed]
+            words = [theirs.fileno(), rank, len(deeds), beat, patience, deed]
             command = [sys.executable, "-m", f"{RANKS}.watched", *map(str, words)]
             self.processes.append(
                 subprocess.Popen(
@@ -115,7 +119,7 @@ def test_the_others_are_told_before_they_end():
 
 @CULPRITS
 def test_a_rank_that_is_stopped_ends_the_others_and_is_killed(size, culprit):
-    with Group(*["wait"] * size) as group:
+    with Group(*["wait"] * size, patience=SHORT) as group:
         group.kill(culprit, signal.SIGSTOP)
         statuses, errors, _ = group.end()
     (error,) = errors
@@ -125,7 +129,7 @@ def test_a_rank_that_is_stopped_ends_the_others_and_is_killed(size, culprit):
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_machine_that_stands_still_ends_the_others_and_its_rank_when_it_goes_on(culprit):
-    with Group("wait", "wait") as group:
+    with Group("wait", "wait", patience=SHORT) as group:
         watcher = group.watcher(culprit)
         for pid in (watcher, group.processes[culprit].pid):
             os.kill(pid, signal.SIGSTOP)
@@ -153,7 +157,7 @@ def test_an_exception_ends_the_others_which_say_whose_it_was(size, culprit):
 
 
 def test_an_exception_that_all_ranks_raise_is_their_own():
-    with Group("fail late", "fail", "fail late") as group:
+    with Group("fail late", "fail", "fail late", beat=WINDOW) as group:
         statuses, errors, _ = group.end()
     assert statuses == [1, 1, 1]
     assert errors.count("ValueError: no") == 3
@@ -164,7 +168,7 @@ def test_an_exception_that_all_ranks_raise_is_their_own():
 def test_a_death_is_named_although_the_others_fail_of_it(culprit):
     deeds = ["fail", "fail"]  # as a collective does, whose peer is lost
     deeds[culprit] = "die"
-    with Group(*deeds, beat=1.0) as group:
+    with Group(*deeds, beat=WINDOW) as group:
         statuses, errors, _ = group.end()
     assert statuses[1 - culprit] == 1
     assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
@@ -201,13 +205,14 @@ def test_a_nonzero_exit_ends_the_others():
 def test_a_rank_that_holds_pythons_lock_is_not_lost_however_long_it_takes(slow):
     deeds = ["leave", "leave"]
     deeds[slow] = "hold the lock"  # for longer than the patience
-    with Group(*deeds) as group:
+    with Group(*deeds, patience=SHORT) as group:
         statuses, errors, _ = group.end()
     assert (statuses, errors) == ([0, 0], [])
 
 
 def test_a_rank_that_holds_pythons_lock_is_killed_when_another_one_is_lost():
     with Group("hold the lock for ever", "wait") as group:
+        group.files[0].readline()  # it holds the lock
         group.kill(1, signal.SIGKILL)
         statuses, errors, _ = group.end()
     assert statuses == [-signal.SIGKILL, -signal.SIGKILL]
@@ -237,7 +242,7 @@ def test_ranks_that_cannot_connect_say_so():
         where, *rest = value
         return [[[host, 9] for host, _ in where], *rest]
 
-    with Group("wait", "wait", shares=0) as group:
+    with Group("wait", "wait", shares=0, patience=1.0) as group:  # rank 0 waits for twice as long
         group.share(nobody_listens)
         group.share()
         statuses, errors, _ = group.end()
@@ -271,11 +276,51 @@ def test_strangers_are_turned_away():
         assert group.end() == ([0, 0], [], ["whole"] * 2)
 
 
+@pytest.mark.parametrize(("seconds", "first"), [(1.0, 1), (-1.0, 0)])
+def test_the_first_of_two_deaths_is_named_once(capsys, seconds, first):
+    """As where ``mlx.launch`` ends a rank because another has died."""
+    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
+    with other:
+        rank.close()
+        fault = ["fault", 1, f"Rank 1 ({HOST}) has died.", False, seconds]  # found so many seconds before
+        other.sendall(json.dumps(fault).encode() + b"\n")
+        watcher = Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, -1)
+        with own, pytest.raises(Fault, match=f"^Rank 0 [(]{HOST}[)] has died.$") as found:
+            watcher.watch()
+        other.shutdown(socket.SHUT_WR)
+        watcher.end(found.value)
+        told = [json.loads(line) for line in other.makefile()]
+    assert [rank for kind, rank, *_ in told if kind == "fault"][-1] == first
+    # Rank 1's watcher says so of rank 0.
+    assert capsys.readouterr().err == (f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n" if first == 1 else "")
+
+
+def test_a_rank_that_fails_and_is_then_ended_is_not_the_cause(capsys):
+    """The other one died before, but its watcher says so last."""
+    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
+    with other:
+        rank.sendall(b'["failed", "RuntimeError: recv"]\n')
+        watcher = Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, os.getppid())
+        with own, pytest.raises(Fault, match="has failed: RuntimeError: recv") as found:
+            watcher.watch()
+        rank.close()
+        other.sendall(json.dumps(["fault", 1, f"Rank 1 ({HOST}) has died.", False, 1.0]).encode() + b"\n")
+        other.shutdown(socket.SHUT_WR)
+        watcher.parent = -1  # it has ended
+        watcher.end(found.value)
+    assert capsys.readouterr().err == f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n"
+
+
 @pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])
-def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed):
-    run = launch.run(2, sys.executable, "-m", f"{RANKS}.collective", deed, timeout=60)
-    errors = [line for line in run.stderr.splitlines() if line.startswith("mlx_mtp")]
+def test_mlx_launch_ends_when_a_rank_is_lost_in_a_collective(deed, tmp_path):
+    os.mkfifo(tmp_path / "errors")
+    with open(os.open(tmp_path / "errors", os.O_RDONLY | os.O_NONBLOCK)) as file:
+        program = ["bash", "-c", f'exec "$@" 2> {tmp_path}/errors', "bash", sys.executable, "-m", f"{RANKS}.collective"]
+        run = launch.run(2, *program, deed, timeout=60)
+        os.set_blocking(file.fileno(), True)
+        lines = file.read().splitlines()  # of all watchers, too; mlx.launch reads no more when its ranks have ended
+    errors = [line for line in lines if line.startswith("mlx_mtp")]
     assert len(errors) == 1
     assert errors[0].startswith(f"mlx_mtp: error: Rank 1 ({HOST}) ")
     assert run.stdout.splitlines() == ["sums"]
-    assert deed != "fail" or "ValueError: of rank 1" in run.stderr.splitlines()  # its own traceback
+    assert deed != "fail" or "ValueError: of rank 1" in lines  # its own traceback

@@ -3,17 +3,17 @@
 from ._version import __version__
 from .batch.generate import BatchResponse, batch_generate
 from .batch.generator import BatchGenerator
+from .caches.prompt_cache import make_prompt_cache
 from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.counts import DraftCounts
-from .decoding.depth import MAX_DRAFT_TOKENS, Depth
-from .decoding.grammar import make_grammar
 from .decoding.loop import mtp_generate_step
-from .decoding.sampling import make_sampler
 from .generate import GenerationResponse, generate, stream_generate
-from .models.mtp import MTPModule
-from .models.prompt_cache import make_prompt_cache
+from .layers.mtp import MTPModule
+from .pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .prompt_store import PromptStore
+from .sampling.sampler import make_sampler
+from .text.grammar import make_grammar
 
 __all__ = [
     "DEMO",

@@ -1,35 +1,45 @@
 """What the command lines share: flags of models that draft, checks of flags, and errors in one line."""
 
 import argparse
+import difflib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import mlx.core as mx
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._version import __version__
-from .checkpoint.files import check_source, make_folder
+from .caches.checks import BITS, GROUP_SIZES
 from .checkpoint.vocabulary import LIST_FILE
-from .decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from .decoding.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
-from .decoding.sampling import AcceptanceName, make_sampler
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
+from .drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
+from .files import check_source, make_folder
 from .images.open import size_of
-from .models.cache_checks import BITS, GROUP_SIZES
+from .pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .prompt_store import PromptStore
+from .sampling.sampler import AcceptanceName, make_sampler
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 BROKEN_PIPE = 141  # of one that SIGPIPE has ended
+SYSTEM_ERRORS: dict[type[OSError], str] = {
+    FileNotFoundError: "There is no file or folder {}.",
+    FileExistsError: "{} exists already.",
+    IsADirectoryError: "{} is a folder: name a file.",
+    NotADirectoryError: "{} is below a file, which is not a folder.",
+    PermissionError: "You have no permission to use {}.",
+}
 # Text, of which there may be none. All other flags that take a word name something.
 TEXTS = (
     "prompt",
@@ -55,6 +65,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "draft_p_min": (0, 1),
 }
+LONGEST_NAME = 60  # characters of what was given for a name, in an error
 MODEL = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The groups of --help and their flags, in this order.
 GROUPS: dict[str, Sequence[str]] = {
@@ -154,10 +165,22 @@ def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ())
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as e:
-            print(f"{program}: error: {' '.join(str(e).split())}", file=sys.stderr)
+            print(f"{program}: error: {' '.join(sentence(e).split())}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
+
+
+def sentence(error: ValueError | OSError) -> str:
+    """What an error says; of one of the system's own, without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return f"{error.strerror}."
+    for kind, text in SYSTEM_ERRORS.items():
+        if isinstance(error, kind):
+            return text.format(error.filename)
+    return f"{error.filename}: {error.strerror}."
 
 
 @contextmanager
@@ -191,11 +214,21 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     Raises:
         ValueError: A flag that names something is empty.
     """
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        similar = _similar(unknown, parser._option_string_actions)
+        question = f": did you mean {' '.join(similar)}?" if similar else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
     for name, value in vars(args).items():
         if name not in TEXTS and "" in (value if isinstance(value, list) else [value]):
             raise ValueError(f"{_flag(name)} is empty: give it a value, or leave it out.")
     return args
+
+
+def _similar(unknown: Sequence[str], flags: Iterable[str]) -> list[str]:
+    """The flag that each unknown one resembles most, if any."""
+    words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    return [match for word in words for match in difflib.get_close_matches(word, flags, n=1)]
 
 
 def extend(parser: argparse.ArgumentParser, program: str, description: str) -> argparse.ArgumentParser:
@@ -384,9 +417,9 @@ def check_images(args: argparse.Namespace) -> None:
         ValueError: It is not an image.
     """
     for file in args.image or ():
-        if drafts(args):
+        if file.startswith("data:") or drafts(args):
             size_of(file)
-        else:  # mlx-lm's
+        else:  # the model may be of another family, whose images mlx-lm opens
             check_source(Path(file), "--image")
 
 
@@ -455,7 +488,26 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
     _check_drafting(args)
 
 
+def check_head(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: ``--mtp`` has a value that names no head, such as a prompt.
+    """
+    if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
+        return
+    try:
+        validate_repo_id(args.mtp)
+        is_name = "/" in args.mtp  # every head is a user's
+    except HFValidationError:
+        is_name = False
+    if not is_name:
+        prompt = " The prompt of a text is given with --prompt." if hasattr(args, "prompt") else ""
+        text = args.mtp if len(args.mtp) <= LONGEST_NAME else f"{args.mtp[:LONGEST_NAME]}..."
+        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+
+
 def _check_drafting(args: argparse.Namespace) -> None:
+    check_head(args)
     draft_model = getattr(args, "draft_model", None)
     if args.mtp and draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from . import cli
 from .checkpoint.config import text_config_of
-from .checkpoint.files import check_source, check_target, write_atomic
-from .checkpoint.hub import fetch
+from .checkpoint.storage.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
+from .files import check_source, check_target, write_atomic
 
 CHUNK = 1 << 20  # characters tokenized at once
 
@@ -127,7 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with cli.one_line_errors(parser.prog):
-        draft_vocab(**vars(cli.parse(parser)))
+        args = cli.parse(parser)
+        draft_vocab(**vars(args))
 
 
 if __name__ == "__main__":

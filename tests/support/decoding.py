@@ -5,8 +5,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import mtp_generate_step
-from mlx_mtp.decoding.sampling import for_one_text
-from mlx_mtp.models.cache import ArraysCache
+from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.sampling.sampler import for_one_text
 
 # Where a generation is stopped: at every length up to 40 with `-m slow`, at those that differ most by default.
 STOPS = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from mlx_mtp.decoding.step_times import Plan
+from mlx_mtp.pacing.step_times import Plan
 
 MOST = 8
 NOISE = 0.05  # of a step's log time

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from scipy.stats import chisquare
 
 import mlx_mtp
-from mlx_mtp.decoding.grammar import ForcedTokens
+from mlx_mtp.text.grammar import ForcedTokens
 
 from .grammars import grammar_of
 from .models import tiny_model

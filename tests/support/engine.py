@@ -5,25 +5,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import server as stock
 
+from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.caches import make_caches
-from mlx_mtp.server.engine import ResponseGenerator
-from mlx_mtp.server.job import Delta
-from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.provider import ModelProvider
+from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.delta import Delta
+from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.request import Request
 
 
-class Scripted(ResponseGenerator):
-    """``chat_template_kwargs: {"say": TEXT}`` makes the model say that text."""
+class Saying:
+    """Makes the samplers of requests: ``chat_template_kwargs: {"say": TEXT}`` makes the model say that text."""
 
-    def _make_sampler(self, args: Any) -> Any:
-        text = (args.chat_template_kwargs or {}).get("say")
+    def __init__(self, admission: Admission):
+        self.models, self.make_sampler = admission.models, admission.make_sampler
+
+    def __call__(self, request: Request) -> Any:
+        text = (request.args.chat_template_kwargs or {}).get("say")
         if text is None:
-            return super()._make_sampler(args)
-        tokenizer = self.model_provider.tokenizer
+            return self.make_sampler(request)
+        tokenizer = self.models.tokenizer
         tokens = iter(tokenizer.encode(text, add_special_tokens=False))
         return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
 
@@ -47,11 +49,12 @@ class Engine:
     """
 
     def __init__(self, *flags: str):
-        args = make_parser().parse_args(flags)
-        check(args)
-        self.generator = Scripted(ModelProvider(args), make_caches(args, None), Metrics())
+        options = check(make_parser().parse_args(flags))
+        self.engine = make_engine(options, None)
+        self.engine.admission.make_sampler = Saying(self.engine.admission)
+        self.frontend = Frontend(options, self.engine)
         try:
-            self.generator.loaded.result()
+            self.engine.loaded.result()
         except BaseException:
             self.close()
             raise
@@ -63,7 +66,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        self.generator.stop_and_join()
+        self.engine.stop_and_join()
 
     def ask(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
         """Answer a chat."""
@@ -81,16 +84,11 @@ class Engine:
         content = {"messages": messages, "logprobs": True, **body}
         if say is not None:
             content["chat_template_kwargs"] = {"say": say}
-        _, request, args = chat_completions.read_request(content, self.generator.cli_args)
-        steps: list[Delta] = []
-        async for item in self.generator.generate(request, args):
-            if isinstance(item, stock.GenerationContext):
-                context = item
-            elif isinstance(item, Delta):
-                steps.append(item)
+        _, request, request.args = chat_completions.read_request(content, self.frontend.options)
+        steps = [item async for item in self.frontend.generate(request) if isinstance(item, Delta)]
         tokens, logprobs = [s.token for s in steps], [s.likely.logprob for s in steps if s.likely is not None]
-        return Answered(context.prompt, context.prompt_cache_count, tokens, logprobs)
+        return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
 
     def metrics(self) -> dict[str, float]:
-        lines = self.generator.metrics.text().decode().splitlines()
+        lines = self.engine.metrics.text().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

@@ -4,8 +4,8 @@ from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from mlx_mtp.decoding.grammar import Beginning, Grammar
-from mlx_mtp.decoding.reasoning import end_of_reasoning
+from mlx_mtp.text.grammar import Beginning, Grammar
+from mlx_mtp.text.reasoning import end_of_reasoning
 
 
 class Letters:

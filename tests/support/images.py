@@ -8,7 +8,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from PIL import Image
 
-from mlx_mtp.models.vision import PATCH_KERNEL, PREFIX, RAW_PREFIX, VisionArgs, VisionTower
+from mlx_mtp.images.tower import PATCH_KERNEL, PREFIX, RAW_PREFIX, VisionArgs, VisionTower
 
 VISION_CONFIG = {
     "model_type": "qwen3_5",

@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
+from mlx_mtp.layers import compiled
+
 DATA = Path(__file__).parents[1] / "data"
 TRAINED = str(DATA / "dense")
 
@@ -108,6 +110,7 @@ def arrays_equal(a, b) -> bool:
 
 def round_otherwise(monkeypatch, amount: float) -> None:
     """A device whose products, attention and convolutions of several rows differ from those of one by up to ``amount``."""
+    trace_anew(monkeypatch)
 
     def patch(owner, name, rows):
         original = getattr(owner, name)
@@ -124,3 +127,8 @@ def round_otherwise(monkeypatch, amount: float) -> None:
     patch(nn.Embedding, "as_linear", lambda module, x: x.shape[1])
     patch(nn.Conv1d, "__call__", lambda module, x: x.shape[1] - module.weight.shape[1] + 1)
     patch(mx.fast, "scaled_dot_product_attention", lambda q, *_: q.shape[2])
+
+
+def trace_anew(monkeypatch) -> None:
+    """Trace all compiled functions again, now and when the patches are undone: for what a patch changes within them."""
+    monkeypatch.setattr(compiled, "_traces", compiled._Traces())

@@ -7,9 +7,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache
+from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.models.prompt_cache import PromptCache
-from mlx_mtp.models.single import KVOptions
 
 from .models import arrays_equal, deep_model
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.drafter import HeadDrafter
-from mlx_mtp.models.draft_lm_head import DraftLMHead
+from mlx_mtp.decoding.head_cache import HeadCache
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
 
 from .batches import Fault, Faulty, Text, run
 from .decoding import assert_goes_on, plain
@@ -131,14 +131,14 @@ def _close_elsewhere(steps: Any) -> None:
 
 def _interrupt_twice(steps: Any) -> None:
     """Close, and interrupt that."""
-    finalize = HeadDrafter.finalize
+    finalize = HeadCache.finalize
 
-    def interrupted(self: HeadDrafter, n: int) -> None:
-        HeadDrafter.finalize = finalize  # type: ignore[method-assign]
+    def interrupted(self: HeadCache, n: int) -> None:
+        HeadCache.finalize = finalize  # type: ignore[method-assign]
         finalize(self, n)
         raise Interrupted
 
-    with suppress(Interrupted), mock.patch.object(HeadDrafter, "finalize", interrupted):
+    with suppress(Interrupted), mock.patch.object(HeadCache, "finalize", interrupted):
         steps.close()
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.decoding import sources
-from mlx_mtp.decoding.copies import CopyDrafter
-from mlx_mtp.decoding.depth import MAX_COPY_TOKENS
-from mlx_mtp.models.prompt_cache import n_tokens
+from mlx_mtp.caches.prompt_cache import n_tokens
+from mlx_mtp.drafts import sources
+from mlx_mtp.drafts.prompt_lookup import PromptLookup
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS
 
 from .decoding import plain
 
@@ -119,7 +119,7 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
     Each text, prompt included, is found by what has been said of it. One that has left them all is offered the first.
     """
 
-    class ScriptedCopies(CopyDrafter):
+    class ScriptedCopies(PromptLookup):
         def acceptance(self, n_unread):
             return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
 
@@ -129,4 +129,4 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
             tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
             return mx.array(tokens, mx.uint32), [None] * k
 
-    monkeypatch.setattr(sources, "CopyDrafter", ScriptedCopies)
+    monkeypatch.setattr(sources, "PromptLookup", ScriptedCopies)

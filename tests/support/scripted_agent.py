@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from mlx_mtp.server import __main__
-from mlx_mtp.server.engine import ResponseGenerator
+from mlx_mtp.server.engine.frontend import Frontend
 from tests.support import scripted_server
 from tests.support.tool_texts import rendered
 
@@ -17,7 +17,7 @@ COMMAND = "wc -l notes.txt > count.txt"
 PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n*** End Patch\n"
 SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
 BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\ntwo\n=======\nthree\n>>>>>>> REPLACE\n```\nIt is done."
-encode = ResponseGenerator._encode
+encode = Frontend.encode
 
 
 def steps(tools: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -50,13 +50,13 @@ def next_text(messages: list[Any], tools: list[Any] | None) -> str:
     return f"Step {n_done}.\n</think>\n\n{said}"
 
 
-def encode_scripted(self: ResponseGenerator, tokenizer: Any, request: Any, args: Any) -> Any:
+def encode_scripted(self: Frontend, tokenizer: Any, request: Any) -> Any:
     text = next_text(request.messages, request.tools)
-    args.chat_template_kwargs = {"say": text, "enable_thinking": bool(request.tools)}
-    return encode(self, tokenizer, request, args)
+    request.args.chat_template_kwargs = {"say": text, "enable_thinking": bool(request.tools)}
+    return encode(self, tokenizer, request)
 
 
 if __name__ == "__main__":
     scripted_server.install()  # a request then says what the model says
-    ResponseGenerator._encode = encode_scripted
+    Frontend.encode = encode_scripted
     __main__.main()

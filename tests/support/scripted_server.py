@@ -13,13 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as stock
 
 from mlx_mtp.server import __main__
-from mlx_mtp.server.engine import ResponseGenerator
+from mlx_mtp.server.engine.admission import Admission
 from tests.support.server_process import Server, serve_here
 
-make_sampler = ResponseGenerator._make_sampler
+make_sampler = Admission.make_sampler
 
 
 @partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
@@ -38,21 +37,16 @@ class Say:
         return mx.array([next(self.tokens, self.end)])
 
 
-def say(args, tokenizer):
-    text = args.chat_template_kwargs["say"]
-    return Say(tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
-
-
-def choose(self, args):
+def choose(self, request):
+    args, tokenizer = request.args, self.models.tokenizer
     if "say" in (args.chat_template_kwargs or {}):
-        return say(args, self.model_provider.tokenizer)
+        return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
     samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
-    return samplers.get(args.sampling.temperature) or make_sampler(self, args)
+    return samplers.get(args.sampling.temperature) or make_sampler(self, request)
 
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    put(ResponseGenerator, "_make_sampler", choose)
-    put(stock, "_make_sampler", say)  # of mlx-lm's own loop
+    put(Admission, "make_sampler", choose)
 
 
 @contextmanager

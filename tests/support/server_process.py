@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlx_mtp.server.__main__ import make_generator, make_server
+from mlx_mtp.server.__main__ import make_engine, make_server
 from mlx_mtp.server.arguments import check, check_model, make_parser
 from mlx_mtp.server.http import listen
 
@@ -101,7 +101,7 @@ def serve(
         src (Path, optional): The source of another version to run.
     """
     # mlx-lm's server logs the port that it was given.
-    port = free_ports(1)[0] if module == "mlx_lm.server" else 0
+    port = free_ports(1)[0] if "mlx_lm" in module else 0
     command = [sys.executable, "-m", module, "--port", str(port), *flags]
     envs: list[dict[str, str]] = [{} if src is None else {"PYTHONPATH": str(src)}]
     if ranks > 1:
@@ -126,16 +126,16 @@ def serve(
 def serve_here(log: Path, *flags: str) -> Iterator[Server]:
     """As ``serve``, in threads of this process, which has imported everything: where no test asks anything of the process."""
     args = make_parser().parse_args(["--port", "0", *flags])
-    check(args)
+    options = check(args)
     root, file = logging.root, logging.FileHandler(log)
     level = root.level
     root.addHandler(file)
     root.setLevel(args.log_level)
-    generator = make_generator(args, None)
+    engine = make_engine(options, None)
     try:
-        generator.loaded.result()
-        check_model(args, generator.model_provider)
-        server = make_server(args, generator)
+        engine.loaded.result()
+        check_model(args, engine.admission.models)
+        server = make_server(options, engine)
         server.capture_signals = nullcontext  # those are the main thread's
         with listen(args.host, args.port) as s:
             thread = threading.Thread(target=server.run, args=([s],))
@@ -146,7 +146,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
                 server.should_exit = True
                 thread.join()
     finally:
-        generator.stop_and_join()
+        engine.stop_and_join()
         root.setLevel(level)
         root.removeHandler(file)
         file.close()

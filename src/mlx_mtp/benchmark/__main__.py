@@ -13,17 +13,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import cli, prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
-from ..checkpoint.files import check_target, write_atomic
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
-from ..decoding.depth import MAX_DRAFT_TOKENS
-from . import plot, recommend, row, tune
+from ..checkpoint.storage.hub import fetch
+from ..files import check_target, write_atomic
+from ..models import same_bits
+from ..pacing.depth import MAX_DRAFT_TOKENS
+from . import plot, row
 from .measure import Report, measure
 from .report import show, show_growth
-from .runs import AUTO, NO_COPIES
+from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
+from .tuning import recommend, tune
 
 # In place of a file of prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -242,6 +244,7 @@ def run_tune(args: argparse.Namespace) -> None:
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
+    print(same_bits.report(same_bits.compiled_differences(model, min(tokens.values(), key=len))))
     settings.write(file, key, name, recommend.recommend(measured).settings)
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")
@@ -269,6 +272,8 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: A flag is out of range, or does not go with another.
     """
     cli.check_alone(args, "synthetic", "tune", "report")
+    cli.check_head(args)
+    check_sizes(args.max_tokens, args.repeat)
     if args.tune:
         check_tune(args)
     if args.synthetic:
@@ -282,9 +287,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--assume-acceptance requires --synthetic.")
     elif prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
-    for name in ("repeat", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}.")
     if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
         raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
     if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:

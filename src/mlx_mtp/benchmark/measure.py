@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
-from ..decoding.depth import MAX_DRAFT_TOKENS, Depth
-from ..decoding.pace import step_times
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.timing import timing_of
 from .parts import Parts, time_parts
 from .repeats import repeated_shares
 from .runs import (
@@ -137,7 +137,7 @@ def measure(
     turns: list[Run] = [PLAIN, *runs]
     # Each keeps the times of its own steps from one text to the next, as in use.
     depths: dict[Run, Depth] = {
-        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(step_times(model))) for run in (NO_COPIES, AUTO)
+        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(timing_of(model).of_one)) for run in (NO_COPIES, AUTO)
     }
 
     def one(prompt: str, run: Run) -> Generation:

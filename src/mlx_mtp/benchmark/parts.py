@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from ..caches import recurrent as caches
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..decoding.counts import DraftCounts
-from ..decoding.depth import MAX_DRAFT_TOKENS
 from ..decoding.loop import prefill
 from ..distributed.ranks import from_rank_0
-from ..models import cache as caches
-from ..models.mtp import run_head
-from ..models.prompt_cache import PromptCache, make_prompt_cache
+from ..layers.mtp import run_head
+from ..pacing.depth import MAX_DRAFT_TOKENS
 
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three calls suffice
@@ -43,6 +43,9 @@ class Parts:
     ]  # V(1), V(2), ...: a backbone pass over n tokens in an open window; from 10 on but the last, on a line
     head: float  # D: a pass of the head over one token, with its output layer and argmax
     rollback: list[float]  # to 1, 2, ... up to 8 tokens of the longest window
+    # Of these, until Python has built the graph; the rest is waiting for the device.
+    verify_built: list[float] = field(default_factory=list)
+    head_built: float = 0.0
     exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
     exchange: dict[int, float] = field(default_factory=dict)  # of n rows between all ranks, over 1 token and the most
     n_exchanges: int = 0  # one after the other in a verify pass
@@ -69,10 +72,12 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     median = statistics.median
     lengths = range(1, timer.longest + 1)
     return Parts(
-        np.interp(lengths, [*verify], [median(s) for s in verify.values()]).tolist(),
-        median(head),
+        np.interp(lengths, [*verify], [median(t.seconds for t in times) for times in verify.values()]).tolist(),
+        median(t.seconds for t in head),
         [median(s) for s in rollback],
-        {n: median(s) for n, s in exact.items()},
+        np.interp(lengths, [*verify], [median(t.built for t in times) for times in verify.values()]).tolist(),
+        median(t.built for t in head),
+        {n: median(t.seconds for t in times) for n, times in exact.items()},
         {} if model.ranks is None else {n: timer.time_exchange(n) for n in (1, timer.longest)},
         _n_exchanges(model),
     )
@@ -102,12 +107,10 @@ class Timer:
         lengths = sorted({*range(1, min(self.longest, EVERY) + 1), self.longest})
         self.windows = {n: mx.repeat(self.token, n, axis=1) for n in lengths}  # [1, n] each
 
-    def verify(self, n: int, exact: bool = False) -> float:
+    def verify(self, n: int, exact: bool = False) -> "Time":
         """Time a pass over n tokens that leaves its window open."""
-        return _timed(
-            lambda: mx.eval(
-                self.model(self.windows[n], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
-            )
+        return _time(
+            lambda: self.model(self.windows[n], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
         )
 
     def rollback(self, n: int) -> float:
@@ -121,25 +124,25 @@ class Timer:
         self.offset += n
         return seconds
 
-    def time_passes(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-        """The seconds of passes, and of exact ones, by the number of tokens.
+    def time_passes(self) -> tuple[dict[int, list["Time"]], dict[int, list["Time"]]]:
+        """The times of passes, and of exact ones, by the number of tokens.
 
         Lengths take turns, so that a pause of the machine affects all alike. The first turn compiles and is not counted.
         """
-        verify: dict[int, list[float]] = {n: [] for n in self.windows}
+        verify: dict[int, list[Time]] = {n: [] for n in self.windows}
         has_exact = self.model.ranks is None or self.model.model.pipeline_size == 1
-        exact: dict[int, list[float]] = {2: [], self.longest: []} if has_exact else {}
+        exact: dict[int, list[Time]] = {2: [], self.longest: []} if has_exact else {}
         start = time.perf_counter()
         for i in range(N_CALLS + 1):
             if i > 3 and from_rank_0(self.model.ranks, lambda: time.perf_counter() - start > ENOUGH):
                 break
-            for n, seconds, is_exact in [
-                *((n, s, False) for n, s in verify.items()),
-                *((n, s, True) for n, s in exact.items()),
+            for n, times, is_exact in [
+                *((n, times, False) for n, times in verify.items()),
+                *((n, times, True) for n, times in exact.items()),
             ]:
                 t = self.verify(n, is_exact)
                 if i > 0:
-                    seconds.append(t)
+                    times.append(t)
                 self.rollback(1)
         return verify, exact
 
@@ -152,21 +155,21 @@ class Timer:
                 seconds.append(self.rollback(n))
         return rollback
 
-    def time_head(self) -> list[float]:
-        """The seconds of passes of the head over one token, without the first, which compiles."""
+    def time_head(self) -> list["Time"]:
+        """The times of passes of the head over one token, without the first, which compiles."""
 
         assert self.hidden is not None
         hidden = self.hidden
 
-        def call() -> None:
+        def build() -> mx.array:
             out = run_head(self.model, hidden, self.token, self.head_cache)
-            mx.eval(mx.argmax(self.model.draft_logits(out), axis=-1))
+            return mx.argmax(self.model.draft_logits(out), axis=-1)
 
-        seconds = []
+        times = []
         for _ in range(N_CALLS + 1):
-            seconds.append(_timed(call))
+            times.append(_time(build))
             self.head_cache.trim(1)
-        return seconds[1:]
+        return times[1:]
 
     def time_exchange(self, n: int) -> float:
         """The median seconds of one sum over all ranks of the hidden states of n tokens, [1, n, H]."""
@@ -176,6 +179,21 @@ class Timer:
         group = self.model.ranks.group
         calls = [lambda: mx.eval(mx.distributed.all_sum(rows, group=group))] * (N_CALLS + 1)
         return statistics.median([_timed(call) for call in calls][1:])
+
+
+class Time(NamedTuple):
+    """Of a pass."""
+
+    seconds: float
+    built: float  # of these, until its graph was built
+
+
+def _time(build: Callable[[], Any]) -> Time:
+    start = time.perf_counter()
+    out = build()
+    built = time.perf_counter()
+    mx.eval(out)
+    return Time(time.perf_counter() - start, built - start)
 
 
 def _timed(call: Callable[[], None]) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decoding.copies import N_GRAM
+from ..drafts.prompt_lookup import N_GRAM
 
 LOOPS = 1 / 3  # of a text: more is reported
 

@@ -100,6 +100,13 @@ def _show_parts(report: Report) -> list[str]:
         *([f"With --exact, relative to the plain pass over 1: {exact}"] if exact else []),
         f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
     ]
+    if parts.verify_built:
+        built = ", ".join(f"{n}: {b * 1e3:.2f}" for n, b in enumerate(parts.verify_built, 1) if _is_timed(n, parts))
+        share = parts.verify_built[0] / one
+        lines.append(
+            f"Of these, host time until Python has built the pass, ms: {built}; the head: {parts.head_built * 1e3:.2f}. "
+            f"Over 1 token that is {share:.2f} of the pass, and the rest is waiting for the device"
+        )
     if parts.exchange:
         exchange = ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in parts.exchange.items())
         lines.append(

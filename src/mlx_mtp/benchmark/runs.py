@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream
 
 from ..decoding.counts import DraftCounts
-from ..decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..decoding.loop import mtp_generate_step
+from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
 PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed depth, or one of these

@@ -1,4 +1,4 @@
-"""Whether attention over a window is faster in groups of rows, which depends on the device: see ``models/attention.py``."""
+"""Whether attention over a window is faster in groups of rows, which depends on the device: see ``layers/attention.py``."""
 
 import statistics
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..models.attention import fused_rows
+from ..layers.attention import fused_rows
 from .parts import Timer
 from .runs import in_turn
 
@@ -38,7 +38,7 @@ def time_windows(model: Any, prompt: mx.array, rows: int, repeat: int) -> Second
             for j in range(N_CALLS):
                 for n, r in in_turn(list(seconds), i + j):
                     model.drafting.attention_rows = r
-                    calls[n, r].append(timer.verify(n))
+                    calls[n, r].append(timer.verify(n).seconds)
                     timer.rollback(1)
             for kind, times in calls.items():
                 if i > 0:

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
+from ..caches.prompt_cache import n_tokens
+from ..layers.draft_lm_head import DraftLMHead, quantize_head
 from ..models import model_module
-from ..models.draft_lm_head import DraftLMHead, quantize_head
-from ..models.prompt_cache import n_tokens
 
 
 class Script:

@@ -14,12 +14,14 @@ from ..generate.stream import GenerationResponse
 from .conversation import Conversation
 from .history import history, history_file
 
-HELP = """The command list:
-- 'q' to exit, as Ctrl-D
-- 'r' to reset the chat
-- 't' to switch thinking on or off
+EXIT = "/exit"
+COMMANDS = (EXIT, "/reset", "/think", "/image", "/help")
+HELP = f"""The command list:
+- '{EXIT}' to exit, as Ctrl-D
+- '/reset' to reset the chat
+- '/think' to switch thinking on or off
 - '/image FILE' to show a picture with the next question
-- 'h' to display these commands
+- '/help' to display these commands
 Ctrl-C ends an answer."""
 
 
@@ -68,48 +70,62 @@ def run(args: argparse.Namespace) -> None:
         conversation = Conversation(model, tokenizer, args, store)
         print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
         with history(history_file()) if sys.stdin.isatty() else nullcontext():
-            while (query := ask(conversation)) != "q":
-                obey(query, conversation)
+            while (line := ask(conversation)) != EXIT:
+                obey(line, conversation)
 
 
 def ask(conversation: Conversation) -> str:
-    """What the user asks rank 0 for; q at the end of the input."""
-    query, ranks = "q", conversation.ranks
+    """The line that the user types at rank 0; ``/exit`` at the end of the input."""
+    line, ranks = EXIT, conversation.ranks
     if ranks is None or ranks.rank == 0:
         try:
-            query = input(">> ").strip()
+            line = input(">> ").rstrip()
         except EOFError:
             print()
         except KeyboardInterrupt:
             if ranks is not None:
                 raise
             print()
-            query = ""  # as in a shell, a new line
-    return query if ranks is None else str(ranks.share(query))
+            line = ""  # as in a shell, a new line
+    return line if ranks is None else str(ranks.share(line))
 
 
-def obey(query: str, conversation: Conversation) -> None:
-    """Do what a command says, or answer."""
-    if query == "h":
-        print(HELP)
-    elif query == "r":
-        conversation.reset()
-    elif query == "t":
+def obey(line: str, conversation: Conversation) -> None:
+    """Do what a command says, or answer. Commands begin with a slash, so that any word can be said to the model."""
+    if line.startswith("/"):
+        command, _, rest = line.partition(" ")
         try:
-            conversation.think(not conversation.thinking)
-            print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
-        except ValueError as e:
-            print(e)
-    elif query.startswith("/image"):
-        try:
-            conversation.attach(query.removeprefix("/image").strip().strip("'\""))
-        except (FileNotFoundError, ValueError) as e:
-            print(e)
-    elif query:
+            do(command, rest.strip().strip("'\""), conversation)
+        except (ValueError, OSError) as e:
+            print(cli.sentence(e))
+    elif query := line.strip():
         response = conversation.answer(query, show=partial(print, end="", flush=True))
         print()
         if response is not None:
             print(f"[{figures(response)}]", flush=True)
+
+
+def do(command: str, argument: str, conversation: Conversation) -> None:
+    """
+    Raises:
+        ValueError: There is no such command, its argument is missing or too much, or the model cannot do it.
+        OSError: A file cannot be read.
+    """
+    if command not in COMMANDS:
+        raise ValueError(f"There is no command {command}: see /help, or put a space before it to say it to the model.")
+    if bool(argument) != (command == "/image"):
+        raise ValueError(
+            "/image takes a file: /image FILE." if command == "/image" else f"{command} takes no argument."
+        )
+    if command == "/image":
+        conversation.attach(argument)
+    elif command == "/reset":
+        conversation.reset()
+    elif command == "/think":
+        conversation.think(not conversation.thinking)
+        print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
+    else:
+        print(HELP)
 
 
 def figures(response: GenerationResponse) -> str:

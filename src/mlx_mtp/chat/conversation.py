@@ -10,12 +10,12 @@ from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..colors import paint
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.processor import PLACEHOLDER
 from ..images.prompt import vision_of
-from ..models.prompt_cache import make_prompt_cache, n_tokens
 from ..prompt_store import PromptStore
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
+from ..cli import sentence
+
 LINES = 1000  # that are kept
 
 
@@ -40,4 +42,4 @@ def _told(done: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        print(f"The history is not {done}: {e}", file=sys.stderr)
+        print(f"The history is not {done}: {sentence(e)}", file=sys.stderr)

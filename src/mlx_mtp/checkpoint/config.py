@@ -51,8 +51,8 @@ def check_config(config: Config | None, name: str) -> Config:
         if not _mlx_lm_has(model_type):
             raise ValueError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
         raise ValueError(
-            f"Model type {model_type} is not supported with an MTP head (supported: {', '.join(MODEL_TYPES)}): "
-            "generate without --mtp, convert with --no-mtp."
+            f"Model type {model_type} is not supported here (supported: {', '.join(MODEL_TYPES)}): "
+            "generate without --mtp, convert with --no-mtp, serve with mlx_lm.server."
         )
     return config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..distributed.ranks import from_rank_0
-from ..models.draft_lm_head import BITS, DraftLMHead, quantize_head
+from ..layers.draft_lm_head import BITS, DraftLMHead, quantize_head
 from ..models.protocol import MTPModel
 from .vocabulary import DraftVocab, choose_ids
 

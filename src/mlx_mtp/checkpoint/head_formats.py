@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..models.mtp import split_head
+from ..layers.mtp import split_head
 from .config import Config, first_difference, read_json, text_config_of
-from .hub import fetch
-from .tensors import WEIGHTS, tensor_names
+from .storage.hub import fetch
+from .storage.tensors import WEIGHTS, tensor_names
 
 DRAFTER = "qwen3_5_mtp"  # model type of a folder with a head alone, as mlx-vlm writes it
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside the model's

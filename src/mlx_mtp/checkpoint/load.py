@@ -11,15 +11,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, together
+from ..files import check_folder
+from ..images.tower import split_tower
 from ..images.vision import Vision
+from ..layers.mtp import is_raw
 from ..models import MODEL_TYPES, model_module
-from ..models.mtp import is_raw
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
-from ..models.vision import split_tower
 from .config import Config, read_config
 from .drafting import cheapen_drafts, check_bits
-from .files import check_folder
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -31,7 +31,6 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .hub import fetch
 from .originals.acceptance import FLOOR, measure_acceptance
 from .originals.head import FetchedHead, fetch_missing_head
 from .originals.tower import fetch_tower
@@ -39,7 +38,8 @@ from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .settings import read as read_settings
 from .skeleton import loading_errors
-from .tensors import check_weight_files, names_in, tensor_names
+from .storage.hub import fetch
+from .storage.tensors import check_weight_files, names_in, tensor_names
 from .vocabulary import DraftVocab, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -318,4 +318,5 @@ def _apply_settings(
     if tuned is None:
         return None, None, None
     model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
+    model.drafting.compiled, model.drafting.pieces = tuned.compiled, tuned.pieces
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits

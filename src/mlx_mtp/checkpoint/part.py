@@ -14,14 +14,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..distributed.ranks import Ranks
+from ..images.tower import split_tower
+from ..layers.mtp import split_head
 from ..models import MODEL_TYPES
-from ..models.mtp import split_head
 from ..models.shard import check_pipeline, check_shard
-from ..models.vision import split_tower
 from .config import read_config, read_json
-from .hub import fetch
 from .skeleton import skeleton
-from .tensors import INDEX_FILE, WEIGHTS, weight_map_of
+from .storage.hub import fetch
+from .storage.tensors import INDEX_FILE, WEIGHTS, weight_map_of
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

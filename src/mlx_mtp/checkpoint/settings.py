@@ -16,11 +16,11 @@ import mlx.core as mx
 from platformdirs import user_cache_path
 
 from .._version import __version__
-from ..models.drafting import Settings
+from ..files import check_target, write_atomic
+from ..layers.drafting import Settings
 from .config import parse_json
-from .files import check_target, write_atomic
-from .hub import HEAD_FILE
-from .tensors import WEIGHTS
+from .storage.hub import HEAD_FILE
+from .storage.tensors import WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +111,10 @@ def _check(settings: Settings) -> None:
         raise ValueError
     if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
         raise ValueError
-    rows = settings.attention_rows
-    if rows is not None and (type(rows) is not int or rows < 1):
+    for n in (settings.attention_rows, settings.pieces):
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError
+    if type(settings.compiled) is not bool:
         raise ValueError
     if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
         raise ValueError

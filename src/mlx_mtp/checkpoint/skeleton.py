@@ -8,8 +8,8 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
+from ..layers.mtp import sanitize_head
 from ..models import model_module
-from ..models.mtp import sanitize_head
 from ..models.protocol import MTPModel
 from .config import Config
 

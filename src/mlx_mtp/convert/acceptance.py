@@ -6,7 +6,7 @@ import mlx.nn as nn
 
 from ..checkpoint.load import load
 from ..checkpoint.originals.acceptance import CHECK_TOKENS, FLOOR, measure_acceptance
-from ..checkpoint.output import dtype_name, naming
+from ..checkpoint.storage.output import dtype_name, naming
 
 COST_TOKENS = 128  # after each prompt, to measure what quantization costs
 

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 from yaml import YAMLError
 
-from ..checkpoint.hub import first_line
+from ..checkpoint.storage.hub import first_line
 
 log = logging.getLogger(__name__)
 

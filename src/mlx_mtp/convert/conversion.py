@@ -12,14 +12,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import Config
-from ..checkpoint.files import check_folder
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
-from ..checkpoint.hub import commit_of, fetch
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.output import atomic_directory, check_new, describe_head, describe_no_head
+from ..checkpoint.storage.hub import commit_of, fetch
+from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head
+from ..files import check_folder
+from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
 from ..models.protocol import MTPModel
-from ..models.vision import PREFIX
 from .acceptance import print_cost
 from .card import IMAGES, USAGE, upload, write_card
 from .graft import graft

@@ -7,17 +7,17 @@ import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
-from ..checkpoint.beside import write_config, write_weights
 from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
-from ..checkpoint.hub import fetch
-from ..checkpoint.output import atomic_directory, check_new
-from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.skeleton import skeleton
+from ..checkpoint.storage.beside import write_config, write_weights
+from ..checkpoint.storage.hub import fetch
+from ..checkpoint.storage.output import atomic_directory, check_new
+from ..checkpoint.storage.reader import CheckpointReader
+from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, TOKENS, Vision
-from ..models.mtp import sanitize_head, split_head
+from ..layers.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
-from ..models.vision import PREFIX, VisionArgs, make_tower, split_tower
 from .acceptance import check_acceptance
 from .card import IMAGES, USAGE
 

@@ -6,11 +6,11 @@ from huggingface_hub.utils import TensorInfo
 
 from ..checkpoint.config import Config, check_config, text_config_of
 from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
-from ..checkpoint.reader import CheckpointReader, n_bytes
 from ..checkpoint.skeleton import check_shapes, skeleton
-from ..checkpoint.tensors import INDEX_FILE
+from ..checkpoint.storage.reader import CheckpointReader, n_bytes
+from ..checkpoint.storage.tensors import INDEX_FILE
 from ..cli import table
-from ..models.mtp import split_head
+from ..layers.mtp import split_head
 
 Line = tuple[str, str]
 UNKNOWN_LAYOUT = "raw or converted, which is unknown"

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from ..checkpoint.config import Config
 from ..checkpoint.head_formats import EXTRA_TENSORS, is_head
-from ..checkpoint.hub import HEAD_FILE
-from ..checkpoint.output import check_written, save, write_index
-from ..checkpoint.tensors import WEIGHTS
+from ..checkpoint.storage.hub import HEAD_FILE
+from ..checkpoint.storage.output import check_written, save, write_index
+from ..checkpoint.storage.tensors import WEIGHTS
 
 
 def max_shard_bytes(source: Path) -> int:

@@ -1,67 +1,55 @@
 """The tokens that sequences choose at the positions of a window, and which of their drafts they accept."""
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from .acceptance import Verdict
+from ..sampling.acceptance import Verdict
 from .sequence import Sequence
 from .window import NO_TOKENS, Step, Token, Window
 
 
-class Choice(NamedTuple):
-    """What was chosen.
-
-    Args:
-        step (Step): Its tokens and log probabilities.
-        accepted (mx.array): Which drafts each sequence accepts, [B, T - 1], bool; those after the first False mean nothing.
-        states (List[mx.array]): Random states to go back to, as in ``Verdict``.
-    """
-
-    step: Step
-    accepted: mx.array
-    states: list[mx.array]
-
-
-def choose_at_once(sequences: list[Sequence], window: Window) -> Choice:
+def choose_at_once(window: Window) -> Step:
     """All positions of all sequences in one go: those without a sampler or processors of their own together."""
-    step = Step(sequences, window, window.tokens, None, {}, [], [0] * len(sequences))
+    sequences, drafts = window.drafts.sequences, window.drafts.tokens
+    step = Step(window, window.tokens, drafts, n_accepted=[0] * len(sequences))
     own = [b for b, s in enumerate(sequences) if s.end is None and not s.is_greedy]
-    accepted, states = window.drafts, []
+    k = len(window.drafts)
     if len(sequences) > 1 or not own:
         step.logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
         step.choices = mx.argmax(step.logprobs, axis=-1)  # [B, T]
-        if window.n_drafts > 0:
-            accepted = step.choices[:, :-1] == window.drafts
-    elif window.n_drafts > 0:
-        accepted = mx.zeros(window.drafts.shape, mx.bool_)
-    if len(sequences) > 1 and window.n_drafts == 0:
+        if k > 0:
+            step.accepted = step.choices[:, :-1] == drafts
+    elif k > 0:
+        step.accepted = mx.zeros(drafts.shape, mx.bool_)
+    if len(sequences) > 1 and k == 0:
         own = _draw_together(sequences, own, step)
     for b in own:
         with sequences[b].own_errors():
             verdicts = _verdicts(sequences[b], b, window)
             tokens = mx.concatenate([v.tokens for v, _ in verdicts]).astype(mx.uint32)
-            of_drafts = mx.concatenate([v.accepted for v, _ in verdicts])
+            accepted = mx.concatenate([v.accepted for v, _ in verdicts])
             step.own_logprobs[b] = [row for _, rows in verdicts for row in rows]
             if len(sequences) == 1:
-                step.choices, accepted, states = tokens[None], of_drafts[None], verdicts[0][0].random_states
+                step.choices, step.accepted = tokens[None], accepted[None]
+                step.random_states = verdicts[0][0].random_states
             else:
                 step.choices[b, : len(tokens)] = tokens
-                accepted[b, : len(of_drafts)] = of_drafts
+                step.accepted[b, : len(accepted)] = accepted
     step.has_ended = [s.end is not None for s in sequences]
-    return Choice(step, accepted, states)
+    return step
 
 
-def choose_in_order(s: Sequence, window: Window, stream: Any) -> Generator[Token, None, Choice]:
+def choose_in_order(window: Window, stream: Any) -> Generator[Token, None, Step]:
     """Of one sequence: call each processor and the sampler once a token, and yield each accepted draft before the next."""
-    k, tokens = window.plans[0].k, []  # type: tuple[int, list[mx.array]]
-    s.counts.source = window.plans[0].source  # of the drafts that are handed over before they are counted
-    step = Step([s], window, window.tokens, None, {0: []}, [], [0])
-    for i in range(k + 1):
+    ((s,), (plan,)), tokens = (window.drafts.sequences, window.drafts.plans), list[mx.array]()
+    s.counts.source = plan.source  # of the drafts that are handed over before they are counted
+    step = Step(window, window.tokens, window.drafts.tokens, own_logprobs={0: []}, n_accepted=[0])
+    for i in range(plan.k + 1):
         with mx.stream(stream), s.own_errors():
             verdict, rows = _verdict(s, 0, window, i, i + 1)
-            is_accepted = i < k and verdict.accepted.item()
+            is_accepted = i < plan.k and verdict.accepted.item()
         if s.end is not None:
             break
         tokens.append(verdict.tokens.astype(mx.uint32))
@@ -75,8 +63,8 @@ def choose_in_order(s: Sequence, window: Window, stream: Any) -> Generator[Token
     if tokens:
         step.choices = mx.concatenate(tokens)[None]
     step.has_ended = [s.end is not None]
-    n_accepted = window.kept[0] - 1
-    return Choice(step, (mx.arange(k) < n_accepted)[None], [])
+    step.accepted = (mx.arange(plan.k) < window.kept[0] - 1)[None]
+    return step
 
 
 def _draw_together(sequences: list[Sequence], own: list[int], step: Step) -> list[int]:
@@ -97,7 +85,7 @@ def _draw_together(sequences: list[Sequence], own: list[int], step: Step) -> lis
 
 def _verdicts(s: Sequence, b: int, window: Window) -> list[tuple[Verdict, list[mx.array]]]:
     """On sequence b, with a sampler or processors of its own; one for each position where it accepts in order."""
-    k = window.plans[b].k
+    k = window.drafts.plans[b].k
     if not s.in_order:
         return [_verdict(s, b, window, 0, k + 1)]
     verdicts = []
@@ -110,8 +98,8 @@ def _verdicts(s: Sequence, b: int, window: Window) -> list[tuple[Verdict, list[m
 
 def _verdict(s: Sequence, b: int, window: Window, i: int, j: int) -> tuple[Verdict, list[mx.array]]:
     """The verdict on positions i to j of sequence b, and their log probabilities, each [1, V]"""
-    k = window.plans[b].k
-    drafts, records = (window.drafts[b, :k], window.records[b]) if window.n_drafts > 0 else (NO_TOKENS, [])
+    own = window.drafts
+    drafts, records = (own.tokens[b, : own.plans[b].k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
     # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
     rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
-    return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_decided + i), rows
+    return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_generated + i), rows

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from ..models.drafting import Drafting
+from ..layers.compiled import n_traces
+from ..pacing.timing import Timing
 from .exchange import Exchange
 
 T = TypeVar("T")
@@ -18,15 +19,16 @@ class Clock(Generic[T]):
     so a step may also wait for another generation's.
 
     Args:
-        drafting (Drafting): The model's, which says whose turn it was.
+        timing (Timing): The model's, which says whose turn it was.
         exchange (Exchange, optional): With the other ranks. ``None`` for one process.
     """
 
-    def __init__(self, drafting: Drafting, exchange: Exchange | None):
-        self.drafting, self.turn = drafting, object()
-        drafting.turn = self.turn  # a prompt comes first
+    def __init__(self, timing: Timing, exchange: Exchange | None):
+        self.timing, self.turn = timing, object()
+        timing.turn = self.turn  # a prompt comes first
         self.is_alone = True  # since the step before
         self.last: float | None = None  # when that was over
+        self.n_traces = 0  # that were made up to then
         # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
@@ -34,8 +36,8 @@ class Clock(Generic[T]):
 
     def take_turn(self) -> None:
         """Call when the device was given work, before the caller can turn to another generation."""
-        self.is_alone = self.is_alone and self.drafting.turn is self.turn
-        self.drafting.turn = self.turn
+        self.is_alone = self.is_alone and self.timing.turn is self.turn
+        self.timing.turn = self.turn
 
     def interrupt(self) -> None:
         """Something else than steps took time."""
@@ -50,6 +52,10 @@ class Clock(Generic[T]):
         """
         now, before = perf_counter(), self.last
         self.take_turn()
+        is_clear = (
+            is_clear and self.n_traces == n_traces()
+        )  # a step of a new shape is traced, and its kernels are compiled
+        self.n_traces = n_traces()
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))
             self.unsent.append(now - before)

@@ -15,10 +15,10 @@ class DraftCounts:
         copies_accepted (List[int]): Those accepted.
         forced (List[int]): Drafts that a grammar forces.
         forced_accepted (List[int]): Those accepted.
-        others (List[int]): Drafts of sources that were added to ``decoding/sources.py``.
+        others (List[int]): Drafts of sources that were added to ``drafts/sources.py``.
         others_accepted (List[int]): Those accepted.
         depth (int): The latest step's number of drafts.
-        source (str): Where these came from: ``"head"``, or one of ``decoding/sources.py``.
+        source (str): Where these came from: ``"head"``, or one of ``drafts/sources.py``.
     """
 
     drafted: list[int] = field(default_factory=list)

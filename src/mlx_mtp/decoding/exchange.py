@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, unlike_rank_0
-from .sampling import SeededSampler, TextSampler
+from ..sampling.sampler import SeededSampler, TextSampler
 
 CHECKED_EVERY = 8  # passes, where no seconds travel
 
@@ -113,7 +113,7 @@ class Exchange:
 
 
 @contextmanager
-def running_alike(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
     """Inside, plain generation of mlx-lm draws the same on all ranks; it leaves nothing pending on its stream."""
     if ranks is None:
         yield

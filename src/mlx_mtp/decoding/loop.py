@@ -17,10 +17,10 @@ So the head's cache has a row for each of the backbone's tokens, each made from 
 last one is not known: the head has one row less, and the hidden state that it waits with is in the last entry of the prompt
 cache.
 
-Drafts may also be copied from the text (``copies.py``); the head then gets its rows when they are accepted.
+Drafts may also be copied from the text (``prompt_lookup.py``); the head then gets its rows when they are accepted.
 
 This module is the loop. Its moves are those of ``decoder.Decoder``. How many drafts to make, and from where, is up to
-``pace.Pace``.
+``planner.Planner``.
 """
 
 import weakref
@@ -33,15 +33,16 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import open_prompt_cache, place_images
-from ..models.single import KVOptions
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.single import KVOptions
+from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
 from .counts import DraftCounts
 from .decoder import Decoder
-from .options import CopyDrafts, NumDraftTokens, check_model, resolve
-from .pace import Pace, depth_of
+from .planner import Planner, depth_of
+from .prefill import prefill_prompt
 from .sequence import Sequence
-from .window import Token
+from .window import Step, Token
 
 
 def mtp_generate_step(
@@ -86,13 +87,13 @@ def mtp_generate_step(
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Costs one more
           synchronization a step. Default: ``None``, the tuned settings, or ``0.0``.
         exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even where two logits are
-          nearly equal; see ``models/exact.py`` for the cost. Default: ``False``.
+          nearly equal; see ``layers/exact.py`` for the cost. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. One of
           ``mlx_mtp.make_sampler`` says how its drafts are accepted; with any other, a draft is accepted where it is the
           sampler's own choice. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return
           the processed logits. A function is called at every position of a window, also at positions that are then
-          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.decoding.processors``): if there is one, all
+          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.sampling.processors``): if there is one, all
           are called once a token, in order. Default: ``None``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
@@ -121,7 +122,7 @@ def mtp_generate_step(
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
     cache = open_prompt_cache(model, prompt_cache)
-    place_images(mtp_model, cache, images, input_embeddings)
+    place_images(mtp_model, cache, images, input_embeddings is not None)
     sequence = Sequence(
         cache=cache,
         options=options,
@@ -131,16 +132,16 @@ def mtp_generate_step(
         counts=counts or DraftCounts(),
     )
     depth = depth_of(mtp_model, sequence)
-    pace = Pace(mtp_model, None if depth is None else depth.times)
-    if pace.exchange is not None:
+    planner = Planner(mtp_model, None if depth is None else depth.times)
+    if planner.exchange is not None:
         with mx.stream(stream):
-            sequence.sample_with(pace.exchange.align(prompt, cache.n_tokens, sampler))
+            sequence.sample_with(planner.exchange.align(prompt, cache.n_tokens, sampler))
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-    decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=pace.exchange, stream=stream)
+    decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=planner.exchange, stream=stream)
     decoder.open(sequence)
     steps = _steps(
         decoder,
-        pace,
+        planner,
         prompt=prompt.astype(mx.uint32),
         embeddings=input_embeddings,
         chunk=prefill_step_size,
@@ -152,43 +153,61 @@ def mtp_generate_step(
 
 def _steps(
     decoder: Decoder,
-    pace: Pace,
+    planner: Planner,
     *,
     prompt: mx.array,
     embeddings: mx.array | None,
     chunk: int,
     progress: Callable[[int, int], Any],
 ) -> Generator[Token, None, None]:
-    """The loop."""
-    (sequence,), stream = decoder.sequences, decoder.stream
+    """The loop of one sequence."""
+    (sequence,) = decoder.sequences
     try:
-        with mx.stream(stream):
-            decoder.prefill(prompt, embeddings, chunk, progress)
-            pace.start_window(decoder)
-        if sequence.max_tokens == 0:
-            return
-        step = yield from decoder.accept()  # of the prompt's last token, which gives the first
-        while True:
-            with mx.stream(stream):
-                decoder.draft(pace.next(decoder))  # draft
-                sequence.check()
-            yield from decoder.hand_over_accepted(step)  # while the device drafts
-
-            with mx.stream(stream):
-                decoder.roll_back()  # roll back
-                decoder.verify()  # verify
-                pace.start_window(decoder)
-                decoder.wait()
-                pace.record_plain(step)
-            yield from decoder.hand_over_last(step)  # while the device verifies
-            if sequence.end is not None:
-                return
-
-            step = yield from decoder.accept()  # accept
+        with mx.stream(decoder.stream):
+            prefill_prompt(decoder, prompt, embeddings, chunk, progress)
+            planner.start_window(decoder)
+        while sequence.end is None and sequence.max_tokens != 0:
+            yield from make_step(decoder, planner, lambda _: sequence.check())
             sequence.check()
-            pace.record_drafting(step)
     finally:
         decoder.finalize()
+
+
+def make_step(
+    decoder: Decoder, planner: Planner, come_and_go: Callable[[Step | None], Any]
+) -> Generator[Token, None, Step | None]:
+    """A step of one sequence or several: accept the window in flight, draft, roll back, and verify the next window.
+
+    Args:
+        come_and_go (Callable[[Optional[Step]], Any]): Is called once a step's drafts are accepted or rejected, and may add and
+          remove sequences.
+
+    Yields:
+        Tuple[int, mx.array, bool]: The tokens of one sequence that is alone, while the device drafts and verifies.
+
+    Returns:
+        Optional[Step]: The tokens of all; ``None`` where no window was in flight.
+    """
+    step, stream = None, decoder.stream
+    if decoder.window is not None:
+        step = yield from decoder.accept()  # accept
+        planner.record_drafting(step)
+    with mx.stream(stream):
+        come_and_go(step)
+        if len(decoder) == 0:
+            return step
+        decoder.draft(planner.next(decoder))  # draft
+    yield from decoder.hand_over_accepted(step)  # while the device drafts
+
+    with mx.stream(stream):
+        decoder.roll_back()  # roll back
+        decoder.verify()  # verify
+        planner.start_window(decoder)
+        if step is not None:
+            decoder.wait()
+            planner.record_plain(step)
+    yield from decoder.hand_over_last(step)  # while the device verifies
+    return step
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:

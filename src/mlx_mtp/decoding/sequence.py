@@ -9,18 +9,18 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..models.positions import ImageSpan, Positions
-from ..models.prompt_cache import PromptCache
-from .acceptance import TokenMatch, make_acceptance, rewind
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import PromptCache
+from ..drafts.options import DraftOptions
+from ..drafts.sources import Source, make_sources
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.rates import Rates
+from ..pacing.step_times import Plan
+from ..sampling.acceptance import TokenMatch, make_acceptance, rewind
+from ..sampling.processors import keeps_state
+from ..sampling.sampler import Sampler
+from ..text.grammar import Grammar
 from .counts import DraftCounts
-from .depth import MAX_DRAFT_TOKENS, Depth
-from .grammar import Grammar
-from .options import DraftOptions
-from .processors import keeps_state
-from .rates import Rates
-from .sampling import Sampler
-from .sources import Source, make_sources
-from .step_times import Plan
 
 
 @dataclass(eq=False)
@@ -44,8 +44,8 @@ class Sequence:
           raised; ``None`` while it goes on.
         before (List[int]): The tokens of its prompt cache before these, as far back as they are known.
         images (List[ImageSpan]): Of its text.
-        n_decided (int): Generated tokens, which the host may not know yet.
-        n_taken (int): Those that it knows.
+        n_generated (int): Generated tokens, which the host may not know yet.
+        n_known (int): Those that it knows.
     """
 
     cache: PromptCache
@@ -64,9 +64,9 @@ class Sequence:
         self.end: str | Exception | None = None
         self.before = [] if self.tokens else self.cache.text
         self.images = self.cache.images
-        self.first = self.cache.n_tokens - len(self.before) - len(self.tokens)  # of these in the prompt cache
+        self.first_known = self.cache.n_tokens - len(self.before) - len(self.tokens)  # the index of the first of these
         self.n_read, self.n_prompt = 0, sum(map(len, self.segments))
-        self.n_decided = self.n_taken = 0
+        self.n_generated = self.n_known = 0
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.sampler)
         number = self.options.num_draft_tokens
@@ -98,14 +98,9 @@ class Sequence:
         return "error" if isinstance(self.end, Exception) else self.end
 
     @property
-    def is_read(self) -> bool:
-        """Whether its prompt is read, but for the last token."""
-        return len(self.segments) == 1
-
-    @property
     def n_unread(self) -> int:
         """The number of decided tokens that the host does not know yet."""
-        return self.n_decided - self.n_taken
+        return self.n_generated - self.n_known
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
@@ -131,23 +126,20 @@ class Sequence:
 
     def skip(self, n: int) -> None:
         """Begin behind n positions of the prompt whose tokens are not known."""
-        self.before, self.first = [], self.first + len(self.before) + n
+        self.before, self.first_known = [], self.first_known + len(self.before) + n
 
     def start(self) -> None:
         """The prompt is read."""
         text = [*self.before, *self.tokens]
-        self.sources = make_sources(self.options, without_images(text, self.first, self.images), self.logits_processors)
+        self.sources = make_sources(
+            self.options, without_images(text, self.first_known, self.images), self.logits_processors
+        )
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
-    @property
-    def shift(self) -> int:
-        """What to add to the index of its next token to have its position."""
-        return Positions(tuple(self.images)).shift
-
     def text_of(self, n_tokens: int) -> list[int]:
         """The last tokens of a prompt cache of so many, as far back as they are known."""
-        n, text = n_tokens - self.first, [*self.before, *self.tokens]
+        n, text = n_tokens - self.first_known, [*self.before, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
     def offers(self) -> dict[str, list[float]]:
@@ -168,7 +160,7 @@ class Sequence:
 
     def decide(self, tokens: mx.array, b: int, n: int) -> None:
         """Go on behind the first n of tokens [b], of [B, T], which the host may not know yet."""
-        self.n_decided += n
+        self.n_generated += n
         if self.context is not None:
             self.context = mx.concatenate([self.context, tokens[b, :n]])
 
@@ -185,7 +177,7 @@ class Sequence:
             if self.end in ("length", "stop"):
                 taken = tokens[:i]
                 break
-        self.n_taken += len(taken)
+        self.n_known += len(taken)
         for source in self.sources.values():
             source.read(taken)
         self.tokens += taken

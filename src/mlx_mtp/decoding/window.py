@@ -1,12 +1,13 @@
-"""What a pass of the backbone verifies, and what comes of it."""
+"""A draft's way: what is drafted (``Drafts``), the pass that verifies it (``Window``), and what that decides (``Step``)."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
+from ..pacing.depth import Depth
+from ..pacing.step_times import Plan
 from .sequence import Sequence
-from .step_times import Plan
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Records = list[list[Any]]  # what ``Acceptance.draft`` returned with each draft of each sequence
@@ -15,71 +16,84 @@ NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
 
-class Drafts(NamedTuple):
-    """For the next window.
+@dataclass
+class Drafts:
+    """The drafts of a window. ``Planner`` says how many of which source, and ``Decoder.draft`` makes them.
 
     Args:
+        sequences (List[Sequence]): Those of the window.
+        plans (List[Plan]): The drafts of each. There may be fewer in the end: a source may give fewer, the head be unsure.
+        plan (Plan): What was chosen: for one sequence its plan, for several the number of drafts that they share.
+        depth (Depth, optional): What has chosen it, and learns what came of it; ``None`` for a given number.
         tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        records (List[List[Any]]): What ``Acceptance.draft`` returned with each; ``None`` for a copy.
-        plans (List[Plan]): What was drafted for each sequence.
+        records (List[List[Any]]): What ``Acceptance.draft`` returned with each, until it is accepted or rejected;
+          ``None`` for a draft that has no distribution.
     """
 
-    tokens: mx.array
-    records: Records
+    sequences: list[Sequence]
     plans: list[Plan]
+    plan: Plan
+    depth: Depth | None
+    tokens: mx.array = NO_DRAFTS
+    records: Records = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """The most drafts of any sequence."""
+        return self.tokens.shape[1]
 
 
 @dataclass
 class Window:
-    """What a pass verifies.
+    """A verify pass in flight.
 
     Args:
-        tokens (mx.array): The last decided token of each sequence, and drafts, [B, T].
-        drafts (mx.array): [B, T - 1]
-        records (List[List[Any]]): As in ``Drafts``.
-        plans (List[Plan]): As in ``Drafts``.
+        drafts (Drafts): Behind the last decided token of each sequence.
+        tokens (mx.array): These tokens and the drafts, [B, T].
         logits (mx.array): [B, T, V]
         hidden (mx.array): [B, T, H]
         kept (List[int]): How many of its tokens are final in each sequence: 0 until the first was handed over.
     """
 
+    drafts: Drafts
     tokens: mx.array
-    drafts: mx.array
-    records: Records
-    plans: list[Plan]
     logits: mx.array
     hidden: mx.array
     kept: list[int]
 
-    @property
-    def n_drafts(self) -> int:
-        """The most drafts of any sequence."""
-        return self.drafts.shape[1]
-
 
 @dataclass
 class Step:
-    """What a window yielded.
+    """What the sequences of a window have chosen at its positions.
 
     Args:
-        sequences (List[Sequence]): Those of the window.
         window (Window): The window.
         choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
+        accepted (mx.array): Which drafts each accepts, [B, T - 1], bool; those after the first False mean nothing.
         logprobs (mx.array, optional): Of sequences that are chosen together, [B, T, V].
         own_logprobs (Dict[int, List[mx.array]]): Of the others, by index, each [1, V].
+        random_states (List[mx.array]): To go back to, as in ``Verdict``.
         has_ended (List[bool]): Which sequences had ended before.
-        n_accepted (List[int]): Drafts that each accepted.
+        n_accepted (List[int]): Drafts that each accepted, once the host knows.
         tokens (List[List[int]]): Of each sequence, once the host knows them.
     """
 
-    sequences: list[Sequence]
     window: Window
     choices: mx.array
-    logprobs: mx.array | None
-    own_logprobs: dict[int, list[mx.array]]
-    has_ended: list[bool]
-    n_accepted: list[int]
+    accepted: mx.array
+    logprobs: mx.array | None = None
+    own_logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
+    random_states: list[mx.array] = field(default_factory=list)
+    has_ended: list[bool] = field(default_factory=list)
+    n_accepted: list[int] = field(default_factory=list)
     tokens: list[list[int]] | None = None
+
+    @property
+    def drafts(self) -> Drafts:
+        return self.window.drafts
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.window.drafts.sequences
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """Of sequence b's token t, [V]."""
@@ -91,3 +105,12 @@ class Step:
     def n_decided(self, b: int) -> int:
         """The number of tokens that it decides of sequence b, none behind its end, from 1 on."""
         return 1 if self.tokens is None else max(len(self.tokens[b]), 1)
+
+    def last_tokens(self) -> mx.array:
+        """The last of these tokens of each sequence, [B, 1]."""
+        if self.choices.shape[1] == 1:
+            return self.choices
+        counts = [self.n_decided(b) for b in range(len(self.sequences))]
+        if len(counts) == 1:
+            return self.choices[:, counts[0] - 1 : counts[0]]
+        return mx.take_along_axis(self.choices, mx.array(counts)[:, None] - 1, axis=1)

@@ -53,7 +53,7 @@ def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connectio
                 others[0][0].sendall(f"{token} {ranks.rank} {host}\n".encode())
         except OSError as e:
             at = ", ".join(f"{name} port {port}" for name, port in addresses)
-            error = f"{e} (rank 0 is {host_of_0} at {at})"
+            error = f"{e.strerror or e} (rank 0 is {host_of_0} at {at})"
         for sock, *_ in others:
             sockets.enter_context(sock)
         missed = ranks.share(error)

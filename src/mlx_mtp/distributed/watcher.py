@@ -34,11 +34,12 @@ class Fault(Exception):
         rank (int): Which one is lost.
         what (str): A sentence that names it.
         is_exception (bool): Whether the rank has raised an exception, which it prints itself. Default: ``False``.
+        age (float): Seconds since it was found. Default: ``0.0``.
     """
 
-    def __init__(self, rank: int, what: str, is_exception: bool = False):
+    def __init__(self, rank: int, what: str, is_exception: bool = False, age: float = 0.0):
         super().__init__(what)
-        self.rank, self.what, self.is_exception = rank, what, is_exception
+        self.rank, self.what, self.is_exception, self.found = rank, what, is_exception, monotonic() - age
 
 
 class Link:
@@ -117,6 +118,7 @@ class Watcher:
         try:
             messages = link.read()
         except OSError as e:
+            link.has_failed = True
             raise Fault(link.rank, f"{link.name} has died.") from e
         for kind, *rest in messages:
             link.has_failed = kind in ("fault", "failed")
@@ -153,10 +155,10 @@ class Watcher:
 
     def end(self, fault: Fault) -> None:
         """Tell the others of a fault, and end the rank."""
-        self._tell(fault)
-        if fault.is_exception and (cause := self._cause()):
-            fault = cause
-            self._tell(fault)
+        self._tell(fault, [link for link in self.others if not link.has_failed])
+        if fault.is_exception or fault.rank == self.rank:
+            fault = self._cause(fault)
+        self._tell(fault, self.others)  # also whoever told of it: this rank has now said what it knows
         ends_itself = fault.is_exception and self.own.has_failed
         if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
             print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
@@ -170,27 +172,27 @@ class Watcher:
             self._end_rank(fault.what)
             self.close(fault.rank)
 
-    def _tell(self, fault: Fault) -> None:
-        for link in self.others:
-            link.send("fault", fault.rank, fault.what, fault.is_exception)
+    def _tell(self, fault: Fault, links: list[Link]) -> None:
+        for link in links:
+            link.send("fault", fault.rank, fault.what, fault.is_exception, monotonic() - fault.found)
 
-    def _cause(self) -> Fault | None:
-        """The loss of a rank, where that is behind an exception: it makes the collectives of the others fail.
+    def _cause(self, fault: Fault) -> Fault:
+        """The first loss of a rank, or else the fault: a loss makes the others' collectives fail, and ``mlx.launch`` ends them.
 
         Waits for what all ranks have to say, for a beat. This one may be about to raise the same exception as another.
         """
-        end = monotonic() + self.beat
+        end, losses = monotonic() + self.beat, [] if fault.is_exception else [fault]
         while waiting := [link for link in (self.own, *self.others) if not link.has_failed]:
             ready = select(waiting, [], [], max(0, end - monotonic()))[0]
             for link in ready:
                 try:
                     self._hear(link)
-                except Fault as fault:
-                    if not fault.is_exception:
-                        return fault
+                except Fault as told:
+                    if not told.is_exception:
+                        losses.append(told)
             if not ready:
                 break
-        return None
+        return min(losses, key=lambda loss: loss.found, default=fault)
 
     def _end_rank(self, why: str) -> None:
         self.own.send("end", why)

@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
-from ..checkpoint.files import write_atomic
 from ..decoding.loop import mtp_generate_step
-from ..decoding.sampling import make_sampler
+from ..files import write_atomic
+from ..sampling.sampler import make_sampler
+from .progress import bar
 from .texts import Text
 
 
@@ -34,11 +34,13 @@ def answer_all(
     tasks = [(text, seed + i) for i in range(answers if temp > 0 else 1) for text in prompts]
     done = _read(file)
     write_atomic(file, "".join(map(_line, done)))
-    with file.open("a", encoding="utf-8") as f:
-        for prompt, task_seed in tqdm(tasks[len(done) :], desc="Answering", unit="answer", disable=None):
+    todo = tasks[len(done) :]
+    with file.open("a", encoding="utf-8") as f, bar("Answering", "answer", len(todo)) as progress:
+        for prompt, task_seed in todo:
             done.append(_answer(model, tokenizer, prompt, max_tokens, temp, task_seed))
             f.write(_line(done[-1]))
             f.flush()
+            progress.update()
     return done
 
 

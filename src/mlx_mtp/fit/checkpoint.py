@@ -5,10 +5,10 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from ..checkpoint.beside import write_config, write_weights
 from ..checkpoint.config import Config, check_config
-from ..checkpoint.output import atomic_directory
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.storage.beside import write_config, write_weights
+from ..checkpoint.storage.output import atomic_directory
+from ..checkpoint.storage.reader import CheckpointReader
 
 USAGE = """
 ## Fitted MTP head

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import answer_all
+from .progress import say
 from .recording import bytes_per_token
 from .texts import Split, Text, read_corpus, read_prompts
 
@@ -49,12 +50,12 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, w
     length = data.max_seq_length
     train = within(parts.train, limit - sum(min(len(text.tokens), length) for text in parts.valid), length)
     n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
-    print(
-        f"[INFO] {n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
+    say(
+        f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
         "measure it on"
     )
     if len(train) < len(parts.train):
-        print(f"[INFO] --cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
+        say(f"--cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
     return Split(train, parts.valid, parts.test)
 
 

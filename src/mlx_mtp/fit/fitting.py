@@ -12,18 +12,19 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..checkpoint.config import read_config, read_json
-from ..checkpoint.files import check_folder, check_source, write_atomic
 from ..checkpoint.head_formats import head_bits
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals.head import fetch_missing_head
-from ..checkpoint.output import check_new
-from ..decoding.depth import MAX_DRAFT_TOKENS
+from ..checkpoint.storage.hub import fetch
+from ..checkpoint.storage.output import check_new
+from ..files import check_folder, check_source, write_atomic
+from ..pacing.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
 from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
 from .measure import Comparison, compare, measure, measure_once
+from .progress import say
 from .recording import record
 from .texts import Split, split
 from .training import Schedule, make_trainable, train_head
@@ -114,10 +115,10 @@ def fit(
     parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
-    print(f"[INFO] Measuring the head as it is, on {len(starts)} texts that are never trained on")
+    say(f"Measuring the head as it is, on {len(starts)} texts that are never trained on")
     before = measure_once(loaded, tokenizer, starts, drafts, max_tokens, work / f"measured-{drafts}.json")
     best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
-    print("[INFO] Measuring the fitted head on the same texts")
+    say("Measuring the fitted head on the same texts")
     comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
     print(comparison.table())
 
@@ -127,7 +128,7 @@ def fit(
             write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
         else:
             write_adapter(target, loaded, lora, record)
-        print(f"[INFO] Wrote {target}")
+        say(f"Wrote {target}")
     if cache_path is None:
         shutil.rmtree(work)
     return comparison
@@ -151,9 +152,9 @@ def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, 
     if lora is None:
         model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
     first, lowest = progress.losses
-    print(f"[INFO] Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
-    print(
-        f"[INFO] Recorded in {times[1] - times[0]:.0f} s, trained in {times[2] - times[1]:.0f} s, "
+    say(f"Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
+    say(
+        f"Recorded in {times[1] - times[0]:.0f} s, trained in {times[2] - times[1]:.0f} s, "
         f"peak memory {mx.get_peak_memory() / 1e9:.2f} GB"
     )
     return progress.best_iters

@@ -14,8 +14,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ..checkpoint.config import read_json
 from ..checkpoint.head_formats import load_tensors
-from ..checkpoint.output import atomic_directory, save
-from ..models.draft_lm_head import ROUTERS
+from ..checkpoint.storage.output import atomic_directory, save
+from ..layers.draft_lm_head import ROUTERS
 
 SCALE = 20.0  # mlx-lm's
 

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
 from ..checkpoint.config import read_json
-from ..checkpoint.files import write_atomic
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
+from ..files import write_atomic
+from .progress import bar, say
 
 RESAMPLES = 2000  # of the texts, for the standard errors
 SURE = 2.0  # standard errors that a gain must exceed, about 95 %
@@ -44,16 +44,23 @@ def measure(
 ) -> Measured:
     """Continue each prompt greedily with ``n_drafts`` drafts a step, and count."""
     drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
-    for i, prompt in enumerate(tqdm(prompts, desc="Measuring", unit="text", disable=None)):
-        counts = DraftCounts()
-        steps = mtp_generate_step(
-            mx.array(prompt), model, max_tokens=max_tokens, num_draft_tokens=n_drafts, draft_p_min=0.0, counts=counts
-        )
-        for token, _, _ in steps:
-            if token in tokenizer.eos_token_ids:
-                break
-        drafted[i, : len(counts.drafted)] = counts.drafted
-        accepted[i, : len(counts.accepted)] = counts.accepted
+    with bar("Measuring", "text", len(prompts)) as progress:
+        for i, prompt in enumerate(prompts):
+            counts = DraftCounts()
+            steps = mtp_generate_step(
+                mx.array(prompt),
+                model,
+                max_tokens=max_tokens,
+                num_draft_tokens=n_drafts,
+                draft_p_min=0.0,
+                counts=counts,
+            )
+            for token, _, _ in steps:
+                if token in tokenizer.eos_token_ids:
+                    break
+            drafted[i, : len(counts.drafted)] = counts.drafted
+            accepted[i, : len(counts.accepted)] = counts.accepted
+            progress.update()
     return Measured(drafted, accepted)
 
 
@@ -62,7 +69,7 @@ def measure_once(
 ) -> Measured:
     """``measure``, or what a run before has measured and left in a file."""
     if file.exists():
-        print("[INFO] It was measured by the run before")
+        say("It was measured by the run before")
         return Measured(**{name: np.array(counts) for name, counts in read_json(file).items()})
     measured = measure(model, tokenizer, prompts, n_drafts, max_tokens)
     write_atomic(file, json.dumps({name: counts.tolist() for name, counts in vars(measured).items()}))

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from tqdm import tqdm
 
-from ..checkpoint.files import save_atomic
+from ..files import save_atomic
 from ..models.protocol import MTPModel
+from .progress import bar
 from .texts import Text
 
 TOP_K = 32  # of the backbone's distribution: the rest has hardly any mass, and drafts are the most likely tokens
@@ -34,12 +34,12 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
     missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
-    with tqdm(total=sum(n for n, *_ in missing), desc=f"Recording {name}", unit="token", disable=None) as bar:
+    with bar(f"Recording {name}", "token", sum(n for n, *_ in missing)) as progress:
         for i in range(0, len(missing), batch_size):
             batch = missing[i : i + batch_size]
             for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
                 save_atomic(file, arrays)
-                bar.update(n)
+                progress.update(n)
             mx.clear_cache()
     return files
 

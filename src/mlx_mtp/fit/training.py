@@ -5,7 +5,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,11 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 
-from ..checkpoint.files import save_atomic
-from ..models.draft_lm_head import ROUTERS
+from ..files import save_atomic
+from ..layers.draft_lm_head import ROUTERS
 from .lora import Lora, add_lora
 from .loss import DraftLoss
+from .progress import bar, say
 from .recording import read
 
 PAD_TO = 32  # as mlx-lm does: fewer lengths are fewer graphs to compile
@@ -102,7 +103,7 @@ class Progress(TrainingCallback):
         self.best = dict(part("best"))
         numbers = json.loads(metadata["progress"])
         self.start, self.best_iters, self.losses = numbers["iters"], numbers["best_iters"], tuple(numbers["losses"])
-        print(f"[INFO] Resuming at iteration {self.start}")
+        say(f"Resuming at iteration {self.start}")
 
 
 def train_head(
@@ -130,9 +131,10 @@ def train_head(
         adapter_file=file.with_name("last.safetensors"),
     )
     first = progress.start * how.batch_size
+    is_shown = sys.stdout.isatty()  # by mlx-lm
     try:
         if n_left > 0:
-            with plain_output():
+            with plain_output(), bar("Training", "iteration", n_left, disable=is_shown) as iterations:
                 train(
                     mtp,
                     optimizer,
@@ -140,9 +142,12 @@ def train_head(
                     valid_files,
                     args,
                     loss=loss,
-                    iterate_batches=partial(iterate_batches, first=first, shuffle_seed=how.seed),
+                    iterate_batches=partial(
+                        iterate_batches, first=first, shuffle_seed=how.seed, on_next=iterations.update
+                    ),
                     training_callback=progress,
                 )
+                iterations.update()  # of the last batch, after which no other is asked for
     except KeyboardInterrupt:
         print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
     args.adapter_file.unlink(missing_ok=True)  # the best is kept, not the last
@@ -159,6 +164,7 @@ class _Plain(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.stream.write(COLOURS.sub("", text))
+        self.stream.flush()
         return len(text)
 
     def flush(self) -> None:
@@ -181,12 +187,14 @@ def iterate_batches(
     loop: bool = False,
     first: int = 0,
     shuffle_seed: int = 0,
+    on_next: Callable[[], object] = lambda: None,
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
     """The batches of recorded texts, once in order, or with ``loop`` without end, shuffled anew each time.
 
     Args:
         first (int): Leave out this many texts, which a run before was trained on.
+        on_next (Callable[[], object]): With ``loop``, called where another batch is asked for behind the first.
 
     Yields:
         Tuple[mx.array, ...]: The arguments of ``DraftLoss`` after the head.
@@ -203,6 +211,7 @@ def iterate_batches(
             order = np.random.default_rng((shuffle_seed, epoch)).permutation(len(dataset))
             chosen.append(dataset[order[place]])
         yield _batch([read(file) for file in chosen])
+        on_next()
         n += batch_size
 
 

@@ -14,15 +14,16 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import cli
+from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
-from ..decoding.grammar import Grammar, make_grammar
+from ..checkpoint.storage.hub import fetch
 from ..distributed.ranks import from_rank_0
+from ..files import check_source
 from ..images.prompt import place, read_images, vision_of
-from ..models import MODEL_TYPES
+from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
-from ..models.prompt_cache import open_prompt_cache
+from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
@@ -49,7 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
-    parser.add_argument("--json-schema", metavar="FILE", help="The text is JSON of the schema in this file.")
+    parser.add_argument(
+        "--json-schema", metavar="FILE|JSON", help="The text is JSON of this schema, or of the one in this file."
+    )
     return cli.finish(parser)
 
 
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> None:
             options["prompt_cache"] = place(model, pictured, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
+        print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
     with cli.open_prompt_store(args, model) as store:
         response = generate(
@@ -113,8 +117,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     cli.check_images(args)
     template_options(args)
-    if args.json_schema is not None and not Path(args.json_schema).is_file():
-        raise FileNotFoundError(f"--json-schema: there is no file {args.json_schema}.")
+    if args.json_schema is not None and not is_json(args.json_schema):
+        check_source(Path(args.json_schema), "--json-schema")
     if args.check:
         if args.json_schema is not None:
             raise ValueError("--check compares free text and cannot be combined with --json-schema.")
@@ -190,11 +194,11 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     """The logits processor of ``--json-schema``, which begins behind the reasoning.
 
     Raises:
-        ValueError: The file holds no JSON schema.
+        ValueError: It is no JSON schema.
     """
     if schema is None:
         return []
-    text = Path(schema).read_text()
+    text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
     after = ""
     if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
         after = tokenizer.think_end
@@ -202,6 +206,11 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
         return [make_grammar(tokenizer, json_schema=text, after=after)]
     except ValueError as e:
         raise ValueError(f"--json-schema {schema}: {e}") from e
+
+
+def is_json(schema: str) -> bool:
+    """Whether ``--json-schema`` is the schema itself, and no file."""
+    return schema.lstrip().startswith("{")
 
 
 def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:

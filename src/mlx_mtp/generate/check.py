@@ -3,20 +3,20 @@
 MTP computes the same function as plain decoding, but feeds the model several tokens at a time, and MLX's kernels may round
 differently for several rows. So the two may choose differently where two logits are nearly equal, and nowhere else.
 
-How far rounding moves the logits is measured at the very position that differs, without any code of MTP: mlx-lm's own
-forward runs over the same tokens with mlx-lm's own caches, once one by one (plain decoding) and once in the longest windows
-that MTP may verify, with no draft, no rejection and no rollback. Let r be the largest
-difference between the two in any logit. Two logits that each move by at most r can change places only if they are at most
-2 r apart. A difference is *within rounding* when plain decoding's logits of the two tokens are at most 2 r apart. MTP's own
-logits have no part in this: a wrong state can move them by any amount, and would excuse itself. In exact mode both sides run
-the same operations, and r is 0.
+How far rounding moves the logits is measured at the very position that differs, with no draft, no rejection and no rollback:
+mlx-lm's own forward runs over the same tokens with mlx-lm's own caches, once one by one (plain decoding) and once in the
+longest windows that MTP may verify; and they run one by one through compiled layers, whose fused operations round otherwise on
+some devices. Let r be the largest difference from plain decoding in any logit. Two logits that each move by at most r can
+change places only if they are at most 2 r apart. A difference is *within rounding* when plain decoding's logits of the two
+tokens are at most 2 r apart. MTP's own logits have no part in this: a wrong state can move them by any amount, and would excuse
+itself. In exact mode both sides run the same operations, and r is 0.
 """
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,9 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
-from ..decoding.options import CopyDrafts, NumDraftTokens, resolve
+from ..drafts.options import CopyDrafts, NumDraftTokens, resolve
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -117,13 +119,16 @@ def check(
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     recent = _RecentLogits(len(prompt))
-    plain = generate_step(
-        prompt,
+    plain = _not_compiled(
         model,
-        max_tokens=max_tokens,
-        prompt_cache=_backbone_caches(model, prompt_cache),
-        logits_processors=[recent],
-        **options,
+        generate_step(
+            prompt,
+            model,
+            max_tokens=max_tokens,
+            prompt_cache=_backbone_caches(model, prompt_cache),
+            logits_processors=[recent],
+            **options,
+        ),
     )
     mtp = mtp_generate_step(
         prompt,
@@ -145,9 +150,25 @@ def check(
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same and not exact:
         size = 1 + resolve(model, num_draft_tokens, copy_drafts).most
-        caches = _prefilled(model, prompt, prompt_cache, options)
-        rounding = float(mx.abs(row - _run_in_windows(model, caches, same, size, **options)).max())
+        sizes = {size, 1} if model.drafting.compiled else {size}  # one by one they are compiled
+        for n in sizes:
+            caches = _prefilled(model, prompt, prompt_cache, options)
+            rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, **options)).max()))
     return Check(len(same), _difference(len(same), row, *pair, rounding))
+
+
+def _not_compiled(model: Any, steps: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The steps of a generation that takes turns with another, run by mlx-lm's own forward."""
+    with closing(steps):
+        while True:
+            compiled, model.drafting.compiled = model.drafting.compiled, False
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            finally:
+                model.drafting.compiled = compiled
+            yield step
 
 
 def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:

@@ -9,14 +9,14 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.grammar import Grammar
+from ..caches.prompt_cache import PromptCache
+from ..caches.single import KVOptions
 from ..decoding.loop import mtp_generate_step, prefill
-from ..decoding.processors import keeps_state
 from ..images.prompt import ImagePrompt
-from ..models.prompt_cache import PromptCache
-from ..models.single import KVOptions
 from ..prompt_store import PromptStore
 from ..prompt_store.reader import Reader
+from ..sampling.processors import keeps_state
+from ..text.grammar import Grammar
 
 KV_NAMES = [field.name for field in fields(KVOptions)]
 

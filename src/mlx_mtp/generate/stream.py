@@ -14,16 +14,16 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..caches.prompt_cache import n_tokens, positions_of
 from ..colors import paint
 from ..decoding.counts import DraftCounts
-from ..decoding.exchange import running_alike
+from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step
-from ..decoding.options import CopyDrafts, NumDraftTokens, asks_for_copies
-from ..decoding.sampling import TextSampler, for_one_text
 from ..decoding.window import Token
+from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..images.prompt import place, read_images, vision_of
-from ..models.prompt_cache import n_tokens, positions_of
 from ..prompt_store import PromptStore
+from ..sampling.sampler import TextSampler, for_one_text
 from .stored import stored_steps
 
 
@@ -87,7 +87,7 @@ def stream_generate(
           ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
-        exact (bool): Verify with the very operations of plain decoding, see ``models/exact.py``. Default: ``False``.
+        exact (bool): Verify with the very operations of plain decoding, see ``layers/exact.py``. Default: ``False``.
         prompt_store (PromptStore, optional): Has the prefixes of texts that were read before, and takes this prompt and its
           answer, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
@@ -126,7 +126,7 @@ def stream_generate(
             raise ValueError(
                 'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
             )
-        with running_alike(getattr(model, "ranks", None), stream):
+        with same_random_state(getattr(model, "ranks", None), stream):
             for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
                 yield GenerationResponse(**vars(r))
         return

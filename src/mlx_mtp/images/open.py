@@ -32,11 +32,12 @@ def pillow() -> Any:
     return Image
 
 
-def open_image(source: "str | Path | bytes | Image", name: str | None = None) -> "Image":
+def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
     """Open an image as it is seen: upright, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, PIL.Image.Image]): A file, a ``data:`` URL, bytes, or an image of Pillow.
+        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
+          [height, width, 3] in RGB, or an image of Pillow.
         name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
 
     Returns:
@@ -54,11 +55,11 @@ def open_image(source: "str | Path | bytes | Image", name: str | None = None) ->
             raise _unreadable(name, e) from e
 
 
-def size_of(source: "str | Path | bytes | Image", name: str | None = None) -> tuple[int, int]:
+def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> tuple[int, int]:
     """The width and height of an image, without its pixels: as it is stored, which may be on its side.
 
     Args:
-        source (Union[str, Path, bytes, PIL.Image.Image]): As in ``open_image``, which raises the same errors.
+        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): As in ``open_image``, which raises the same errors.
         name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
     """
     with _opening, warnings.catch_warnings(action="ignore"):
@@ -69,7 +70,7 @@ def size_of(source: "str | Path | bytes | Image", name: str | None = None) -> tu
         return size
 
 
-def _open(source: "str | Path | bytes | Image", name: str | None) -> "tuple[Image, str]":
+def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None) -> "tuple[Image, str]":
     """An image whose pixels have not been read, and what errors call it."""
     image_module = pillow()
     if isinstance(source, str) and source.startswith("data:"):
@@ -77,6 +78,8 @@ def _open(source: "str | Path | bytes | Image", name: str | None) -> "tuple[Imag
     elif isinstance(source, str | Path):
         name = name or str(source)[:200]
         source = _read(Path(source), name)
+    elif isinstance(source, np.ndarray):
+        source = from_array(source)
     name = name or "The image"
     if not isinstance(source, bytes | image_module.Image):
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
@@ -92,6 +95,13 @@ def _open(source: "str | Path | bytes | Image", name: str | None) -> "tuple[Imag
         raise _unreadable(name, e) from e
     check_size(image.width, image.height, name)
     return image, name
+
+
+def from_array(pixels: "np.ndarray[Any, Any]") -> "Image":
+    """uint8 values [height, width, 3] in RGB as an image of Pillow."""
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
+        raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
+    return pillow().fromarray(pixels)
 
 
 def _read(file: Path, name: str) -> bytes:

@@ -102,7 +102,10 @@ class Processor:
         Raises:
             ValueError: It is empty, too large or too long, an array of another kind, or Pillow is missing.
         """
-        rgb = open_image(from_array(image) if isinstance(image, np.ndarray) else image)
+        return self.patches_of(open_image(image))
+
+    def patches_of(self, rgb: "Image") -> mx.array:
+        """The same, of an image of ``open_image``."""
         rows, columns = self.grid(rgb.width, rgb.height)
         size = (columns * self.token_size, rows * self.token_size)
         resized = rgb.resize(size, pillow().Resampling.BICUBIC)
@@ -122,10 +125,3 @@ class Processor:
         scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
         mean, std = (np.array(a, np.float32)[:, None] for a in (self.image_mean, self.image_std))
         return (scaled - mean) / std
-
-
-def from_array(pixels: Array) -> Any:
-    """uint8 values [height, width, 3] in RGB as an image of Pillow."""
-    if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
-        raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
-    return pillow().fromarray(pixels)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from ..models.mixin import MTPMixin
-from ..models.positions import ImageSpan
-from ..models.prompt_cache import PromptCache, make_prompt_cache, open_prompt_cache
 from .open import open_image, size_of
-from .processor import PLACEHOLDER, VIDEO_TOKEN, from_array
+from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
 INSIDE_MARK = re.compile(
@@ -90,7 +89,7 @@ def read_images(
         raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
     n_tokens = n_pixels = 0
     for i, image in enumerate(images, 1):
-        width, height = _size(image, i)
+        width, height = size_of(image, _name(image, i))
         rows, columns = vision.processor.grid(width, height)
         n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
         for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
@@ -102,7 +101,7 @@ def read_images(
     try:
         for i, image in enumerate(images, 1):
             before_each()
-            pixel_values.append(vision.processor.preprocess_image(_opened(image, i)))
+            pixel_values.append(vision.processor.patches_of(open_image(image, _name(image, i))))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them
         mx.clear_cache()
@@ -151,10 +150,9 @@ def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> li
 
     mlx-lm's own functions then read them at the right positions, too: they pass it to the model.
     """
-    entries = make_prompt_cache(model) if prompt_cache is None else open_prompt_cache(model, prompt_cache).entries
-    cache = PromptCache(entries, len(model.layers))
-    cache.images = [*cache.images, *prompt.spans(cache.n_tokens)]
-    return entries
+    cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
+    place_images(model, cache, prompt.spans(cache.n_tokens), are_embedded=True)
+    return cache.entries
 
 
 def vision_of(model: Any) -> Vision:
@@ -173,18 +171,6 @@ def vision_of(model: Any) -> Vision:
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")
     return vision
-
-
-def _size(image: Any, i: int) -> tuple[int, int]:
-    if isinstance(image, np.ndarray):
-        size: tuple[int, int] = from_array(image).size
-        return size
-    return size_of(image, _name(image, i))
-
-
-def _opened(image: Any, i: int) -> Any:
-    """An image of Pillow; errors name its file or its number."""
-    return from_array(image) if isinstance(image, np.ndarray) else open_image(image, _name(image, i))
 
 
 def _name(image: Any, i: int) -> str | None:

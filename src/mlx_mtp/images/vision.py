@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..models.fingerprint import digest
-from ..models.vision import VisionArgs, VisionTower, make_tower, split_tower
+from ..caches.fingerprint import digest
 from .processor import Processor
+from .tower import VisionArgs, VisionTower, make_tower, split_tower
 
 CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the first is newer
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # keys of config.json
@@ -106,7 +106,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """What tells the tower from others, see ``models/fingerprint.py``."""
+        """What tells the tower from others, see ``caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

@@ -23,9 +23,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from . import cache as caches
-from .draft_lm_head import draft_logits
-from .mtp import run_head
+from ..caches import recurrent as caches
+from ..layers.draft_lm_head import draft_logits
+from ..layers.mtp import run_head
 
 
 class ArraysCache(caches.ArraysCache):

@@ -6,34 +6,28 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import cache as caches
-from .attention import Attention, rows_at_once
-from .exact import one_by_one
-from .mtp import MTPModule
-from .positions import add_mrope, rope_at
-from .prompt_cache import positions_of
+from ..caches import recurrent as caches
+from ..caches.positions import add_mrope, rope_at
+from ..caches.prompt_cache import positions_of
+from ..layers.drafting import Drafting
+from ..layers.exact import one_by_one
+from ..layers.mtp import MTPModule
+from ..layers.passes import in_pass, pass_over
 
 
-def add_head(
-    model: Any, args: Any, gated_delta_net: Callable[..., nn.Module], decoder_layer: Callable[..., nn.Module]
-) -> None:
-    """Replace a model's recurrent layers by those that can roll back, and its attention by one that can take a window in
-    groups; give it its head if it has one.
+def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
+    """Replace a model's layers by those that can roll back; give it its head if it has one.
 
     Args:
         args: The text arguments.
-        gated_delta_net: Makes a recurrent layer of ``args``.
         decoder_layer: Makes a decoder layer of ``args`` and ``layer_idx``, which is recurrent or not by its index.
     """
-    for layer in model.layers:
-        if layer.is_linear:
-            layer.linear_attn = gated_delta_net(args)
-        else:
-            layer.self_attn = Attention(args)
+    model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
+    attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
     if args.mtp_num_hidden_layers > 0:
         model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
-    attention = [layer.self_attn for layer in model.layers if not layer.is_linear]
-    for own in [*attention, *([model.mtp.layers[0].self_attn] if args.mtp_num_hidden_layers > 0 else [])]:
+        attention.append(model.mtp.layers[0].self_attn)
+    for own in attention:
         add_mrope(own, getattr(args, "rope_parameters", None))
 
 
@@ -42,20 +36,23 @@ def forward(
     inputs: mx.array,
     cache: list[Any] | None,
     *,
+    drafting: Drafting,
     return_hidden: bool = False,
     n_confirmed: int = 0,
     exact: bool = False,
-    attention_rows: int | None = None,
     **kwargs: Any,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
 
     Args:
-        attention_rows (int, optional): As in ``Drafting``.
+        drafting (Drafting): How to run passes.
     """
     if n_confirmed > 0:
         caches.open_windows(cache, len(model.layers), n_confirmed, exact)
-    with rows_at_once(attention_rows if n_confirmed > 0 else None), rope_at(positions_of(cache, len(model.layers))):
+    with (
+        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, exact)),
+        rope_at(positions_of(cache, len(model.layers))),
+    ):
         if exact:
             logits, hidden = one_by_one(model, inputs, cache, **kwargs)
         else:

@@ -7,12 +7,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from ..caches.fingerprint import fingerprint
+from ..caches.recurrent import ArraysCache
 from ..distributed.ranks import Ranks
-from .cache import ArraysCache
+from ..layers.drafting import Drafting
+from ..layers.mtp import is_raw, sanitize_head, split_head
 from .draft_model import DraftModel
-from .drafting import Drafting
-from .fingerprint import fingerprint
-from .mtp import is_raw, sanitize_head, split_head
 
 
 class MTPMixin:
@@ -49,7 +49,14 @@ class MTPMixin:
 
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None
+        self.forget_kinds()
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
+
+    def forget_kinds(self) -> None:
+        """Call when modules in layers were replaced: see ``compiled.py``."""
+        mtp = getattr(self, "mtp", None)
+        for module in [*self.layers, *([] if mtp is None else [mtp, *mtp.layers])]:
+            module.forget_kind()
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.

@@ -6,8 +6,49 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..distributed.ranks import Ranks
-from .drafting import Drafting
-from .mtp import MTPModule
+from ..layers.drafting import Drafting
+from ..layers.mtp import MTPModule
+
+
+class PassCaches(Protocol):
+    """The caches of one or more sequences that go through the model together: ``SingleCache`` or ``RowsCache``.
+
+    A pass is in flight from ``start_pass`` until ``roll_back``. It is over a window of tokens of each sequence, of which the
+    caller says how many are final.
+
+    Attributes:
+        entries (List[Any]): For the model's call.
+        n_tokens (List[int]): The final tokens of each sequence, without those of a pass in flight, [B].
+        before (List[Any], optional): Where the caches were before the pass in flight, until its first token is final.
+    """
+
+    before: list[Any] | None
+
+    @property
+    def entries(self) -> list[Any]: ...
+
+    @property
+    def n_tokens(self) -> list[int]: ...
+
+    @property
+    def states(self) -> list[list[Any]]:
+        """The arrays of the recurrent layers, which a pass in flight computes."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def start_pass(self, n: int) -> None:
+        """The next call of the model is over n tokens of each sequence."""
+        ...
+
+    def roll_back(self, kept: list[int]) -> None:
+        """Keep the first ``kept[b]`` tokens of the pass in flight in sequence b, from 1 on."""
+        ...
+
+    def extract(self, b: int) -> list[Any]:
+        """Copies of sequence b's caches, one for each layer; with a pass in flight, after its first token."""
+        ...
 
 
 class MTPModel(Protocol):

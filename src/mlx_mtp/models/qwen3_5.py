@@ -7,10 +7,10 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.layer import Layer
+from ..layers.mtp import MTPModule
 from .forward import add_head, forward
-from .gated_delta import recorded_recurrence
 from .mixin import MTPMixin
-from .mtp import MTPModule
 from .shard import shard_layers
 
 
@@ -31,22 +31,23 @@ class ModelArgs(stock.ModelArgs):
 
 
 class GatedDeltaNet(stock.GatedDeltaNet):
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
-        if cache is None or not getattr(cache, "records_inputs", False):
-            return super().__call__(inputs, mask, cache)
-        B, S, _ = inputs.shape
-        z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
-        out = recorded_recurrence(self, self.in_proj_qkv(inputs), self.in_proj_a(inputs), self.in_proj_b(inputs), cache)
-        out = self.out_proj(self.norm(out, z).reshape(B, S, -1))
-        if self.sharding_group is not None:
-            out = mx.distributed.all_sum(out, group=self.sharding_group)
-        return out
+    def project(self, x: mx.array) -> tuple[mx.array, ...]:
+        """x [B, T, H] -> the inputs of the convolution [B, T, C], z [B, T, Hv, Dv], and those of decay and beta [B, T, Hv]"""
+        z = self.in_proj_z(x).reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
+        return self.in_proj_qkv(x), z, self.in_proj_a(x), self.in_proj_b(x)
+
+
+class DecoderLayer(Layer, stock.DecoderLayer):
+    def __init__(self, args: stock.TextModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(args)
 
 
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
         super().__init__(args)
-        add_head(self, args, GatedDeltaNet, stock.DecoderLayer)
+        add_head(self, args, DecoderLayer)
 
     def __call__(
         self,
@@ -92,9 +93,9 @@ class Model(MTPMixin, stock.Model):
             input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
             n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
-              ``mlx_mtp.models.cache.rollback`` can roll back to any token from this one on. Default: ``0``.
+              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
             exact (bool): Make the logits of each token bit-equal to those of a call on that token alone; see
-              ``models/exact.py`` for the cost. Requires a cache. Default: ``False``.
+              ``layers/exact.py`` for the cost. Requires a cache. Default: ``False``.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
@@ -106,7 +107,7 @@ class Model(MTPMixin, stock.Model):
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
             exact=exact,
-            attention_rows=self.drafting.attention_rows,
+            drafting=self.drafting,
         )
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
@@ -115,6 +116,7 @@ class Model(MTPMixin, stock.Model):
         super().shard(group)
         if getattr(self.language_model, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
+        self.forget_kinds()
 
     @property
     def mtp(self) -> MTPModule:

@@ -8,8 +8,8 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.layer import Layer
 from .forward import add_head, forward
-from .gated_delta import recorded_recurrence
 from .mixin import MTPMixin
 from .shard import shard_layers, shard_recurrent_layer
 
@@ -20,14 +20,20 @@ class ModelArgs(stock.ModelArgs):
 
 
 class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
-        if cache is None or not getattr(cache, "records_inputs", False):
-            return super().__call__(inputs, mask, cache)
-        B, S, _ = inputs.shape
-        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
-        qkv = mx.concatenate([t.reshape(B, S, -1) for t in (q, k, v)], axis=-1)  # [B, S, C]
-        out = recorded_recurrence(self, qkv, a, b, cache)
-        return self.out_proj(self.norm(out, z).reshape(B, S, -1))
+    sharding_group = None  # a sharded ``out_proj`` sums by itself
+
+    def project(self, x: mx.array) -> tuple[mx.array, ...]:
+        """As that of ``mlx_mtp.models.qwen3_5.GatedDeltaNet``."""
+        B, T, _ = x.shape
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
+
+
+class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
+    def __init__(self, args: stock.ModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(args)
 
 
 class Model(MTPMixin, stock.Model):
@@ -36,7 +42,7 @@ class Model(MTPMixin, stock.Model):
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        add_head(self, args, GatedDeltaNet, stock.Qwen3NextDecoderLayer)
+        add_head(self, args, DecoderLayer)
 
     def __call__(
         self,
@@ -55,7 +61,7 @@ class Model(MTPMixin, stock.Model):
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
             exact=exact,
-            attention_rows=self.drafting.attention_rows,
+            drafting=self.drafting,
         )
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -79,3 +85,4 @@ class Model(MTPMixin, stock.Model):
         shard_layers([layer for layer in self.layers if not layer.is_linear], group)
         if getattr(self, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
+        self.forget_kinds()

@@ -14,8 +14,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from ..models.prompt_cache import PromptCache, has_head, make_prompt_cache
-from ..models.single import KVOptions
+from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
+from ..caches.single import KVOptions
 from .tree import Tokens
 
 Arrays = dict[str, mx.array]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..models.prompt_cache import PromptCache, make_prompt_cache
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from . import array_file
 from .array_file import Damaged
 from .arrays import Arrays, Format

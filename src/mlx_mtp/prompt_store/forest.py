@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..models.single import KVOptions
+from ..caches.single import KVOptions
 from . import arrays
 from .arrays import Arrays, Format
 from .eviction import Candidate, score

@@ -5,7 +5,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..models.single import KVOptions
+from ..caches.single import KVOptions
 from .cuts import choose_cuts, message_ends, opening_of
 from .store import Prefix, PromptStore
 from .tree import Handle

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..models.prompt_cache import make_prompt_cache, open_prompt_cache
-from ..models.single import KVOptions
+from ..caches.memory import cache_budget
+from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
+from ..caches.single import KVOptions
 from . import arrays
 from .arrays import Arrays, Format
 from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
 from .forest import Forest, in_memory, only_for
-from .memory import cache_budget
 from .shared_folder import Outcome, SharedFolder
 from .tree import Handle, Node, StoredArrays, Tokens
 from .write_behind import add_entry, next_write, settle

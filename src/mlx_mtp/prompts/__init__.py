@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.files import check_source
+from ..files import check_source
 
 FOLDER = Path(__file__).parent
 KINDS = (

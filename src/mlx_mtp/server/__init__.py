@@ -1,1 +1,1 @@
-"""``mlx_mtp.server``: mlx-lm's server with the MTP head. OpenAI's API, with drafts for one request and for several."""
+"""``mlx_mtp.server``: OpenAI's and Anthropic's APIs, with drafts for one request and for several."""

@@ -15,14 +15,19 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .. import cli
 from ..distributed.ranks import Ranks
+from ..drafts.options import asks_for_copies
 from .app import make_app
 from .arguments import check, check_model, make_parser
-from .caches import make_caches
-from .engine import ResponseGenerator
+from .engine.admission import Admission
+from .engine.caches import Stores
+from .engine.clients import Clients
+from .engine.engine import Engine
+from .engine.frontend import Frontend
+from .engine.metrics import Metrics
+from .engine.provider import ModelProvider
+from .engine.ranks import SharedClients
 from .http import Server, listen
-from .metrics import Metrics
-from .provider import ModelProvider
-from .ranks import RankGenerator
+from .options import Options
 from .request import ApiError
 
 LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
@@ -30,50 +35,51 @@ OPEN_FILES = 4096
 
 
 def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
-    check(args)
+    options = check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
     is_first = ranks is None or ranks.rank == 0
-    with listen(args.host, args.port) if is_first else nullcontext() as s:  # a port in use costs no loading
-        generator = make_generator(args, ranks)
+    with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
+        engine = make_engine(options, ranks)
         try:
-            generator.loaded.result()
-            check_model(args, generator.model_provider)
+            engine.loaded.result()
+            check_model(args, engine.admission.models)
             if s is not None:
-                serve(args, generator, s, on_loss)
+                serve(options, engine, s, on_loss)
             else:
                 with suppress(KeyboardInterrupt):  # then it asks the others to end as well
-                    generator.join()
+                    engine.thread.join()
         finally:
-            generator.stop_and_join()
-    if generator.error is not None:
-        raise generator.error
+            engine.stop_and_join()
+    if engine.error is not None:
+        raise engine.error
 
 
-def make_generator(args: argparse.Namespace, ranks: Ranks | None) -> ResponseGenerator:
-    metrics, provider = Metrics(), ModelProvider(args)
-    if ranks is not None:
-        return RankGenerator(ranks, provider, make_caches(args, ranks), metrics)
-    return ResponseGenerator(provider, make_caches(args, None), metrics)
+def make_engine(options: Options, ranks: Ranks | None) -> Engine:
+    """Start the generation thread, which loads the model first."""
+    metrics, caches = Metrics(), Stores(options, ranks)
+    metrics.registry.register(caches)
+    admission = Admission(options, ModelProvider(options), caches, ranks)
+    return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
 
-def serve(
-    args: argparse.Namespace, generator: ResponseGenerator, s: socket.socket, on_loss: list[Callable[[str], None]]
-) -> None:
+def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
     """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
-    server = make_server(args, generator)
-    on_loss += [lambda error: generator.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
+    server = make_server(options, engine)
+    on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
     address, port = s.getsockname()[:2]
-    if args.api_key is None and not ip_address(address).is_loopback:
-        logging.warning(f"Everybody who reaches {args.host} may use the server: require a key with --api-key-file.")
-    logging.info(f"Serving {generator.model_provider.served[0]}, {drafting(args)}: open {url(args.host, port)}")
-    logging.info(f"Starting httpd at {args.host} on port {port}...")
+    host = options.host
+    if options.api_key is None and not ip_address(address).is_loopback:
+        logging.warning(f"Everybody who reaches {host} may use the server: require a key with --api-key-file.")
+    logging.info(f"Serving {engine.admission.models.served[0]}, {drafting(options)}: open {url(host, port)}")
+    logging.info(f"Starting httpd at {host} on port {port}...")
     server.run(sockets=[s])
 
 
-def make_server(args: argparse.Namespace, generator: ResponseGenerator) -> Server:
-    hosts = [args.host, *args.allowed_hosts]
-    return Server(make_app(generator, args.api_key, args.allowed_origins, hosts), generator, args.log_level)
+def make_server(options: Options, engine: Engine) -> Server:
+    hosts = [options.host, *options.allowed_hosts]
+    app = make_app(Frontend(options, engine), options.api_key, options.allowed_origins, hosts)
+    return Server(app, engine, options.log_level)
 
 
 def url(host: str, port: int) -> str:
@@ -83,14 +89,13 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def drafting(args: argparse.Namespace) -> str:
-    """How the flags have the model draft, in words."""
-    if args.draft_model is not None:
-        return f"with drafts of {args.draft_model}"
+def drafting(options: Options) -> str:
+    """How the model drafts, in words."""
     drafters = []
-    if args.mtp:
-        drafters.append("its MTP head" if args.mtp is True else f"the MTP head {args.mtp}")
-    if cli.copies(args) or (args.mtp and args.copy_drafts is None and not isinstance(args.num_draft_tokens, int)):
+    if options.mtp:
+        drafters.append("its MTP head" if options.mtp is True else f"the MTP head {options.mtp}")
+    is_auto = options.mtp and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
+    if is_auto or asks_for_copies(options.copy_drafts):
         drafters.append("copies")
     return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"
 

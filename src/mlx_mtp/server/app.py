@@ -14,7 +14,6 @@ from urllib.parse import unquote
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
-from mlx_lm import server as stock
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,18 +21,17 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import cli
 from .._version import __version__
 from ..checkpoint.load import DEMO
 from .api import chat_completions, completions, messages, responses
-from .api.answer import Usage, Writer
 from .api.body import MAX_BODY, Body, Json, parse_json
+from .api.writer import Usage, Writer
 from .browsers import ANY, Browsers
-from .choices import Choice, choices_of, generate
-from .engine import ResponseGenerator, Waiting, in_thread
-from .job import Delta
+from .choices import choices_of, generate
+from .engine.delta import Delta
+from .engine.frontend import Frontend, in_thread
 from .page_files import PageFiles, page_response
-from .request import ApiError, Request
+from .request import ApiError, Request, Waiting
 
 MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
 LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
@@ -72,18 +70,18 @@ COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/i
 
 
 def make_app(
-    generator: ResponseGenerator, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
+    frontend: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
 ) -> FastAPI:
     """The application that answers HTTP requests.
 
     Args:
-        generator (ResponseGenerator): What generates.
+        frontend (Frontend): What generates.
         api_key (str, optional): What clients must know.
         origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
         hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
     """
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # those load scripts from a CDN
-    endpoints = Endpoints(generator, api_key)
+    endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add(app, path, "POST", endpoints.generate(api), api.body)
     _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
@@ -100,13 +98,13 @@ def make_app(
             app.add_api_route(
                 path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
             )
-    if not generator.cli_args.no_ui:
+    if not frontend.options.no_ui:
         app.mount("/page", PageFiles())
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
     app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
-    app.add_middleware(Counting, generator=generator)
+    app.add_middleware(Counting, frontend=frontend)
     return app
 
 
@@ -124,38 +122,36 @@ def _add(app: FastAPI, path: str, method: str, endpoint: Callable[..., Awaitable
 class Endpoints:
     """What answers the requests."""
 
-    def __init__(self, generator: ResponseGenerator, api_key: str | None):
-        self.generator, self.api_key = generator, api_key
+    def __init__(self, frontend: Frontend, api_key: str | None):
+        self.frontend, self.api_key = frontend, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
         self.n_bytes = 0  # of the bodies that arrive or are parsed
         self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
-            body, request, args = await self._read(http, api)
-            most = self.generator.cli_args.max_queue
+            body, request = await self._read(http, api)
+            most = self.frontend.options.max_queue
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            choices = choices_of(request, args)
-            return Answer(
-                self.generator, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
-            )
+            choices = choices_of(request)
+            return Answer(self.frontend, choices, api.writer(body), body.stream, api.module.error_content, self.waiting)
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
-        _, request, args = await self._read(http, MESSAGES)
+        _, request = await self._read(http, MESSAGES)
         async with watched([request], http.receive):
-            return JSONResponse({"input_tokens": await self.generator.count_tokens(request, args)})
+            return JSONResponse({"input_tokens": await self.frontend.count_tokens(request)})
 
     async def count_input_tokens(self, http: HTTPRequest) -> Response:
-        _, request, args = await self._read(http, RESPONSES)
+        _, request = await self._read(http, RESPONSES)
         async with watched([request], http.receive):
-            n = await self.generator.count_tokens(request, args)
+            n = await self.frontend.count_tokens(request)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
-    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
+    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
         raw = bytearray()
         try:
@@ -192,29 +188,29 @@ class Endpoints:
             raise ApiError(429, "Too many large bodies arrive at a time: try again later.", code="rate_limit_exceeded")
         self.n_bytes += n
 
-    def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request, stock.GenerationArguments]:
+    def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request]:
         content = parse_json(raw)
         if api.needs not in content:
             needed = "a prompt" if api.needs == "prompt" else api.needs
             raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
-        flags = self.generator.cli_args
-        body, request, args = api.module.read_request(content, flags)
-        request.copy_drafts = flags.copy_drafts if body.copy_drafts is None else body.copy_drafts
-        return body, request, args
+        options = self.frontend.options
+        body, request, request.args = api.module.read_request(content, options)
+        request.copy_drafts = options.copy_drafts if body.copy_drafts is None else body.copy_drafts
+        return body, request
 
     async def root(self) -> Response:
         """The page to chat, or where there is none, what this is."""
-        if self.generator.cli_args.no_ui:
+        if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
         return page_response()
 
     async def health(self) -> Response:
-        is_healthy = self.generator.is_healthy
+        is_healthy = self.frontend.is_healthy
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)
-        return Response(self.generator.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
         """List the models that a request may name; if that is any, also those that have been downloaded."""
@@ -232,23 +228,22 @@ class Endpoints:
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
 
     def _names(self) -> list[str]:
-        names = self.generator.model_provider.served[:]
-        if self.generator.cli_args.allow_any_model:
+        names = self.frontend.models.served[:]
+        if self.frontend.options.allow_any_model:
             with suppress(CacheNotFound):
                 names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
         return names
 
     def _describe(self, name: str) -> Json:
         """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
-        created, provider = self.generator.created, self.generator.model_provider
-        path = provider.key_of(provider.resolve(stock.ModelDescription(name, "default_model", None)))[0]
-        length = provider.context_lengths.get(path)
+        created, (path, tokenizer) = self.frontend.created, self.frontend.models.find(name)
+        length = None if tokenizer is None else tokenizer.context_length
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         if path == str(DEMO):
             theirs["description"] = "Demo model: completes Python only"  # as OpenRouter's list has it
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
-        ours["has_chat_template"] = provider.chat_templates.get(path)
+        ours["has_chat_template"] = None if tokenizer is None else tokenizer.has_chat_template
         return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:
@@ -286,8 +281,8 @@ class Answer(Response):
     """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
 
     Args:
-        generator (ResponseGenerator): What generates.
-        choices (List[Choice]): The answers that it asks for.
+        frontend (Frontend): What generates.
+        choices (List[Request]): The answers that it asks for, as ``choices_of`` has them.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Makes the API's form of an error.
@@ -296,8 +291,8 @@ class Answer(Response):
 
     def __init__(
         self,
-        generator: ResponseGenerator,
-        choices: list[Choice],
+        frontend: Frontend,
+        choices: list[Request],
         writer: Writer,
         is_stream: bool,
         error_content: Callable[[ApiError], Json],
@@ -305,17 +300,17 @@ class Answer(Response):
     ):
         super().__init__()
         self.waiting = waiting
-        self.generator, self.choices = generator, choices
+        self.frontend, self.choices = frontend, choices
         self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with watched([choice.request for choice in self.choices], receive):
+            async with watched(self.choices, receive):
                 await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
         except OSError:
             logging.info("The client has hung up.")
         finally:
-            self.waiting.discard(self.choices[0].request.number)
+            self.waiting.discard(self.choices[0].number)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():
@@ -341,25 +336,24 @@ class Answer(Response):
     async def _pieces(self) -> AsyncIterator[bytes]:
         """What each step adds to a stream."""
         has_begun = False
-        async for i, item in generate(self.generator, self.choices):
+        async for i, item in generate(self.frontend, self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):
-                self.waiting.discard(self.choices[0].request.number)
+                self.waiting.discard(self.choices[0].number)
                 yield self.writer.add(item, i)
             elif not has_begun:
                 has_begun = True
                 yield self.writer.begin(self._usage())
 
     def _usage(self) -> Usage:
-        requests = [choice.request for choice in self.choices]
-        read = [choice.context for choice in self.choices if choice.is_first and choice.context is not None]
+        read = self.choices[:: self.choices[0].n]  # the first one to each prompt
         return Usage(
-            n_prompt=sum(len(context.prompt) for context in read),
-            n_cached=sum(context.prompt_cache_count for context in read),
-            n_generated=sum(request.n_tokens for request in requests),
-            n_accepted=sum(request.n_accepted for request in requests),
-            drafts=[request.counts for request in requests] if cli.drafts(self.generator.cli_args) else None,
+            n_prompt=sum(request.n_prompt for request in read),
+            n_cached=sum(request.n_cached for request in read),
+            n_generated=sum(request.n_tokens for request in self.choices),
+            n_accepted=sum(request.n_accepted for request in self.choices),
+            drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
         )
 
 
@@ -371,13 +365,13 @@ async def _begin_stream(send: Send) -> None:
 class Counting:
     """Counts answers by their status."""
 
-    def __init__(self, app: ASGIApp, generator: ResponseGenerator):
-        self.app, self.generator = app, generator
+    def __init__(self, app: ASGIApp, frontend: Frontend):
+        self.app, self.frontend = app, frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.generator.metrics.requests.labels(message["status"]).inc()
+                self.frontend.metrics.requests.labels(message["status"]).inc()
             await send(message)
 
         await self.app(scope, receive, count if scope["type"] == "http" else send)

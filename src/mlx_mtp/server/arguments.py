@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from mlx_lm.utils import _parse_size
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .. import cli
-from ..batch.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
-from ..checkpoint.files import check_folder, check_source
 from ..checkpoint.load import DEMO
+from ..files import check_folder, check_source
+from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
-from .provider import ModelProvider
+from .engine.provider import ModelProvider
+from .options import Options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,7 +44,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default=str(DEMO), help=cli.MODEL)
     add("--served-model-name", metavar="NAME", help="The name of --model for clients, in place of its path.")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
-    add("--draft-model", help="A model to be used for speculative decoding.")
+    add("--draft-model", help="Not here: mlx_lm.server drafts with a second model.")
     cli.add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
@@ -65,7 +67,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-any-model",
         action="store_true",
-        help="Let a request name any path or Hugging Face repo as its model, adapters or draft model, as mlx_lm.server does.",
+        help="Let a request name any path or Hugging Face repo as its model or adapters, as mlx_lm.server does.",
     )
 
 
@@ -134,13 +136,13 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--decode-concurrency",
         type=int,
         default=32,
-        help="When a request is batchable then decode that many requests in parallel",
+        help="Decode that many requests in parallel",
     )
     add(
         "--prompt-concurrency",
         type=int,
         default=8,
-        help="When a request is batchable then process that many prompts in parallel",
+        help="Changes nothing: prompts are read one after the other. A flag of mlx_lm.server",
     )
     add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
     add(
@@ -166,8 +168,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of distinct KV caches to hold in the prompt cache, or where the model drafts, of snapshots. "
-        "Defaults to any number.",
+        help="Maximum number of snapshots to hold in the prompt cache. Defaults to any number.",
     )
     add(
         "--prompt-cache-bytes",
@@ -225,12 +226,14 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a size such as 10GB, not {text!r}") from e
 
 
-def check(args: argparse.Namespace) -> None:
-    """Check the flags before the model is loaded, and read the API key.
+def check(args: argparse.Namespace) -> Options:
+    """Check the flags before the model is loaded, and read the API key -> the options that they make.
 
     Raises:
         ValueError: A flag cannot be served.
     """
+    if args.draft_model is not None:
+        raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     cli.check_generation_flags(args, no_limit=False)
     for name, least, most in (
         ("port", 0, 65535),
@@ -260,6 +263,17 @@ def check(args: argparse.Namespace) -> None:
     _check_template(args)
     _check_processes(args)
     _read_api_key(args)
+    names = {option.name for option in fields(Options)} - {"load"}
+    return Options(load=_load_arguments(args), **{name: getattr(args, name) for name in names})
+
+
+def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``mlx_mtp.load`` for each model. Without drafts, it is loaded as for copies: without its head."""
+    tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if args.chat_template:
+        tokenizer_config["chat_template"] = args.chat_template
+    own = {"trust_remote_code": args.trust_remote_code, "mtp": cli.head(args), "copy_drafts": True}
+    return {**own, "tokenizer_config": tokenizer_config, **cli.options(args), **cli.groups(args)}
 
 
 def _check_template(args: argparse.Namespace) -> None:
@@ -275,14 +289,9 @@ def _check_template(args: argparse.Namespace) -> None:
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "draft_model", "serve_model", "allow_any_model")
-    n = mx.distributed.init().size()
-    if args.pipeline and n == 1:
+    cli.check_alone(args, "serve_model", "allow_any_model")
+    if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
-    # These would run in mlx-lm's own loop, where a client cannot hang up.
-    for name, value in (("--kv-bits", args.kv_bits), ("--acceptance match", args.acceptance == "match")):
-        if n > 1 and value and not cli.drafts(args):
-            raise ValueError(f"{name} in several processes requires --mtp or --copy-drafts.")
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

@@ -2,47 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from mlx_lm import server as stock
-
-from .engine import ResponseGenerator, Waiting
-from .job import Delta
-from .request import Request
+from .engine.delta import Delta
+from .engine.frontend import Frontend
+from .request import Request, Started, Waiting
 
 
-@dataclass
-class Choice:
-    """An answer.
-
-    Args:
-        request (Request): What it is generated for.
-        args (GenerationArguments): mlx-lm's.
-        is_first (bool): Whether it is the first one to its prompt.
-    """
-
-    request: Request
-    args: stock.GenerationArguments
-    is_first: bool
-    context: stock.GenerationContext | None = None
-
-
-def choices_of(request: Request, args: stock.GenerationArguments) -> list[Choice]:
-    """The answers that a request asks for, ``n`` to each prompt. Number i has the request's seed plus i."""
-    choices: list[Choice] = []
-    for prompt in (request.prompt, *request.more_prompts):
-        for i in range(request.n):
-            n = len(choices)
-            seed = None if args.seed is None else (args.seed + n) % 2**64
-            choices.append(Choice(request if n == 0 else request.again(prompt), replace(args, seed=seed), i == 0))
+def choices_of(request: Request) -> list[Request]:
+    """The answers that a request asks for, ``n`` to each prompt, itself first. Number i has the request's seed plus i."""
+    prompts = [prompt for prompt in (request.prompt, *request.more_prompts) for _ in range(request.n)]
+    choices, seed = [request, *(request.again(prompt) for prompt in prompts[1:])], request.args.seed
+    for i, choice in enumerate(choices):
+        choice.args = replace(request.args, seed=None if seed is None else (seed + i) % 2**64)
     return choices
 
 
-async def generate(
-    generator: ResponseGenerator, choices: list[Choice]
-) -> AsyncIterator[tuple[int, stock.GenerationContext | Waiting | Delta]]:
-    """What the answers become, each with its number; see ``ResponseGenerator.generate``.
+async def generate(frontend: Frontend, choices: list[Request]) -> AsyncIterator[tuple[int, Started | Waiting | Delta]]:
+    """What the answers become, each with its number; see ``Frontend.generate``.
 
     The first answer to a prompt reads it. The others begin with that one's first token and find the prompt in the prompt cache.
 
@@ -50,15 +28,15 @@ async def generate(
         ApiError: One of them cannot be generated.
     """
     queue: asyncio.Queue[Any] = asyncio.Queue()
-    has_read = [asyncio.Event() for choice in choices if choice.is_first]
-    n_of_each = len(choices) // len(has_read)
+    n_of_each = choices[0].n
+    has_read = [asyncio.Event() for _ in choices[::n_of_each]]
 
-    async def run(i: int, choice: Choice) -> None:
+    async def run(i: int, choice: Request) -> None:
         read = has_read[i // n_of_each]
         try:
-            if not choice.is_first:
+            if i % n_of_each > 0:
                 await read.wait()
-            async for item in generator.generate(choice.request, choice.args):
+            async for item in frontend.generate(choice):
                 if isinstance(item, Delta):
                     read.set()
                 queue.put_nowait((i, item))
@@ -77,8 +55,6 @@ async def generate(
             if item is None:
                 n_open -= 1
                 continue
-            if isinstance(item, stock.GenerationContext):
-                choices[i].context = item
             yield i, item
     finally:
         for task in tasks:

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .. import cli
-from .engine import ResponseGenerator, in_thread
+from .engine.engine import Engine
+from .engine.frontend import in_thread
 
 LAST_ANSWERS = 5  # seconds to send them when the server ends
 IDLE = 75  # seconds in which the head of a request must arrive
@@ -102,11 +103,11 @@ class Server(uvicorn.Server):
     """
     Args:
         app (ASGIApp): What answers.
-        generator (ResponseGenerator): Ended with the server: the requests that have begun get one last token.
+        engine (Engine): Ended with the server: the requests that have begun get one last token.
         log_level (str): As in logging.
     """
 
-    def __init__(self, app: ASGIApp, generator: ResponseGenerator, log_level: str):
+    def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
         config = uvicorn.Config(
@@ -125,7 +126,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=MAX_HEADERS,
         )
         super().__init__(config)
-        self.generator = generator
+        self.engine = engine
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         log, seldom = logging.getLogger("uvicorn.error"), Seldom()
@@ -154,7 +155,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await in_thread(self.generator.stop_and_join)
+        await in_thread(self.engine.stop_and_join)
         await super().shutdown(sockets)
 
     def wait(self, seconds: float) -> None:

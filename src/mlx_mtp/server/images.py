@@ -1,6 +1,5 @@
 """Images of requests: data URLs, and where the operator allows it, files of some folders and URLs of some hosts."""
 
-import argparse
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
@@ -9,6 +8,7 @@ from urllib.request import Request as URLRequest
 
 from ..images.open import MAX_BYTES, decode_url
 from ..images.prompt import MarkedImages
+from .options import Options
 from .request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
@@ -16,12 +16,12 @@ MARKED_IMAGES = MarkedImages()  # in the texts of conversations
 MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
 
 
-def fetch_all(request: Request, flags: argparse.Namespace) -> list[bytes]:
+def fetch_all(request: Request, flags: Options) -> list[bytes]:
     """The images of a request, which gives up their URLs.
 
     Args:
         request (Request): Of a client that may hang up meanwhile.
-        flags (argparse.Namespace): The server's.
+        flags (Options): The server's.
 
     Raises:
         ApiError: The client has hung up.
@@ -47,13 +47,13 @@ def check_client(request: Request) -> None:
         raise ApiError(400, "The client has hung up.")
 
 
-def fetch(url: str, name: str, flags: argparse.Namespace) -> bytes:
+def fetch(url: str, name: str, flags: Options) -> bytes:
     """The bytes of an image; of one that is too large, which ``open_image`` refuses, no more than that takes.
 
     Args:
         url (str): ``data:``, ``http:``, ``https:`` or ``file:``.
         name (str): What errors call it.
-        flags (argparse.Namespace): The server's.
+        flags (Options): The server's.
 
     Raises:
         ValueError: It cannot be read, or may not be.

@@ -3,16 +3,20 @@
 import time
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from mlx_lm import server as stock
+from mlx_lm.server import GenerationArguments
 
 from ..decoding.counts import DraftCounts
-from ..decoding.grammar import Grammar
-from ..decoding.options import CopyDrafts
+from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from .thinking import Thinking
+from ..text.grammar import Grammar
+from ..text.tokens import Pieces
+from .answers.answer import Answer
+from .answers.thinking import Thinking
+
+ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
 
 
 class ApiError(Exception):
@@ -90,42 +94,130 @@ class Form:
     is_required: bool = True
 
 
+class Client(Protocol):
+    """Takes what the engine says to a request: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end."""
+
+    def put(self, item: Any) -> None: ...
+
+
+class NoClient:
+    """Of a request on a rank that serves no clients."""
+
+    def put(self, item: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt is being read, but for the tokens that were in the prompt cache."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Of the tokens of the prompt that were not in the prompt cache, so many have been read."""
+
+    n_read: int
+    n_prompt: int
+
+
 numbers = count()  # of requests
 
 
-@dataclass
-class Request(stock.CompletionRequest):
-    """mlx-lm's request, its client, and what has been generated for it."""
+@dataclass(eq=False)
+class Request:
+    """A request from its arrival to the end of its answer. It is made of a body; the frontend and the engine add to it.
 
-    n: int = 1  # answers to each prompt
-    more_prompts: list[Any] = field(default_factory=list)  # texts, or the tokens of each
+    Args:
+        request_type (str): "chat" or "text".
+        prompt (Union[str, List[int]]): The prompt of a text, or its tokens.
+        messages (List[Any]): The messages of a chat, as chat templates take them.
+        tools (List[Any], optional): The tools of a chat, in OpenAI's form.
+        role_mapping (Dict[str, Any], optional): mlx-lm's, for a model without a chat template.
+        n (int): Answers to each prompt.
+        more_prompts (List[Any]): Texts, or the tokens of each.
+        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
+        thinking (Thinking): How long to think.
+        form (Form, optional): What the answer must look like.
+        grammar (Grammar, optional): The form's, once it is compiled: each text takes a copy.
+        images (List[str]): URLs, in the order of their placeholders; empty once they are read.
+        goes_on (bool): Whether the answer continues a text in the middle of a line.
+        one_call (bool): Whether the answer ends with its first call.
+        param (str): The field of the body with the prompt.
+
+    Attributes:
+        args (GenerationArguments): mlx-lm's: samplers, limits and the like.
+        key (ModelKey): The model that generates it.
+        encoded (Prompt, optional): The prompt's tokens.
+        client (Client): Takes the answer.
+        is_gone (bool): Whether nobody waits for the answer any more.
+        n_cached (int): Tokens of the prompt that the prompt cache had.
+        answer (Answer): Takes the text apart.
+        detokenizer (StreamingDetokenizer): mlx-lm's; makes the text.
+        pieces (Pieces, optional): What each token says, where log probabilities are asked for.
+        first_token (float, optional): When the first token came.
+        n_tokens (int): Tokens of the answer.
+        n_accepted (int): Those of them that were drafted.
+        counts (DraftCounts): What came of its drafts.
+    """
+
+    request_type: Literal["chat", "text"]
+    prompt: str | list[int]
+    messages: list[Any]
+    tools: list[Any] | None
+    role_mapping: dict[str, Any] | None
+    n: int = 1
+    more_prompts: list[Any] = field(default_factory=list)
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     form: Form | None = None
-    grammar: Grammar | None = None  # the form's, once it is compiled: each text takes a copy
-    images: list[str] = field(default_factory=list)  # URLs, in the order of their placeholders
-    goes_on: bool = False  # the answer continues a text in the middle of a line
-    one_call: bool = False  # the answer ends with its first call
-    param: str = "messages"  # the field with the prompt
-    is_gone: bool = False  # whether the client has hung up
+    grammar: Grammar | None = None
+    images: list[str] = field(default_factory=list)
+    goes_on: bool = False
+    one_call: bool = False
+    param: str = "messages"
     number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)
-    encoded: Prompt | None = None
-    n_tokens: int = 0
-    n_accepted: int = 0  # tokens that were drafted
-    counts: DraftCounts = field(default_factory=DraftCounts)
+
+    args: GenerationArguments = field(init=False)
+    key: ModelKey = field(init=False)
+    encoded: Prompt | None = field(init=False, default=None)
+    client: Client = field(init=False, default_factory=NoClient)
+    is_gone: bool = field(init=False, default=False)
+
+    n_cached: int = field(init=False, default=0)
+    answer: Answer = field(init=False)
+    detokenizer: Any = field(init=False)
+    pieces: Pieces | None = field(init=False, default=None)
+    first_token: float | None = field(init=False, default=None)
+    n_tokens: int = field(init=False, default=0)
+    n_accepted: int = field(init=False, default=0)
+    counts: DraftCounts = field(init=False, default_factory=DraftCounts)
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt; 0 before they are known."""
+        return 0 if self.encoded is None else len(self.encoded.tokens)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first token; ``None`` if there is no second."""
+        n = self.n_tokens - 1
+        return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
 
     def again(self, prompt: Any) -> "Request":
         """One more request like this one, which has not begun, with a prompt of its own."""
-        own: dict[str, Any] = {
-            "prompt": prompt,
-            "n": 1,
-            "more_prompts": [],
-            "number": next(numbers),
-            "counts": DraftCounts(),
-        }
-        return replace(self, **own)
+        request = replace(self, prompt=prompt, n=1, more_prompts=[], number=next(numbers))
+        request.args = self.args
+        return request
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the other ranks, which compile the grammar themselves: the text is tokenized."""
-        return vars(self) | {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
+        """For the other ranks, which compile the grammar themselves: the prompt's tokens, not its text, and no client."""
+        unsent: dict[str, Any] = {
+            "prompt": "",
+            "more_prompts": [],
+            "messages": [],
+            "images": [],
+            "grammar": None,
+            "client": NoClient(),
+        }
+        return vars(self) | unsent

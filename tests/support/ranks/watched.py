@@ -23,7 +23,7 @@ class Ranks:
     """As ``mlx_mtp.distributed.ranks.Ranks``, but by way of the test."""
 
     def __init__(self, rank: int, size: int, sock: socket.socket):
-        self.rank, self.size, self.file = rank, size, sock.makefile("rw")
+        self.rank, self.size, self.sock, self.file = rank, size, sock, sock.makefile("rw")
 
     def share(self, value: Any) -> Any:
         self.file.write(json.dumps(value) + "\n")
@@ -40,6 +40,15 @@ def fail() -> None:
     raise ValueError("no\nweights")
 
 
+def hold_the_lock(seconds: int) -> None:
+    """Hold Python's lock, and say so."""
+    sys.setswitchinterval(1000)
+    time.sleep(0)  # lets those go first who have asked for it
+    libc = ctypes.PyDLL(None)  # its calls keep the lock
+    libc.write(ranks.sock.fileno(), b"0\n", 2)
+    libc.sleep(seconds)
+
+
 DEEDS = {
     "wait": wait,
     "wait and tell": wait,
@@ -50,8 +59,8 @@ DEEDS = {
     "exit": lambda: sys.exit(0),
     "exit 2": lambda: sys.exit(2),
     "sleep": lambda: time.sleep(0.5),
-    "hold the lock": lambda: ctypes.PyDLL(None).sleep(3),
-    "hold the lock for ever": lambda: ctypes.PyDLL(None).sleep(600),
+    "hold the lock": lambda: hold_the_lock(4),
+    "hold the lock for ever": lambda: hold_the_lock(600),
     "fork and wait": lambda: (os.fork() or (time.sleep(2), os._exit(0)), wait()),
 }
 

@@ -14,9 +14,9 @@ from typing import Any
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
+from ...files import write_atomic
 from ..config import Config, first_difference, parse_json, read_json, text_config_of
-from ..files import write_atomic
-from ..reader import CheckpointReader
+from ..storage.reader import CheckpointReader
 
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 

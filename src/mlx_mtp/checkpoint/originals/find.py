@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from ..catalog import originals_like
 from ..config import Config, check_config, first_difference, text_config_of
-from ..reader import CheckpointReader
+from ..storage.reader import CheckpointReader
 
 MAX_STEPS = 4  # from a checkpoint to its original
 CARD = "README.md"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from huggingface_hub.utils import TensorInfo
 
-from ...models.mtp import split_head
+from ...layers.mtp import split_head
 from ..config import Config, read_json, text_config_of
 from ..head_formats import DRAFTER, check_head, head_file_of
-from ..reader import CheckpointReader
 from ..skeleton import check_shapes, skeleton
-from ..tensors import tensor_names
+from ..storage.reader import CheckpointReader
+from ..storage.tensors import tensor_names
 from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before, folder_of, read_own, update_own
 from .find import check_sizes, find_original
 

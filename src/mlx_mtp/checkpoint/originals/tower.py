@@ -6,7 +6,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ...images.vision import CONFIG_FILES, TOKENS, Vision
 from ..config import Config, read_json, text_config_of
-from ..reader import CheckpointReader
+from ..storage.reader import CheckpointReader
 from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before
 from .find import check_sizes, find_original
 

@@ -22,9 +22,9 @@ from pydantic_core import CoreSchema, from_json
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...decoding.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..answers.thinking import Effort, Thinking
 from ..request import ApiError
-from ..thinking import Effort, Thinking
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
@@ -159,7 +159,7 @@ class Body(Part):
         What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line.
 
         Args:
-            flags (argparse.Namespace): The server's.
+            flags (Options): The server's.
             max_tokens (int, optional): The request's.
             stop (List[str]): What ends the text.
             top (int, optional): The number of likely tokens to tell of beside each token. Default: ``None``, no log

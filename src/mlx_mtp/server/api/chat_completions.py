@@ -9,17 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..answer import Reasoning
-from ..form import form_of_choice, form_of_strict, the_only
-from ..job import Delta
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.thinking import Effort
+from ..engine.delta import Delta
 from ..request import ApiError, Request
-from ..thinking import Effort
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json
 from .body import Part, Short, at_most, read
-from .conversation import Images, arguments_of, continues, fold_roles
+from .conversation import Images, arguments_of, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
+from .writer import Json
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 
@@ -93,13 +92,17 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
     images = Images()
-    messages = fold_roles([_message(m, images) for m in body.messages])
-    request = Request(
-        "chat", "", messages, tools or None, body.role_mapping, thinking=body.thinking_wanted, images=images
+    request = make_request(
+        [_message(m, images) for m in body.messages],
+        images,
+        tools,
+        thinking=body.thinking_wanted,
+        forms=[body.form],
+        tool_choice=body.tool_choice,
+        one_call=not body.parallel_tool_calls,
+        role_mapping=body.role_mapping,
     )
-    request.n, request.one_call = body.n, not body.parallel_tool_calls
-    request.form = the_only(body.form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
-    request.goes_on = continues(messages, request.form)
+    request.n = body.n
     return body, request, body.openai_arguments(flags)
 
 

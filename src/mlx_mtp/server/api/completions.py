@@ -5,13 +5,13 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from pydantic import Field, StringConstraints
 
-from ..job import Delta
+from ...text.tool_calls import Text
+from ..engine.delta import Delta
 from ..request import Request
-from ..tool_calls import Text
-from .answer import Json
 from .body import read
 from .logprobs import TextLogprobs, TopLogprobs
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
+from .writer import Json
 
 __all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"]
 

@@ -5,13 +5,16 @@ where they stand, so that a longer conversation still begins with a shorter one'
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..answers.structured_output import form_of_choice, form_of_strict, the_only
+from ..answers.thinking import Thinking
+from ..engine.prompt import goes_on
 from ..images import MARKED_IMAGES
-from ..prompt import goes_on
-from ..request import ApiError, Form
-from .answer import Json
+from ..request import ApiError, Form, Request
+from .writer import Json
 
 SYSTEM = ("system", "developer")
 
@@ -35,6 +38,51 @@ def fold_roles(messages: list[Json]) -> list[Json]:
     texts = [text for m in messages[:n] if (text := text_of(m.get("content")))]
     first = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     return [*first, *(_folded(m) for m in messages[n:])]
+
+
+def make_request(
+    messages: list[Json],
+    images: Images,
+    tools: list[Json],
+    *,
+    thinking: Thinking,
+    forms: Sequence[Form | None],
+    tool_choice: Any,
+    one_call: bool,
+    param: str = "messages",
+    role_mapping: dict[str, Any] | None = None,
+) -> Request:
+    """The request of a conversation, for all APIs.
+
+    Args:
+        messages (List[Dict[str, Any]]): In order, with any role.
+        images (Images): Those of the messages.
+        tools (List[Dict[str, Any]]): In OpenAI's form.
+        thinking (Thinking): How long to think.
+        forms (Sequence[Form]): What the answer must look like by the API's fields, of which one may say it.
+        tool_choice (Any): See ``form_of_choice``.
+        one_call (bool): Whether the answer ends with its first call.
+        param (str): The field with the messages.
+        role_mapping (Dict[str, Any], optional): mlx-lm's.
+
+    Raises:
+        ApiError: These do not go together.
+    """
+    messages = fold_roles(messages)
+    form = the_only(*forms, form_of_choice(tool_choice, tools)) or form_of_strict(tools)
+    return Request(
+        "chat",
+        "",
+        messages,
+        tools or None,
+        role_mapping,
+        thinking=thinking,
+        form=form,
+        images=images,
+        goes_on=continues(messages, form),
+        one_call=one_call,
+        param=param,
+    )
 
 
 def _folded(message: Json) -> Json:

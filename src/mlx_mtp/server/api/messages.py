@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from ..answer import Reasoning
-from ..form import form_of, form_of_choice, form_of_strict, the_only
-from ..job import Delta
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.structured_output import form_of
+from ..answers.thinking import Effort, Thinking
+from ..engine.delta import Delta
 from ..request import ApiError, Request
-from ..thinking import Effort, Thinking
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json, Usage, event
 from .body import OF_CHATS, Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
+from .conversation import Images, arguments_of, function_call, function_tool, make_request
+from .writer import Json, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -113,12 +113,16 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
     tools = _tools(body)
-    folded = fold_roles(messages)
-    request = Request("chat", "", folded, tools or None, None, thinking=body.thinking_wanted, images=images)
-    request.one_call = body.tool_choice.disable_parallel_tool_use
     formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
-    request.form = the_only(*formats, form_of_choice(body.tool_choice.model_dump(), tools)) or form_of_strict(tools)
-    request.goes_on = continues(folded, request.form)
+    request = make_request(
+        messages,
+        images,
+        tools,
+        thinking=body.thinking_wanted,
+        forms=formats,
+        tool_choice=body.tool_choice.model_dump(),
+        one_call=body.tool_choice.disable_parallel_tool_use,
+    )
     return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
 
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
-from ..form import form_of, the_only
-from ..job import Delta
+from ..answers.structured_output import form_of, the_only
+from ..engine.delta import Delta
 from ..request import ApiError, Form
-from .answer import Json, Usage, event
 from .body import Body, Part, Positive, Stop, stop_words
+from .writer import Json, Usage, event
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # of a prompt

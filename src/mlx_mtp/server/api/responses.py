@@ -15,18 +15,18 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ..answer import Reasoning
-from ..form import form_of, form_of_choice, form_of_strict, the_only
-from ..job import Delta
-from ..prompt import NO_LIMIT
+from ...text.tool_calls import CallArguments, CallBegins, Text
+from ..answers.answer import Reasoning
+from ..answers.structured_output import form_of
+from ..answers.thinking import Effort
+from ..engine.delta import Delta
+from ..engine.prompt import NO_LIMIT
 from ..request import ApiError, Request
-from ..thinking import Effort
-from ..tool_calls import CallArguments, CallBegins, Text
-from .answer import Json, Usage, event
 from .body import OF_CHATS, Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, continues, fold_roles, function_call, function_tool
+from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
+from .writer import Json, Usage, event
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 
@@ -129,14 +129,16 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]", images)
     tools = [_tool(name, t) for name, (t, _) in body.named_tools.items()] if body.tool_choice != "none" else []
-    messages = fold_roles(messages)
-    request = Request(
-        "chat", "", messages, tools or None, None, thinking=body.thinking_wanted, param="input", images=images
+    request = make_request(
+        messages,
+        images,
+        tools,
+        thinking=body.thinking_wanted,
+        forms=[form_of((body.text or {}).get("format"), "text.format")],
+        tool_choice=body.tool_choice,
+        one_call=not body.parallel_tool_calls,
+        param="input",
     )
-    request.one_call = not body.parallel_tool_calls
-    form = form_of((body.text or {}).get("format"), "text.format")
-    request.form = the_only(form, form_of_choice(body.tool_choice, tools)) or form_of_strict(tools)
-    request.goes_on = continues(messages, request.form)
     # As the API says, an answer without a limit goes on to the end of the context, unless the server's operator has set one.
     limit = None if flags.has_max_tokens else NO_LIMIT
     return body, request, body.arguments(flags, body.max_output_tokens or limit, [], body.top)

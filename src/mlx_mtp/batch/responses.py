@@ -1,0 +1,89 @@
+"""A step of a batch as mlx-lm's responses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.counts import DraftCounts
+from ..decoding.decoder import Decoder
+from ..decoding.sequence import Sequence
+from ..decoding.window import Step
+
+CacheOf = Callable[[Sequence], list[Any] | None]  # the prompt cache to return with a sequence's last token, if any
+
+
+@dataclass
+class PromptResponse:
+    """mlx-lm's ``PromptProcessingBatch.Response``: how far a prompt is read."""
+
+    uid: int
+    progress: tuple[int, int]  # tokens read, and all
+    end_of_segment: bool
+    end_of_prompt: bool
+
+
+@dataclass
+class Response:
+    """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may yield several of the same one.
+
+    Args:
+        uid (int): Of the sequence.
+        token (int): The token; of an error, the last one before it.
+        logprobs (mx.array, optional): A vector of log probabilities, [V]; ``None`` with an error.
+        finish_reason (str, optional): With the last token ``"stop"`` or ``"length"``. ``"error"`` comes without a token, where
+          a sampler or a logits processor of the sequence raised.
+        prompt_cache (List[Any], optional): With the last token, the prompt cache of ``all_tokens``.
+        all_tokens (List[int], optional): With the last token, the prompt and the generated tokens.
+        from_draft (bool): Whether the token was drafted by the head.
+        counts (DraftCounts): Drafts made and accepted for the sequence so far.
+        error (Exception, optional): What was raised.
+    """
+
+    uid: int
+    token: int
+    logprobs: mx.array | None
+    finish_reason: str | None
+    prompt_cache: list[Any] | None
+    all_tokens: list[int] | None
+    from_draft: bool
+    counts: DraftCounts
+    error: Exception | None = None
+
+
+def tokens_of(step: Step, cache_of: CacheOf) -> list[Response]:
+    """The tokens of a step, sequence by sequence."""
+    responses = []
+    for b, (s, tokens) in enumerate(zip(step.sequences, step.tokens or [])):
+        for t, token in enumerate(tokens):
+            logprobs, from_draft = step.logprobs_of(b, t), t < step.n_accepted[b]
+            responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
+        if tokens and s.end in ("length", "stop"):
+            _end(responses[-1], s, cache_of)
+    return responses
+
+
+def failures_of(sequences: list[Sequence], cache_of: CacheOf) -> list[Response]:
+    """The ends of the sequences whose sampler or processor has raised."""
+    responses = []
+    for s in sequences:
+        if isinstance(s.end, Exception):
+            responses.append(Response(s.uid, s.tokens[-1], None, None, None, None, False, s.counts, s.end))
+            _end(responses[-1], s, cache_of)
+    return responses
+
+
+def _end(last: Response, s: Sequence, cache_of: CacheOf) -> None:
+    """This is a sequence's last response."""
+    last.finish_reason, last.all_tokens, last.prompt_cache = s.finish_reason, s.tokens, cache_of(s)
+
+
+def cache_at_end(decoder: Decoder, s: Sequence) -> list[Any]:
+    """The prompt cache of a sequence that ends while a window is in flight."""
+    if len(decoder) > 1:
+        return decoder.extract(s)
+    assert decoder.window is not None
+    decoder.window.kept = [1]
+    decoder.finalize()
+    return s.cache.entries

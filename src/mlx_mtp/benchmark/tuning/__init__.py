@@ -1,0 +1,1 @@
+"""`mlx_mtp.benchmark --tune`: what to measure, and what to recommend."""

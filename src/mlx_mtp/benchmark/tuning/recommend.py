@@ -1,0 +1,76 @@
+"""Which of the measured settings to recommend: those that beat simpler ones by more than the spread of the rounds."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ...cli import table
+from ...decoding.counts import DraftCounts
+from ...layers.drafting import Settings
+
+FIXED_GAIN = 0.05  # required of a fixed depth over auto, which alone adapts to other kinds of text
+
+
+@dataclass
+class Measured:
+    """Settings beside plain decoding, on all prompts together."""
+
+    settings: Settings
+    ratios: list[float]  # of each round
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    tps: float = 0.0  # tokens per second after the first token, the median of the rounds
+
+    @property
+    def low(self) -> float:
+        return min(self.ratios)
+
+    @property
+    def high(self) -> float:
+        return max(self.ratios)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def beats(a: Measured, b: Measured) -> bool:
+    """Whether ``a`` is faster than ``b`` by more than the spread: its lowest ratio is above the highest of ``b``."""
+    fixed = a.settings.num_draft_tokens != "auto" and b.settings.num_draft_tokens == "auto"
+    return a.low > b.high * (1 + FIXED_GAIN if fixed else 1)
+
+
+def recommend(measured: Sequence[Measured]) -> Measured:
+    """Move from the simplest settings to the next simplest that beat them, until none do.
+
+    Args:
+        measured (Sequence[Measured]): The simplest first.
+    """
+    best = measured[0]
+    while (better := next((m for m in measured if beats(m, best)), None)) is not None:
+        best = better
+    return best
+
+
+def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
+    """The fastest form of each kind in one, if two or more kinds have a form that beats ``base``."""
+    best: dict[str, Measured] = {}
+    for m in measured:
+        for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min"):
+            faster = beats(m, base) and (name not in best or m.ratio > best[name].ratio)
+            if getattr(m.settings, name) and faster:
+                best[name] = m
+    values = {name: getattr(m.settings, name) for name, m in best.items()}
+    return [replace(base.settings, seconds={}, **values)] if len(values) > 1 else []
+
+
+def show(measured: Sequence[Measured]) -> str:
+    """The measurements as a table for people, and the recommendation."""
+    rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
+    for m in measured:
+        drafted, accepted = m.counts.drafted, m.counts.accepted
+        rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, m.low, m.high)), f"{m.tps:.1f}"])
+        if drafted:
+            rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
+    lines = table(rows)
+    lines.append(f"\nRecommended: {recommend(measured).settings}")
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""``mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
+
+First, whether passes are faster compiled and in pieces, and attention over a window in groups of rows. With the fastest of
+these, plain decoding takes turns with auto and fixed depths, then with each cheaper form of the drafts, then with a combination
+of those that gained.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
+
+from ...checkpoint.drafting import cheapen_drafts
+from ...checkpoint.vocabulary import LIST_FILE
+from ...layers.drafting import Settings
+from ...pacing.depth import MAX_DRAFT_TOKENS, Depth
+from .. import split
+from ..runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
+from . import ways
+from .recommend import Measured, combine, recommend
+
+OFF, AUTO = Settings(0), Settings("auto")
+FIXED = [Settings(k) for k in (1, 2, 3, 4)]
+BITS = (8, 4)
+ROWS = 32768  # of a draft vocabulary
+P_MIN = (0.3, 0.6)
+WARM_UP = 32  # tokens
+Round = list[list[Generation]]  # [settings][prompt]
+
+
+def tune(
+    model: Any,
+    tokenizer: TokenizerWrapper,
+    path: Path,
+    prompts: Mapping[str, mx.array],
+    *,
+    max_tokens: int = 128,
+    repeat: int = 5,
+) -> list[Measured]:
+    """
+    Measure settings.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load(..., draft_vocab=0, settings=False)``.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        path (Path): The checkpoint's folder.
+        prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
+        max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
+        repeat (int): The number of rounds. Default: ``5``.
+
+    Returns:
+        List[Measured]: The simplest settings first.
+    """
+    check_sizes(max_tokens, repeat)
+    with wired_limit(model, [generation_stream]):
+        longest = max(prompts.values(), key=len)
+        way = ways.fastest_way(model, longest, repeat)
+        with ways.applied(model, way):
+            rows = split.fastest_rows(model, longest, repeat)
+        passes = Settings(attention_rows=rows, compiled=way.compiled, pieces=way.pieces)
+        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, passes)
+        measured = tuner.measure([AUTO, *FIXED])
+        best = recommend(measured)
+        base = best if best is not measured[0] else measured[1]
+        if forms := [replace(f, num_draft_tokens=base.settings.num_draft_tokens) for f in cheaper(model, path)]:
+            measured += tuner.measure(forms)[1:]
+        if combined := combine(base, measured):
+            measured += tuner.measure(combined)[1:]
+    return measured
+
+
+def cheaper(model: Any, path: Path) -> list[Settings]:
+    """Each form of the drafts that is cheaper than the model's own; ``path`` is the checkpoint's folder."""
+    forms = []
+    if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
+        forms += [Settings(mtp_bits=bits) for bits in BITS]
+    layer = model.output_layer
+    forms += [Settings(draft_head_bits=bits) for bits in BITS if bits < getattr(layer, "bits", 16)]
+    if not (path / LIST_FILE).exists():  # the user's own choice
+        forms.append(Settings(draft_vocab=min(ROWS, layer.weight.shape[0] // 4)))
+    return forms + [Settings(draft_p_min=p) for p in P_MIN]
+
+
+@dataclass
+class Tuner:
+    """A model and what to measure it on; see ``tune``."""
+
+    model: Any
+    tokenizer: TokenizerWrapper
+    path: Path
+    prompts: Sequence[mx.array]
+    max_tokens: int
+    repeat: int
+    passes: Settings  # how to run passes, with all settings
+
+    def measure(self, others: Sequence[Settings]) -> list[Measured]:
+        """Measure plain decoding and other settings, which take turns."""
+        p = self.passes
+        every = [
+            replace(s, attention_rows=p.attention_rows, compiled=p.compiled, pieces=p.pieces) for s in (OFF, *others)
+        ]
+        # Each auto run begins with the times of the run before, as it will in use.
+        depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
+        with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
+            for i, settings in enumerate(every):
+                bar.set_description("warming up")
+                with self.applied(settings):
+                    prompt = min(self.prompts, key=len)
+                    self.generate(settings, depths[i], prompt, min(self.max_tokens, WARM_UP))
+            rounds = [self.run_round(every, depths, i, bar) for i in range(self.repeat)]
+        plain = [r[0] for r in rounds]
+        return [
+            summarize(replace(s, seconds=depths[i].times.by_depth()), plain, [r[i] for r in rounds])
+            for i, s in enumerate(every)
+        ]
+
+    def run_round(self, every: Sequence[Settings], depths: Sequence[Depth], turn: int, bar: Any) -> Round:
+        generations: Round = [[] for _ in every]
+        for i in in_turn(range(len(every)), turn):
+            bar.set_description(str(every[i]))
+            with self.applied(every[i]):
+                for prompt in self.prompts:
+                    generations[i].append(self.generate(every[i], depths[i], prompt, self.max_tokens))
+                    bar.update()
+        return generations
+
+    def generate(self, settings: Settings, depth: Depth, prompt: mx.array, n: int) -> Generation:
+        k = settings.num_draft_tokens
+        run = NO_COPIES if k == "auto" else k or PLAIN
+        stop = self.tokenizer.eos_token_ids
+        return generate(self.model, prompt, n, run, depth, stop=stop, draft_p_min=settings.draft_p_min)
+
+    @contextmanager
+    def applied(self, settings: Settings) -> Iterator[None]:
+        """Give the model the drafts of these settings, and its own back afterwards."""
+        model, layers = self.model, self.model.mtp.leaf_modules()
+        forms = (settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
+        try:
+            cheapen_drafts(model, self.tokenizer, self.path, *forms)
+            lm_head = model.drafting.lm_head
+            model.drafting.attention_rows = settings.attention_rows
+            mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
+            with ways.applied(model, ways.Way(settings.compiled, settings.pieces)):
+                yield
+        finally:
+            model.mtp.update_modules(layers)
+            model.drafting.lm_head = model.drafting.attention_rows = None
+
+
+def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:
+    """Summarize what the rounds, [round][prompt], say of settings."""
+    base, speeds = ([speed(r) for r in of] for of in (plain, rounds))
+    ratios = [s / p for p, s in zip(base, speeds)]
+    counts = sum_counts([g.counts for r in rounds for g in r])
+    return Measured(settings, ratios, counts, statistics.median(speeds))

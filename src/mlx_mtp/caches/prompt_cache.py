@@ -1,0 +1,340 @@
+"""The list that holds the caches of a model and its head.
+
+A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
+an ``ArraysCache`` with
+
+    the hidden state of the last token, which the head needs once the next token is known
+    the number of tokens that the backbone's caches held then; -1 while a generation is open
+    these tokens, which may be copied
+    whose part of the model's caches this is, where several ranks run it
+    the fingerprint of the model
+    where the images of the text are
+
+By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache``
+reads it.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from .checks import check_backbone, check_keys, check_last, misfit
+from .fingerprint import SIZE
+from .positions import ImageSpan, MRoPE, Positions, check_images
+from .recurrent import ArraysCache
+
+N_LAST = 6  # arrays of the last entry
+UNFINISHED = -1  # the number of tokens while a generation is open, or where it could not be ended
+
+
+class PromptCache:
+    """A prompt cache by name. The list stays the one that the caller holds: this is a view of it.
+
+    Args:
+        entries (List[Any]): Of ``make_prompt_cache``.
+        n_layers (int): The number of the backbone's layers.
+    """
+
+    def __init__(self, entries: list[Any], n_layers: int):
+        self.entries, self.n_layers = entries, n_layers
+        self._last = entries[-1]
+
+    @property
+    def backbone(self) -> list[Any]:
+        """A cache for each layer."""
+        return self.entries[: self.n_layers]
+
+    @backbone.setter
+    def backbone(self, caches: list[Any]) -> None:
+        self.entries[: self.n_layers] = caches
+
+    @property
+    def head(self) -> Any:
+        """The head's keys and values, a ``KVCache``."""
+        return self.entries[-2]
+
+    @head.setter
+    def head(self, cache: Any) -> None:
+        self.entries[-2] = cache
+
+    @property
+    def last_hidden(self) -> mx.array | None:
+        """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
+        return self._last[0]
+
+    @last_hidden.setter
+    def last_hidden(self, hidden: mx.array | None) -> None:
+        self._last[0] = hidden
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens in the backbone's caches."""
+        if not any(hasattr(c, "offset") for c in self.backbone):
+            return self.n_recorded  # a stage of a pipeline without attention: its states do not tell
+        return n_tokens(self.backbone)
+
+    @property
+    def n_recorded(self) -> int:
+        """The number of tokens in the backbone's caches when the head was last in step with them."""
+        count = self._last[1]
+        return 0 if count is None else count.item()
+
+    @property
+    def text(self) -> list[int]:
+        """The last tokens of the caches, as far back as they are known."""
+        tokens = self._last[2]
+        return [] if tokens is None else tokens.tolist()
+
+    def claim(self, generation: "weakref.ref[Any] | None") -> None:
+        """From now on the last tokens may be drafts that will be rejected: nothing else may use the cache, or a copy of it.
+
+        Args:
+            generation (weakref.ref[Generator]): To the generator that does so.
+        """
+        self._last.generation = generation
+        self._last[1] = mx.array(UNFINISHED)
+
+    def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
+        """The caches hold this number of tokens, of which the last ones are known, and the head is in step with them."""
+        self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        self.images = [image for image in self.images if image.start < n_tokens]  # read, if in part
+        self._last[1] = mx.array(n_tokens)
+        self._last.generation = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a generation goes on with this cache, or with the one that it is a copy of."""
+        ref = getattr(self._last, "generation", None)
+        generation = None if ref is None else ref()
+        return generation is not None and (generation.gi_running or generation.gi_suspended)
+
+    @property
+    def part(self) -> list[int]:
+        """The rank whose part this is, and the number of ranks; empty for one process."""
+        part = self._last[3]
+        return [] if part is None else part.tolist()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the model that the caches are of; empty where it is not known."""
+        return b"" if self._last[4] is None else bytes(self._last[4].tolist())
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: bytes) -> None:
+        self._last[4] = mx.array([*fingerprint], mx.uint8)
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        """Where the images of the text are: those in the caches, and while a prompt is read those that follow."""
+        return _images_of(self._last)
+
+    @images.setter
+    def images(self, images: Sequence[ImageSpan]) -> None:
+        self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+
+    @property
+    def shift(self) -> int:
+        """What to add to the index of the next token to have its position."""
+        return Positions(tuple(self.images)).shift
+
+    @property
+    def first_row(self) -> int:
+        """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
+        return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
+
+    @property
+    def head_positions(self) -> Positions | None:
+        """Those of the head's rows, each at its hidden state's; ``None`` where these are plain."""
+        return Positions(tuple(self.images), self.first_row) if self.images else None
+
+
+def _images_of(last: Any) -> list[ImageSpan]:
+    return [] if last[5] is None else [ImageSpan(*image) for image in last[5].tolist()]
+
+
+def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
+    """Those of the text in a model's caches; ``None`` where they are plain, as without images."""
+    last = entries[-1] if entries is not None and len(entries) == n_layers + 2 else None
+    if not isinstance(last, stock.ArraysCache) or len(last.cache) < N_LAST or last[5] is None:
+        return None
+    return Positions(tuple(_images_of(last)))
+
+
+def make_prompt_cache(model: nn.Module) -> list[Any]:
+    """An empty prompt cache for a model and its MTP head.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+
+    Returns:
+        List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
+    """
+    return model.make_cache() + make_head_cache(model)
+
+
+def make_head_cache(model: Any) -> list[Any]:
+    """The last two entries of an empty prompt cache."""
+    entries = _head_cache(model)
+    PromptCache(entries, 0).fingerprint = model.fingerprint()
+    return entries
+
+
+def _head_cache(model: Any) -> list[Any]:
+    """The same, without the fingerprint: the first one takes some time."""
+    last = stock.ArraysCache(N_LAST)
+    if part := _part_of(model):
+        last[3] = mx.array(part)
+    return [stock.KVCache(), last]
+
+
+def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
+    """Check a prompt cache, make it one of ``make_prompt_cache`` in place, and name its parts.
+
+    A cache that mlx-lm filled lacks the head's rows, and those of another head are dropped. Only relative positions count in
+    the head: it begins with the tokens that follow, and drafts less well until it has seen some of them.
+
+    Args:
+        entries (List[Any], optional): Of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
+
+    Raises:
+        ValueError: The cache is damaged, another model's or another rank's, or a generation is open on it.
+    """
+    n_layers = len(model.layers)
+    if entries is None:
+        return PromptCache(model.make_cache() + _head_cache(model), n_layers)
+    if len(entries) not in (n_layers, n_layers + 2):
+        raise ValueError(
+            f"The prompt cache has {len(entries)} entries and this model's {n_layers + 2}: "
+            "make it with mlx_mtp.make_prompt_cache(model)."
+        )
+    if len(entries) == n_layers:
+        entries += make_head_cache(model)
+    else:
+        _check_owner(model, PromptCache(entries, n_layers))
+    for i, own in enumerate(model.make_cache()):
+        entries[i] = _adopt(entries[i], own, i)
+    check_backbone(entries, model.layers)
+    cache = PromptCache(entries, n_layers)
+    if cache.n_recorded > cache.n_tokens:
+        raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
+    images = cache.images
+    if cache.n_recorded < cache.n_tokens:
+        entries[n_layers:] = make_head_cache(model)
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+        entries[n_layers] = stock.KVCache()
+    else:
+        _check_head(model, cache)
+    cache = PromptCache(entries, n_layers)
+    cache.fingerprint, cache.images = model.fingerprint(), images
+    return cache
+
+
+def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
+    """Say where the images of a text are, before a prompt is read into its cache.
+
+    Args:
+        images (Iterable[ImageSpan]): Those of the prompt; those of the cache may be among them.
+        are_embedded (bool): Whether embeddings are given for the prompt.
+
+    Raises:
+        ValueError: They overlap, are still to be read without embeddings, or the model takes none.
+    """
+    both = sorted({*cache.images, *images})
+    if not both:
+        return
+    check_images(both)
+    if not takes_images(model):
+        raise ValueError("This model takes no images: its positions have one axis.")
+    if model.ranks is not None:
+        raise ValueError("Images are read in one process: omit them on several machines.")
+    if both[-1].end > cache.n_tokens and not are_embedded:
+        raise ValueError(
+            f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own."
+        )
+    cache.images = both
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model's positions have three axes."""
+    return all(isinstance(layer.self_attn.rope, MRoPE) for layer in model.layers if not layer.is_linear)
+
+
+def _check_owner(model: Any, cache: PromptCache) -> None:
+    """
+    Raises:
+        ValueError: The cache is another model's or another rank's, or a generation is open on it.
+    """
+    last = cache.entries[-1]
+    if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
+        last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
+    args = model.text_args
+    check_last(len(cache.entries) - 1, last, N_LAST, args.hidden_size, args.vocab_size)
+    if cache.part != _part_of(model):
+        raise ValueError(
+            f"The prompt cache is that of {_name(cache.part)} and this is {_name(_part_of(model))}: "
+            "give each rank its own, on as many ranks as made it."
+        )
+    if cache.is_open:
+        raise ValueError(
+            "A generation is open on this prompt cache: close its generator first, or give each generation its own "
+            "copy.deepcopy of a cache on which none is."
+        )
+    if cache.n_recorded < 0:
+        raise ValueError(
+            "What this prompt cache holds is not known, since it was copied or saved while a generation was open on it, or the "
+            "end of one was interrupted: make it anew with mlx_mtp.make_prompt_cache(model)."
+        )
+    if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
+        raise ValueError(
+            "The prompt cache is that of another model, or of other weights of this one: make it anew with "
+            "mlx_mtp.make_prompt_cache(model)."
+        )
+
+
+def _check_head(model: Any, cache: PromptCache) -> None:
+    """
+    Raises:
+        ValueError: The head's keys and values are not of this head, or of more tokens than the backbone's.
+    """
+    i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
+    if not isinstance(cache.head, stock.KVCache):
+        raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")
+    check_keys(i, cache.head, model.head_attention)
+    if cache.head.offset > most:
+        raise misfit(i, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
+
+
+def has_head(model: Any) -> bool:
+    return getattr(model, "mtp", None) is not None
+
+
+def _adopt(entry: Any, own: Any, i: int) -> Any:
+    """The entry of layer i, as a cache that can roll back; ``own`` is an empty one of the model's."""
+    kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
+    if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
+        raise ValueError(
+            f"Entry {i} of the prompt cache is a {type(entry).__name__}, where this model's is a {kind.__name__}: "
+            "make it with mlx_mtp.make_prompt_cache(model)."
+        )
+    if type(entry) is stock.ArraysCache:
+        return ArraysCache.from_state(entry.state)
+    if isinstance(entry, ArraysCache):
+        entry.draft = None  # it may come from mlx-lm's own speculative loop
+    return entry
+
+
+def _part_of(model: Any) -> list[int]:
+    return [] if model.ranks is None else [model.ranks.rank, model.ranks.size]
+
+
+def _name(part: list[int]) -> str:
+    return f"rank {part[0]} of {part[1]}" if part else "one process"
+
+
+def n_tokens(caches: list[Any]) -> int:
+    """The number of tokens in the caches of a backbone."""
+    return max((getattr(c, "offset", 0) for c in caches), default=0)

@@ -1,0 +1,164 @@
+"""Caches that can roll back a few tokens.
+
+This module knows nothing of layers, drafts or acceptance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+from mlx_lm.models.gated_delta import gated_delta_update
+
+
+@mx.compile
+def _rewound(
+    n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, gates: Any, inputs: Any
+) -> tuple[mx.array, mx.array]:
+    """The arrays after n tokens of a window, from those after its confirmed ones: the recurrence is replayed over m others.
+
+    Compiled, so that the outputs of the recurrence are not computed. There is a trace for each window and each part of it:
+    at most 136 for one sequence and windows of up to 17 tokens.
+    """
+    # A copy, since a slice pins the array that it is cut from.
+    conv_state = mx.contiguous(conv_input[:, n : n + n_keep])  # [B, K - 1, C]
+    if m > 0:
+        state = gated_delta_update(*(x[:, :m] for x in inputs), *gates, state)[1]
+    return conv_state, state
+
+
+@dataclass
+class _Window:
+    """What is needed to roll back inside one call of a recurrent layer."""
+
+    n_confirmed: int
+    n_tokens: int = 0
+    conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
+    state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
+    inputs: tuple[mx.array, ...] = ()  # q, k, v, a, b of the other tokens, each [B, n_tokens - n_confirmed, ...]
+    gates: tuple[mx.array, ...] = ()  # A_log [Hv], dt_bias [Hv]
+    # In exact mode, in place of these: the cache's arrays after the last confirmed token and after each that follows.
+    states: list[list[mx.array]] | None = None
+
+
+class ArraysCache(stock.ArraysCache):
+    """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer, whose last call can be undone in part.
+
+    After ``open_window`` the layer's call records, and ``rollback`` closes the window. In between, ``state`` is that after the
+    whole window. The class has its parent's name because a prompt cache file names the classes it is made of.
+    """
+
+    cache: list[Any]
+    window: _Window | None = None
+
+    def open_window(self, n_confirmed: int, exact: bool = False) -> None:
+        """Have the next call recorded.
+
+        Args:
+            n_confirmed (int): The number of its leading tokens that are final.
+            exact (bool): The tokens come one by one, with ``keep_state`` after each, and the layer records nothing.
+
+        Raises:
+            ValueError: The last window is still open, or the cache is that of padded prompts.
+        """
+        if self.window is not None:
+            raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
+        if self.lengths is not None or self.left_padding is not None:
+            raise ValueError("A cache of padded prompts cannot roll back.")
+        self.window = _Window(n_confirmed, states=[] if exact else None)
+
+    @property
+    def records_inputs(self) -> bool:
+        """Whether the layer's next call has to record what the recurrence is replayed from."""
+        return self.window is not None and self.window.states is None
+
+    def keep_state(self) -> None:
+        """In an exact window, after the layer's call on one token: keep the state, so that rollback can return to it."""
+        if self.window is not None and self.window.states is not None:
+            self.window.n_tokens += 1
+            if self.window.n_tokens >= self.window.n_confirmed:
+                self.window.states.append(list(self.cache))
+
+    def rollback(self, n: int) -> None:
+        """Close the window: keep its first ``n`` tokens and release what was recorded.
+
+        The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with. In exact mode each
+        state was kept, because a replay is not bound to round as the layer's own call did.
+
+        Args:
+            n (int): From the number of confirmed tokens to that of all.
+
+        Raises:
+            ValueError: No window is open, or the state after ``n`` tokens was not recorded.
+        """
+        window = self.window
+        if window is None:
+            raise ValueError("There is nothing to roll back: call the model with n_confirmed to record a window.")
+        if not window.n_confirmed <= n <= window.n_tokens:
+            raise ValueError(
+                f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
+            )
+        cache = self.cache
+        if window.states is not None:
+            cache = window.states[n - window.n_confirmed]
+        elif n < window.n_tokens:
+            assert window.conv_input is not None
+            assert window.state is not None
+            n_keep, m = window.conv_input.shape[1] - window.n_tokens, n - window.n_confirmed
+            inputs = window.inputs if m > 0 else ()
+            cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
+        self.cache = cache
+        self.window = None  # last: until here it can be done again
+
+
+def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
+    """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
+    if caches is None:
+        raise ValueError("With n_confirmed, the model needs a cache to record in.")
+    for c in caches[:n_layers]:
+        if isinstance(c, stock.ArraysCache):
+            if not isinstance(c, ArraysCache):
+                raise ValueError("This cache cannot roll back: make it with model.make_cache().")
+            c.open_window(n_confirmed, exact)
+
+
+def trim(caches: list[Any], n_tokens: int) -> None:
+    """Keep the first ``n_tokens`` tokens of the key-value caches. Recurrent layers need ``rollback``."""
+    for c in caches:
+        if not isinstance(c, ArraysCache):
+            c.trim(c.offset - n_tokens)
+
+
+def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> None:
+    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches.
+
+    With ``again``, after a call that was interrupted: those where the window is closed already stay as they are.
+    """
+    trim(caches, offset + n)
+    for c in caches:
+        if isinstance(c, ArraysCache) and not (again and c.window is None):
+            c.rollback(n)
+    # So that the device does not wait while the next pass is being built.
+    mx.async_eval(recurrent_states(caches))
+
+
+def recurrent_states(caches: list[Any]) -> list[list[Any]]:
+    """The arrays of the recurrent layers' caches."""
+    return [c.cache for c in caches if isinstance(c, ArraysCache)]
+
+
+def snapshot(caches: list[Any]) -> list[Any]:
+    """What ``restore`` needs: the number of tokens, or the arrays where tokens cannot be trimmed one by one.
+
+    Keys and values are not held: a cache whose arrays are referenced elsewhere is copied when it is next written.
+    """
+    return [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
+
+
+def restore(caches: list[Any], before: list[Any]) -> None:
+    """Take caches back to a ``snapshot``, whatever part of a pass they have been given since."""
+    for c, b in zip(caches, before):
+        if hasattr(c, "offset"):
+            c.trim(c.offset - b)
+        else:
+            c.cache, c.window = b, None

@@ -1,0 +1,110 @@
+"""The caches of one sequence on its way through the model: those of its prompt cache, in place, as mlx-lm has them.
+
+They take no mask, so that mlx-lm's fused attention serves them, and are not copied. ``rows.py`` has those of several.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+
+from .prompt_cache import PromptCache
+from .recurrent import ArraysCache, recurrent_states, restore, rollback, snapshot
+from .rows import after_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVOptions:
+    """When and how to quantize keys and values, as in mlx-lm's ``generate_step``.
+
+    Args:
+        kv_bits (int, optional): Of a key or value. Default: ``None``, they are not quantized.
+        kv_group_size (int): How many have a scale in common.
+        quantized_kv_start (int): The number of tokens from which on they are quantized.
+    """
+
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+
+
+class SingleCache:
+    """The caches of one sequence, with the interface of ``protocol.PassCaches``. An interrupt may come at any line of it.
+
+    Args:
+        cache (PromptCache): Updated in place.
+        kv (KVOptions): When and how to quantize keys and values.
+
+    Attributes:
+        before (List[Any], optional): Where the caches were before the last pass, until its first token is final. Of keys and
+          values that is a number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
+    """
+
+    def __init__(self, cache: PromptCache, kv: KVOptions):
+        self.cache, self.kv = cache, kv
+        self.n_tokens = [cache.n_tokens]
+        self.before: list[Any] | None = None
+        self.n_in_flight = 0  # tokens of a pass that is not rolled back
+        self.is_rolling_back = False
+
+    @property
+    def entries(self) -> list[Any]:
+        return self.cache.entries
+
+    @property
+    def states(self) -> list[list[Any]]:
+        """The arrays of the recurrent layers."""
+        return recurrent_states(self.cache.backbone)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.cache.backbone)
+
+    def start_pass(self, n: int) -> None:
+        """Remember where the caches are."""
+        self.before, self.n_in_flight = snapshot(self.cache.entries), n
+
+    def keep_pass(self) -> None:
+        """All tokens of the pass are final, as those of a prompt."""
+        self.n_tokens, self.before, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
+
+    def restore(self) -> bool:
+        """Go back to before the last pass, if its first token is not final -> whether it was not."""
+        if self.before is None:
+            return False
+        restore(self.cache.entries, self.before)
+        return True
+
+    def quantize(self) -> None:
+        """As mlx-lm does after every pass."""
+        if self.kv.kv_bits is not None:
+            caches = self.cache.backbone
+            maybe_quantize_kv_cache(caches, **vars(self.kv))
+            self.cache.backbone = caches
+
+    def roll_back(self, kept: list[int]) -> None:
+        """Once interrupted, it may come again."""
+        if self.n_in_flight > 1:
+            again, self.is_rolling_back = self.is_rolling_back, True
+            rollback(self.cache.backbone, self.n_tokens[0], kept[0], again)
+        if self.n_in_flight > 0:
+            # At once: an interrupt finds all of it done, or to be done again.
+            self.n_tokens, self.n_in_flight, self.is_rolling_back = [self.n_tokens[0] + kept[0]], 0, False
+        self.quantize()
+
+    def extract(self, b: int) -> list[Any]:
+        n_tokens = self.n_tokens[b] + min(self.n_in_flight, 1)
+        copies: list[Any] = []
+        for c in self.cache.backbone:
+            if isinstance(c, ArraysCache):
+                own: Any = ArraysCache(size=2)
+                own.cache = [mx.contiguous(x) for x in after_first(c)]
+            else:
+                own = copy.copy(c)
+                own.keys, own.values = tree_map(lambda x: mx.contiguous(x[..., :n_tokens, :]), (c.keys, c.values))
+                own.offset = n_tokens
+            copies.append(own)
+        return copies

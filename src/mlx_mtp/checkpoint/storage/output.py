@@ -1,0 +1,124 @@
+"""Writing a converted checkpoint: a folder that appears when it is complete, and the config's record of the head."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..config import Config, text_config_of
+from ..head_formats import EXTRA_TENSORS, load_tensors
+from .hub import HEAD_FILE, check_path
+from .tensors import INDEX_FILE
+
+
+def check_new(target: Path) -> None:
+    """Raise a ValueError if the target exists or MLX cannot write to it."""
+    check_path(target.absolute())
+    if target.exists():
+        raise ValueError(
+            f"Cannot save to the path {target} as it already exists."
+            " Please delete the file/directory or specify a new path to save to."
+        )
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Fill a temporary folder beside ``target`` and rename it at the end.
+
+    On failure the folder is removed, and so are the parents that were created for it.
+    """
+    made = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as e:
+        raise OSError(f"{target} cannot be written: {e.strerror}") from e
+    try:
+        with naming(folder, str(target)):
+            yield folder
+        folder.chmod(0o755)  # mkdtemp's own is for the user alone
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # another program has put something there
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def naming(folder: Path, name: str) -> Iterator[None]:
+    """Inside, errors that name this folder, which is temporary, name what the user knows."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        if str(folder) not in str(e):
+            raise
+        if isinstance(e, OSError) and e.strerror and e.filename:  # the system's own
+            raise OSError(e.errno, e.strerror, str(e.filename).replace(str(folder), name)) from e
+        kind = OSError if isinstance(e, OSError) else ValueError
+        raise kind(str(e).replace(str(folder), name)) from e
+
+
+def save(file: Path, weights: dict[str, mx.array]) -> None:
+    try:
+        mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    except RuntimeError as e:
+        raise OSError(f"{file.name} could not be written: {e}") from e
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -> None:
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).unlink(missing_ok=True)  # it may be a link to another checkpoint's
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=4))
+
+
+def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
+    """Read every one of these tensors back and compare it.
+
+    Raises:
+        OSError: A tensor differs.
+    """
+    written = {file: load_tensors(folder / file) for file in {weight_map[name] for name in tensors}}
+    for name, w in tensors.items():
+        back = written[weight_map[name]][name]
+        if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
+            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+
+
+def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:
+    """Record in a config that there is a head, its origin and its format.
+
+    Args:
+        origin (Dict[str, Any]): Its source and revision, or the record of an earlier conversion.
+        separate (bool): Whether it is in a separate file.
+    """
+    config.pop("mtp_num_hidden_layers", None)
+    text_config_of(config)["mtp_num_hidden_layers"] = 1
+    config["mlx_mtp"] = {
+        "source": origin.get("source"),
+        "revision": origin.get("revision"),
+        "dtype": dtype_name(dtype),
+        "bits": bits,
+        "norms_shifted": True,
+    }
+    config.pop(EXTRA_TENSORS, None)
+    if separate:
+        config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
+
+
+def describe_no_head(config: Config) -> None:
+    """Remove from a config everything about a head."""
+    for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
+        config.pop(key, None)
+    text_config = text_config_of(config)
+    if "mtp_num_hidden_layers" in text_config:
+        text_config["mtp_num_hidden_layers"] = 0
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,78 @@
+"""The tensors of a checkpoint in a folder, from the headers of its files."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..config import Config, read_json
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"
+
+
+def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[str] | None = None) -> list[str]:
+    """List the names of a checkpoint's tensors.
+
+    Args:
+        head_file (str, optional): A file with the head, which the index need not name. Default: ``None``.
+        needed (Collection[str], optional): Of the files that the index names, others than these may be missing.
+          Default: ``None``, none may.
+
+    Raises:
+        FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
+        ValueError: A file is damaged.
+    """
+    files = {file.name: file for file in check_weight_files(folder)}
+    if head_file is not None:
+        files[head_file] = folder / head_file
+        if not files[head_file].exists():
+            raise FileNotFoundError(f"{folder} lacks {head_file}, which its config names: download it again.")
+    names = {name for file in files.values() for name in names_in(file)}
+    return sorted(names | _check_index(folder, set(files), names, needed))
+
+
+def check_weight_files(folder: Path) -> list[Path]:
+    """List the model's files; raise a FileNotFoundError if there are none, a ValueError if one is a folder."""
+    files = sorted(folder.glob(WEIGHTS))
+    if not files:
+        raise FileNotFoundError(f"No safetensors found in {folder}")
+    for file in files:
+        check_is_file(file)
+    return files
+
+
+def check_is_file(file: Path) -> None:
+    if file.is_dir():
+        raise ValueError(f"{file} is not a safetensors file but a folder: remove or rename it.")
+
+
+def names_in(file: Path) -> list[str]:
+    """The tensors of a file; raises a ValueError if it is damaged."""
+    check_is_file(file)
+    try:
+        with safe_open(file, framework="numpy") as f:
+            return list(f.keys())
+    except SafetensorError as e:
+        raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
+
+
+def _check_index(folder: Path, files: set[str], names: set[str], needed: Collection[str] | None) -> set[str]:
+    """The names in the index, if there is one, once it is known that it fits the files."""
+    if not (index := folder / INDEX_FILE).exists():
+        return set()
+    weight_map = weight_map_of(read_json(index), str(index))
+    missing_files = set(weight_map.values()) - files
+    if missing := sorted(missing_files if needed is None else missing_files.intersection(needed)):
+        raise FileNotFoundError(f"{folder} lacks {missing[0]}, which its index names: download it again.")
+    if missing := sorted(name for name in weight_map.keys() - names if weight_map[name] not in missing_files):
+        raise ValueError(f"{folder} lacks the tensor {missing[0]}, which its index names: download it again.")
+    return set(weight_map)
+
+
+def weight_map_of(index: Config, name: str) -> dict[str, str]:
+    """The file of every tensor in an index; ``name`` is the index file's, for the error."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{name} has no weight_map: download it again.")
+    return weight_map

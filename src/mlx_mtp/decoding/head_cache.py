@@ -1,0 +1,242 @@
+"""The head's keys and values, and the pairs that are pending for it.
+
+The head has a row of keys and values for each token of a sequence but the last, each made from a verified hidden state:
+
+    row i      hidden h_i, token t_i+1  ->  a draft of t_i+2
+    further drafts feed the head's own output, and their rows are trimmed
+
+Such a pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its
+pair for later. After a step with drafts each sequence has as many pairs as it has accepted:
+
+    pairs of a window            a0 a1 a2 a3      of which the first sequence has four,
+                                 b0 b1  .  .      the second two
+    added to keys and values     a0 a1 a2
+                                 b0
+    through the whole layer               a3
+                                    b1
+"""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..caches.positions import Positions, rope_at
+from ..caches.prompt_cache import PromptCache
+from ..caches.rows import HeadRows
+from ..layers.mtp import append_rows, run_head
+from ..layers.passes import in_pass, pass_of_head
+from ..models.protocol import MTPModel
+
+MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
+
+Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
+
+
+class NoHead:
+    """In place of the head of a model that has none."""
+
+    nbytes = n_rows = 0
+
+    def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
+        pass
+
+    def can_draft(self, b: int) -> bool:
+        return True  # what needs no head
+
+    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
+        pass
+
+    def filter(self, keep: list[int]) -> None:
+        pass
+
+    def move_to(self, cache: PromptCache) -> None:
+        pass
+
+    def extract(self, b: int) -> KVCache:
+        return KVCache()
+
+    def finalize(self, n: int) -> None:
+        pass
+
+
+class HeadCache:
+    """What the head has seen of one sequence or several.
+
+    One sequence keeps the head's ``KVCache`` of its prompt cache, several have theirs in ``HeadRows``.
+
+    Args:
+        model (MTPModel): Its head and embedding.
+    """
+
+    def __init__(self, model: MTPModel):
+        self.model = model
+        self.cache: Any = HeadRows()
+        # Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of a sequence at least. They are not
+        # cut to t here: a slice is lazy, and who closes the generator in another thread could not evaluate it.
+        self.pending: Pending = []
+        self.counts: list[int] = []  # pending pairs of each sequence
+        self.positions: list[Positions | None] = []  # of each sequence's rows, if it has images
+        # Of one sequence: the first row's position, and the rows that are done; others are of drafts, or of a pass not done.
+        self.first_row = 0
+        self.n_rows: Any = 0
+
+    @property
+    def nbytes(self) -> int:
+        n: int = self.cache.nbytes
+        return n
+
+    def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
+        """Take the first ``counts[b]`` decided tokens of tokens [B, T], and the hidden states before them, [B, T, H]."""
+        if self.pending and (self._is_ragged or max(self.counts) >= MAX_PENDING):
+            self.catch_up()
+            mx.async_eval(self.cache.state)
+        self.pending.append((hidden, tokens, max(counts)))
+        self.counts = [n + new for n, new in zip(self.counts, counts)]
+
+    def can_draft(self, b: int) -> bool:
+        """Whether sequence b has a pair to draft from: not the first token of a text."""
+        return self.counts[b] > 0
+
+    def run(self, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """A pass of the head over hidden states [B, t, H] and tokens [B, t] -> its output for the last, [B, 1, H]"""
+        return run_head(self.model, hidden, tokens, self.cache, positions=self._own_positions)
+
+    def catch_up(self, most: int | None = None) -> mx.array:
+        """Make rows of the first pending pairs, and forget the others -> the head's output for the last, [B, 1, H]"""
+        hidden, tokens = (x[:, :most] for x in _joined(self.pending))
+        with in_pass(pass_of_head(self.model.drafting, hidden.shape[1])):
+            out = self._catch_up_ragged(hidden, tokens) if self._is_ragged else self.run(hidden, tokens)
+        # At once: until here an interrupt leaves it to be done again.
+        self.n_rows, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
+        return out
+
+    def _catch_up_ragged(self, hidden: mx.array, tokens: mx.array) -> mx.array:
+        mtp, before = self.model.mtp, [max(n - 1, 0) for n in self.counts]
+        pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
+        if (t := pairs.shape[1]) > 1:
+            append_rows(mtp.layers[0], pairs[:, :-1], self.cache)
+            self.cache.trim_each([t - 1 - n for n in before])
+        out = mtp.decode(_of_each(pairs, before), self.cache)
+        self.cache.trim_each([1 - min(n, 1) for n in self.counts])
+        return out
+
+    def _keep_last_pair(self) -> None:
+        """Leave one pair pending for each sequence, or none, in one column: so they can come and go."""
+        if not self.pending:
+            return
+        (hidden, tokens), columns = _joined(self.pending), [max(n - 1, 0) for n in self.counts]
+        if (t := hidden.shape[1]) > 1:
+            pairs = self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)[:, :-1]
+            with rope_at(self._own_positions):
+                append_rows(self.model.mtp.layers[0], pairs, self.cache)
+            if self._is_ragged:
+                self.cache.trim_each([t - 1 - n for n in columns])
+            hidden, tokens = _of_each(hidden, columns), _of_each(tokens, columns)
+        elif t == 0:
+            hidden, tokens = (x[:, :1] for x in self.pending[0][:2])
+        self.n_rows, self.counts = self.cache.offset, [min(n, 1) for n in self.counts]
+        self.pending = [(hidden, tokens, max(self.counts))]
+
+    @property
+    def _is_ragged(self) -> bool:
+        """Whether sequences differ in the number of pairs that are pending."""
+        return len(self.counts) > 1 and min(self.counts) < sum(n for *_, n in self.pending)
+
+    @property
+    def _own_positions(self) -> Positions | None:
+        """Those of one sequence. ``HeadRows`` has the positions of several."""
+        return self.positions[0] if isinstance(self.cache, KVCache) else None
+
+    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
+        """Add a sequence for each prompt cache.
+
+        Args:
+            tokens (mx.array, optional): The next token of each, [B, 1]. ``None`` where it has its row already.
+        """
+        positions = [c.head_positions for c in caches]
+        if not self.counts and len(caches) == 1:
+            self.cache, self.pending = caches[0].head, []
+            self.n_rows, self.first_row = self.cache.offset, caches[0].first_row
+            if tokens is None:
+                self.n_rows = math.inf  # reading the prompt adds rows, and takes back those of a part that is not done
+        else:
+            self._keep_last_pair()
+            if isinstance(self.cache, KVCache):
+                self.cache = HeadRows([self.cache], [_shift(self.positions[0])])
+            assert tokens is not None
+            _append_image_rows(self.model, caches, tokens)
+            self.cache.join([c.head for c in caches], [_shift(p) for p in positions])
+        self.positions = [*self.positions, *positions]
+        if tokens is None:
+            self.counts = [0]
+            return
+        none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
+        hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
+        for held, held_tokens, _ in self.pending:
+            hidden, tokens = mx.concatenate([held, hidden]), mx.concatenate([held_tokens, tokens])
+        self.counts = [*self.counts, *(int(c.last_hidden is not None) for c in caches)]
+        self.pending = [(hidden, tokens, max(self.counts))]
+
+    def filter(self, keep: list[int]) -> None:
+        """Keep these sequences."""
+        self._keep_last_pair()
+        if len(keep) == 1:
+            self.cache = self.cache.extract(keep[0])
+        else:
+            self.cache.filter(keep)
+        rows = mx.array(keep)
+        self.pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in self.pending]
+        self.counts, self.positions = [self.counts[b] for b in keep], [self.positions[b] for b in keep]
+        self.n_rows = self.cache.offset
+
+    def move_to(self, cache: PromptCache) -> None:
+        """Put the keys and values of the one sequence that is left into its prompt cache."""
+        cache.head, self.first_row = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
+
+    def extract(self, b: int) -> KVCache:
+        """A copy of sequence b's keys and values, pending pairs included."""
+        self._keep_last_pair()
+        rows = HeadRows([self.cache]) if isinstance(self.cache, KVCache) else self.cache
+        cache = rows.extract(b)
+        if self.pending and self.counts[b] > 0:
+            hidden, tokens = _joined(self.pending)
+            run_head(self.model, hidden[b : b + 1], tokens[b : b + 1], cache, positions=self.positions[b])
+        return cache
+
+    def finalize(self, n: int) -> None:
+        """Leave one sequence with the rows of its first n pairs, whatever part of a move was done: their number tells that."""
+        n_rows = min(self.n_rows, self.cache.offset)  # less where an interrupted pass was taken back
+        wanted = max(n - self.first_row, 0)
+        self.cache.trim(self.cache.offset - min(n_rows, wanted))
+        if wanted > n_rows:
+            self.catch_up(wanted - n_rows)
+
+
+def _joined(pending: Pending) -> tuple[mx.array, mx.array]:
+    """The pending hidden states [B, t, H] and tokens [B, t]"""
+    hidden = mx.concatenate([h[:, :n] for h, _, n in pending], axis=1)
+    return hidden, mx.concatenate([t[:, :n] for _, t, n in pending], axis=1)
+
+
+def _append_image_rows(model: MTPModel, caches: list[PromptCache], tokens: mx.array) -> None:
+    """Append the row of an image's last token where it waits for the next token, of [B, 1]: a row of ``HeadRows`` is at a plain
+    position."""
+    for cache, token in zip(caches, tokens):
+        positions, hidden = cache.head_positions, cache.last_hidden
+        if positions is not None and hidden is not None and not positions.are_plain(cache.head.offset):
+            run_head(model, hidden, token[None], cache.head, positions=positions)
+            cache.last_hidden = None
+
+
+def _shift(positions: Positions | None) -> int:
+    return 0 if positions is None else positions.shift
+
+
+def _of_each(x: mx.array, columns: list[int]) -> mx.array:
+    """Each row's own column of x [B, t, ...] -> [B, 1, ...]"""
+    if len(set(columns)) == 1:
+        return x[:, columns[0] : columns[0] + 1]
+    index = mx.array(columns).reshape(-1, *[1] * (x.ndim - 1))
+    return mx.take_along_axis(x, index, axis=1)

@@ -1,0 +1,90 @@
+"""Prefill: reads a prompt into a prompt cache, in chunks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.positions import Positions
+from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.single import SingleCache
+from ..layers.mtp import run_head
+from ..models.protocol import MTPModel
+from ..pacing.step_times import PLAIN_PLAN
+from .decoder import Decoder
+from .window import Drafts
+
+
+def prefill_prompt(
+    decoder: Decoder,
+    prompt: mx.array,
+    embeddings: mx.array | None,
+    chunk: int,
+    progress: Callable[[int, int], Any],
+) -> None:
+    """Read the prompt [T] of a decoder's one sequence, or its embeddings [T, H], the last token as a window of its own."""
+    (s,), own = decoder.sequences, decoder.cache
+    assert isinstance(own, SingleCache)
+    n, done = len(prompt if embeddings is None else embeddings), 0
+    s.cache.claim(decoder.generation)
+    progress(0, n)
+    if len(prompt) == 0:
+        s.skip(n)
+    while (size := min(chunk, n - 1 - done)) > 0:
+        part = slice(done, done + size)
+        s.read(prompt[part].tolist())  # type: ignore[arg-type]
+        prefill_chunk(decoder.model, own, prompt[part], None if embeddings is None else embeddings[part])
+        done += size
+        progress(done, n)
+    s.read(prompt[done:].tolist())  # type: ignore[arg-type]
+    _verify_last(decoder, own, prompt[done:], None if embeddings is None else embeddings[done:])
+    progress(n, n)
+
+
+def prefill_chunk(model: MTPModel, own: SingleCache, tokens: mx.array, embeddings: mx.array | None = None) -> None:
+    """Read tokens [T], or embeddings [T, H] in their place, into all caches of one sequence."""
+    cache = own.cache
+    options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+    positions = cache.head_positions  # before the pass, which moves them on
+    own.start_pass(len(tokens if embeddings is None else embeddings))
+    _, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
+    # The head pairs a token with the hidden state before it. That of the first is from an earlier call, if any.
+    previous, last = hidden[:, :-1], cache.last_hidden
+    hidden_before = previous if last is None else mx.concatenate([last, previous], axis=1)
+    _prefill_head(model, cache, hidden_before, tokens, embeddings, positions)
+    cache.last_hidden = mx.contiguous(hidden[:, -1:])
+    own.quantize()
+    mx.eval([c.state for c in own.entries])
+    own.keep_pass()
+    mx.clear_cache()
+
+
+def _prefill_head(
+    model: MTPModel,
+    cache: PromptCache,
+    hidden: mx.array,
+    tokens: mx.array,
+    embeddings: mx.array | None,
+    positions: Positions | None,
+) -> None:
+    """Make the head's rows of the hidden states [1, t, H] before the last t tokens, [T], or embeddings, [T, H]."""
+    if has_head(model) and (t := hidden.shape[1]) > 0:
+        embedded = None if embeddings is None else embeddings[None, -t:]
+        run_head(model, hidden, tokens[None, -t:], cache.head, embedded, positions)
+
+
+def _verify_last(decoder: Decoder, own: SingleCache, token: mx.array, embeddings: mx.array | None) -> None:
+    """Read the prompt's last token [1], or its embedding [1, H], as a window of its own."""
+    (s,), cache = decoder.sequences, own.cache
+    if (hidden := cache.last_hidden) is not None:
+        _prefill_head(decoder.model, cache, hidden, token, embeddings, cache.head_positions)
+    decoder.head.n_rows = cache.head.offset
+    s.start()
+    decoder.drafter.read(s.tokens)
+    decoder.decided = token[None]
+    decoder.draft(Drafts([s], [PLAIN_PLAN], PLAIN_PLAN, s.depth))
+    decoder.verify(None if embeddings is None else embeddings[None])
+    assert decoder.window is not None
+    # Not the logits: a prompt alone needs none.
+    mx.eval(decoder.window.hidden, own.states, cache.head.state)
+    decoder.window.kept, own.before = [1], None

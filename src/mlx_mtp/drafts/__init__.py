@@ -1,0 +1,1 @@
+"""Where drafts come from beside the head, and the options of drafting."""

@@ -1,0 +1,144 @@
+"""Copy drafts: where the text's last tokens stood in it before, what followed them is drafted again.
+
+This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
+a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
+least ``N_GRAM`` tokens long. It is followed for as long as the text goes on as it did there, and the longer it is, the likelier
+the next token is a copy, too:
+
+    ... a b c d e f g ...            a match of a b c d e, then of f, ...
+    ... a b c d e  ->  f g ...       the drafts
+        <- length ->
+
+Where the text then differs, as behind a name that was changed, it often rejoins the copied passage: ``N_REJOIN`` tokens are
+enough for a match a little further on.
+
+Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
+acceptance rate of copies is known without trying them.
+
+This module knows nothing of models. All of it runs on the host.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from math import prod
+
+import mlx.core as mx
+
+from ..pacing.depth import MAX_COPY_TOKENS
+from ..pacing.rates import Rates
+
+N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
+N_REJOIN, NEAR = 2, 32  # tokens of such a match, and how far on it is looked for
+LONGEST = 64  # tokens; longer matches are as good
+
+
+class NGramIndex:
+    """Where each n-gram of a text ended last; the text may grow at its end."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+        self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the position after it
+        self.n_indexed = 0  # n-grams
+
+    def find(self) -> int | None:
+        """The position after the last earlier occurrence of the text's last n-gram, if any."""
+        rest = self.text[self.n_indexed : -1]
+        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
+        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
+        self.n_indexed = max(len(self.text) - N_GRAM, 0)
+        return self.ends.get(tuple(self.text[-N_GRAM:]))
+
+
+class PromptLookup:
+    """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
+
+    Args:
+        text (Sequence[int]): The text so far, as far back as it is known. Numbers below 0 are not copied.
+        fixed (int, optional): As in ``sources.Source``. Default: ``None``.
+
+    Attributes:
+        text (List[int]): This, and the tokens decided.
+    """
+
+    name = "copies"
+
+    def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
+        self.text, self.fixed = [*text], fixed
+        self.index = NGramIndex(self.text)
+        self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
+        self.length = 0  # tokens of the match
+        self.followed: int | None = None
+        self.left: int | None = None  # where the last match was wrong
+        self.is_lost = True  # whether a match must be looked for
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
+        self.text += tokens
+        self.is_lost = True
+
+    @property
+    def at(self) -> int | None:
+        """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
+        if self.is_lost:
+            self.followed, self.is_lost = self.index.find(), False
+            if self.followed is None and self.left is not None:
+                self.followed = self._rejoin(self.left)
+            self.length = 0 if self.followed is None else self._match_length(self.followed)
+        return self.followed
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take decided tokens as the host learns of them."""
+        for token in tokens:
+            at = self.at
+            if at is not None:
+                is_copy = self.text[at] == token
+                self.left = self.left if is_copy else at
+                self.rates.count(self._rank(self.length), is_copy)
+                self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
+            else:
+                self.is_lost = True
+            self.text.append(token)
+
+    def acceptance(self, n_unread: int) -> list[float]:
+        """How likely each copied draft is accepted given that those before it are, up to [MAX_COPY_TOKENS]; without a match [].
+
+        Args:
+            n_unread (int): The number of decided tokens that ``read`` was not given yet. They are taken to be copies, too.
+        """
+        if self.at is None:
+            return []
+        n = len(self._copy(self.at, n_unread + MAX_COPY_TOKENS))
+        if n <= n_unread:
+            return []
+        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n)]
+        return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
+
+    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
+        """Up to k drafts for the tokens after the unread ones, and their records: proposed with probability one."""
+        at = self.at
+        assert at is not None
+        drafts = self._copy(at, n_unread + k)[n_unread:]
+        return mx.array(drafts, mx.uint32), [None] * len(drafts)
+
+    def _copy(self, at: int, n: int) -> list[int]:
+        """The n tokens from a position on, fewer where an image begins."""
+        copy = self.text[at : at + n]
+        period = len(self.text) - at
+        while len(copy) < n:
+            copy.append(copy[-period])  # at the end of the text the copy goes on in itself
+        return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
+
+    def _match_length(self, at: int) -> int:
+        """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""
+        backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
+        return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
+
+    def _rejoin(self, left: int) -> int | None:
+        """The position after the first occurrence of the text's last tokens behind where the last match was left."""
+        last = self.text[-N_REJOIN:]
+        starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
+        return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
+
+    def _rank(self, length: int) -> int:
+        """Lengths count as equal from 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
+        return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()

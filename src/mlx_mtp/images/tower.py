@@ -1,0 +1,263 @@
+"""The vision tower of Qwen3.5, 3.6 and 3.8: an image's patches become rows in place of its tokens' embeddings.
+
+    patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 row
+
+Names are those of the published checkpoints, and layouts those of MLX conversions: the kernel of ``patch_embed`` has its
+channels last. Roundings are transformers': norms, RoPE and GELU are computed in float32 and rounded once.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs
+
+from ..caches.positions import rotate
+
+T = TypeVar("T")
+
+PREFIX = "vision_tower."  # of its tensors in MLX conversions
+RAW_PREFIX = "model.visual."  # in Hugging Face checkpoints
+PATCH_KERNEL = "patch_embed.proj.weight"
+FUSED_HEAD_DIMS = (64, 80, 128)  # of MLX's fused attention on Metal
+SCORE_BYTES = 1 << 27  # of a piece of attention where it is not fused; MLX has about ten pieces in flight
+MAX_PATCHES = 65_536  # of the processor's largest image: 16.8 megapixels, 16,384 tokens
+
+
+@dataclass
+class VisionArgs(BaseModelArgs):
+    """The ``vision_config`` of a config.json."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 16
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    rope_parameters: dict[str, Any] | None = None
+    deepstack_visual_indexes: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.deepstack_visual_indexes:
+            raise ValueError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
+        if self.hidden_act != "gelu_pytorch_tanh":
+            raise ValueError(f"The vision tower's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"The vision tower's hidden_size {self.hidden_size} must be a multiple of 4 * num_heads ({self.num_heads})."
+            )
+        self.head_dim = self.hidden_size // self.num_heads
+        self.rope_theta = (self.rope_parameters or {}).get("rope_theta", 10000.0)
+
+    @property
+    def patch_dim(self) -> int:
+        """The number of values of a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+class LayerNorm(nn.LayerNorm):
+    """In float32, rounded once."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        f = mx.float32
+        return mx.fast.layer_norm(x.astype(f), self.weight.astype(f), self.bias.astype(f), self.eps).astype(x.dtype)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        kernel = (args.temporal_patch_size, args.patch_size, args.patch_size)
+        self.proj = nn.Conv3d(args.in_channels, args.hidden_size, kernel, stride=kernel)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[N, C T h w] -> [N, D]; the kernel covers a patch, so it is a linear layer."""
+        weight = self.proj.weight.transpose(0, 4, 1, 2, 3).flatten(1)  # [D, C T h w]
+        return mx.addmm(self.proj.bias, x.astype(weight.dtype), weight.T)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        self.num_heads, self.head_dim = args.num_heads, args.head_dim
+        self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size)
+        self.proj = nn.Linear(args.hidden_size, args.hidden_size)
+
+    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+        N, D = x.shape
+        q, k, v = self.qkv(x).reshape(1, N, 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)  # [1, H, N, d]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if (fused := next((d for d in FUSED_HEAD_DIMS if d >= self.head_dim), self.head_dim)) > self.head_dim:
+            zeros = [(0, 0)] * 3 + [(0, fused - self.head_dim)]
+            q, k, v = (mx.pad(a, zeros) for a in (q, k, v))  # changes neither scores nor sums
+        heads = _attend(q, k, v, self.head_dim**-0.5)[..., : self.head_dim]
+        return self.proj(heads.transpose(0, 2, 1, 3).reshape(N, D))
+
+
+def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    """Full attention, [1, H, N, d], of some rows after the others, so that the scores of a few alone are in memory."""
+    _, H, N, _ = q.shape
+    n = max(1, SCORE_BYTES // (4 * H * N))
+    out: list[mx.array] = []
+    for i in range(0, N, n):
+        rows = q[:, :, i : i + n]
+        if out:
+            rows = mx.depends([rows], [out[-1]])[0]  # else MLX computes the scores of all first
+        out.append(mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale))
+    return mx.concatenate(out, axis=2)
+
+
+class MLP(nn.Module):
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(args.hidden_size, args.intermediate_size)
+        self.linear_fc2 = nn.Linear(args.intermediate_size, args.hidden_size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = self.linear_fc1(x)
+        return self.linear_fc2(nn.gelu_approx(x.astype(mx.float32)).astype(x.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        self.norm1 = LayerNorm(args.hidden_size, eps=1e-6)
+        self.norm2 = LayerNorm(args.hidden_size, eps=1e-6)
+        self.attn = Attention(args)
+        self.mlp = MLP(args)
+
+    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+        x = x + self.attn(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(nn.Module):
+    """Join the patches of each token, and bring them to the language model's size."""
+
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        self.merged = args.hidden_size * args.spatial_merge_size**2
+        self.norm = LayerNorm(args.hidden_size, eps=1e-6)
+        self.linear_fc1 = nn.Linear(self.merged, self.merged)
+        self.linear_fc2 = nn.Linear(self.merged, args.out_hidden_size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = self.linear_fc1(self.norm(x).reshape(-1, self.merged))  # [n, 4 D]
+        return self.linear_fc2(nn.gelu(x.astype(mx.float32)).astype(x.dtype))
+
+
+class VisionTower(nn.Module):
+    def __init__(self, args: VisionArgs):
+        super().__init__()
+        self.args = args
+        self.patch_embed = PatchEmbed(args)
+        self.pos_embed = nn.Embedding(args.num_position_embeddings, args.hidden_size)
+        self.blocks = [Block(args) for _ in range(args.depth)]
+        self.merger = Merger(args)
+
+    def __call__(self, pixel_values: mx.array) -> mx.array:
+        """The rows of one image.
+
+        Args:
+            pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
+              m x m, row by row, and their values, channels * frames * height * width.
+
+        Returns:
+            mx.array: [rows * columns, H] of the language model.
+
+        Raises:
+            ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
+        """
+        rows, columns = self._check(pixel_values)
+        y, x = _positions(rows, columns, self.args.spatial_merge_size)
+        h = self.patch_embed(pixel_values.reshape(-1, self.args.patch_dim))
+        h = h + self._position_rows(y, x, rows, columns).astype(h.dtype)
+        cos, sin = self._angles(y, x)
+        for block in self.blocks:
+            h = block(h, cos, sin)
+        return self.merger(h)
+
+    def _check(self, pixel_values: mx.array) -> tuple[int, int]:
+        shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
+        if len(shape) != 4 or shape[2:] != (merged, self.args.patch_dim) or 0 in shape:
+            raise ValueError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
+        if (n := shape[0] * shape[1] * merged) > MAX_PATCHES:
+            pixels = self.args.patch_size**2
+            raise ValueError(
+                f"An image of {n * pixels:,} pixels is larger than the {MAX_PATCHES * pixels:,} that the vision tower takes: "
+                "make it smaller."
+            )
+        return shape[0], shape[1]
+
+    def _position_rows(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
+        """The square position table at each patch, bilinear between its corners and an image's: [N, D] in float32."""
+        m, side = self.args.spatial_merge_size, math.isqrt(self.args.num_position_embeddings)
+        total: Any = 0
+        for i, wy in _taps(y, rows * m, side):
+            for j, wx in _taps(x, columns * m, side):
+                total = total + self.pos_embed(i * side + j) * (wy * wx)[:, None]
+        return total
+
+    def _angles(self, y: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Cosines and sines of axial RoPE, [N, d / 2]: the first half by row, the other by column."""
+        half = self.args.head_dim // 2
+        frequencies = 1 / self.args.rope_theta ** (mx.arange(0, half, 2, dtype=mx.float32) / half)
+        angles = mx.concatenate([y[:, None] * frequencies, x[:, None] * frequencies], axis=-1)
+        return mx.cos(angles), mx.sin(angles)
+
+
+def _positions(rows: int, columns: int, m: int) -> tuple[mx.array, mx.array]:
+    """The row and the column of each patch, token by token."""
+    shape = (rows, columns, m, m)
+    y = mx.arange(rows * m, dtype=mx.float32).reshape(rows, 1, m, 1)
+    x = mx.arange(columns * m, dtype=mx.float32).reshape(1, columns, 1, m)
+    return mx.broadcast_to(y, shape).flatten(), mx.broadcast_to(x, shape).flatten()
+
+
+def _taps(position: mx.array, size: int, side: int) -> list[tuple[mx.array, mx.array]]:
+    """The two neighbours in a table of ``side`` of positions among ``size``, and their weights."""
+    at = position * (side - 1) / max(size - 1, 1)
+    low = mx.floor(at)
+    index = low.astype(mx.int32)
+    return [(index, 1 - (at - low)), (mx.minimum(index + 1, side - 1), at - low)]
+
+
+def split_tower(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Separate a checkpoint's tensors into the language model's and the tower's, whose names lose their prefix."""
+    language: dict[str, T] = {}
+    tower: dict[str, T] = {}
+    for name, w in weights.items():
+        prefix = next((p for p in (PREFIX, RAW_PREFIX) if name.startswith(p)), None)
+        if prefix is None:
+            language[name] = w
+        else:
+            tower[name.removeprefix(prefix)] = w
+    return language, tower
+
+
+def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower:
+    """A tower of these tensors, of either layout; they are read when they are used.
+
+    Raises:
+        ValueError: One is missing, unknown, quantized, or of the wrong shape.
+    """
+    tower, tensors = VisionTower(args), dict(weights)
+    if any(name.endswith(".scales") for name in tensors):
+        raise ValueError("The vision tower is quantized: graft the original's, in bfloat16.")
+    channels_first = (args.in_channels, args.temporal_patch_size, args.patch_size, args.patch_size)
+    if PATCH_KERNEL in tensors and tensors[PATCH_KERNEL].shape[1:] == channels_first:
+        tensors[PATCH_KERNEL] = tensors[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # [D, T, h, w, C]
+    try:
+        tower.load_weights(list(tensors.items()))
+    except ValueError as e:  # mlx's names all tensors that differ, a line each
+        raise ValueError(
+            f"The vision tower is not what its vision_config says: {' '.join(str(e).split())[:200]}"
+        ) from e
+    return tower

@@ -1,0 +1,191 @@
+"""Functions of a module and arrays, compiled once for each kind of module and each shape.
+
+MLX builds a graph anew for every token. Where Python calls each operation, that takes as long as a small model takes to run
+it; a function of ``mx.compile`` is traced once, and its graph is then copied without Python, with its elementwise operations
+fused.
+
+The module is an argument, so its weights are arguments of the trace: layers of one kind share it, and other weights are seen
+at once. All else about a module is fixed in the trace, and makes its kind: its class, its numbers, and those of the modules in
+it. A module in which something is changed from outside has other arrays, which its trace does not fit; then its kind is looked
+up again. Only where a module is replaced by one of another class with arrays of the same names and shapes, ``forget_kind`` must
+be called, as ``update_modules`` does.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import mlx.nn as nn
+
+MOST_TRACES = 512  # of a thread, the latest used: a trace takes some 100 KB and a few milliseconds to make
+
+Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
+
+
+class Kind:
+    """All of a module but its arrays.
+
+    Args:
+        template (nn.Module, optional): Such a module, without arrays; ``None`` for modules that cannot be traced.
+    """
+
+    def __init__(self, template: Any):
+        self.template = template
+
+    def __deepcopy__(self, memo: Any) -> "Kind":
+        return self
+
+
+UNTRACEABLE = Kind(None)
+_kinds: WeakValueDictionary[Hashable, Kind] = WeakValueDictionary()
+
+
+class Compilable:
+    """A module whose kind is looked up again when modules in it are replaced. List it before ``nn.Module`` among the bases."""
+
+    def forget_kind(self) -> None:
+        vars(self).pop("_kind", None)
+
+    def update_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.forget_kind()
+        return super().update_modules(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Traces(threading.local):
+    """Of a thread, since MLX keeps traces by thread and stream."""
+
+    def __init__(self) -> None:
+        self.latest: OrderedDict[Hashable, Function] = OrderedDict()
+        self.n_made = 0
+
+
+_traces = _Traces()
+
+
+def n_traces() -> int:
+    """How many traces this thread has made so far. A step in which the number grows has taken longer than the next will."""
+    return _traces.n_made
+
+
+def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    """``function(module, *inputs, **numbers)``, compiled.
+
+    Args:
+        function (Callable): A pure function, which may call the modules in ``module`` and return arrays alone.
+        module (nn.Module): One in training, or with something in it that a trace cannot hold, such as a distributed group, is
+          called as it is.
+        inputs (mx.array): At least one. Traces are looked up by the shape of the first.
+        numbers (int): Fixed in the trace.
+    """
+    kind = UNTRACEABLE if module.training else vars(module).get("_kind") or _kind_of(module)
+    if kind is UNTRACEABLE:
+        return function(module, *inputs, **numbers)
+    key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
+    trace = latest.get(key)
+    if trace is None:
+        trace = latest[key] = _make_trace(kind, function, numbers)
+        _traces.n_made += 1
+        if len(latest) > MOST_TRACES:
+            latest.popitem(last=False)
+    else:
+        latest.move_to_end(key)
+    try:
+        return trace(module, inputs)
+    except _AnotherKind:
+        module._kind = None
+        return run(function, module, *inputs, **numbers)
+
+
+def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
+    def traced(arrays: Any, inputs: Any) -> Any:
+        return function(_filled(kind.template, arrays), *inputs, **numbers)
+
+    return mx.compile(traced)
+
+
+class _AnotherKind(Exception):
+    """A module is not of the kind it was."""
+
+
+class _UntraceableError(Exception):
+    """A module has something that a trace cannot hold."""
+
+
+class _TrainingError(Exception):
+    """A module is in training, for now."""
+
+
+def _kind_of(module: Any) -> Kind:
+    try:
+        description = _describe(module)
+    except _TrainingError:
+        return UNTRACEABLE
+    except _UntraceableError:
+        module._kind = UNTRACEABLE
+        return UNTRACEABLE
+    kind = _kinds.get(description)
+    if kind is None:
+        kind = _kinds[description] = Kind(_without_arrays(module))
+    module._kind = kind
+    return kind
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes but for arrays, modules and lists of them."""
+    return {name: x for name, x in vars(module).items() if name not in ("_no_grad", "_kind")}
+
+
+def _describe(x: Any) -> Hashable:
+    """What two modules of one kind have in common."""
+    if isinstance(x, mx.array):
+        return mx.array
+    if isinstance(x, nn.Module):
+        if x.training:
+            raise _TrainingError
+        return type(x), _describe(_own(x)), _describe({**x})
+    if isinstance(x, dict):
+        return tuple((name, _describe(value)) for name, value in x.items())
+    if isinstance(x, list | tuple):
+        return type(x), *map(_describe, x)
+    if x is None or isinstance(x, bool | int | float | str | bytes):
+        return type(x), x
+    raise _UntraceableError
+
+
+def _without_arrays(x: Any) -> Any:
+    if isinstance(x, mx.array):
+        return None
+    if isinstance(x, nn.Module):
+        return _copy(x, {name: _without_arrays(value) for name, value in x.items()})
+    if isinstance(x, dict):
+        return {name: _without_arrays(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(map(_without_arrays, x))
+    return x
+
+
+def _filled(template: Any, arrays: Any) -> Any:
+    """A template with the arrays of such a module, which ``mx.compile`` hands over in plain dictionaries and lists."""
+    if isinstance(template, dict):  # a module is one
+        if not isinstance(arrays, dict) or template.keys() != arrays.keys():
+            raise _AnotherKind
+        items = {name: _filled(template[name], x) for name, x in arrays.items()}
+        return _copy(template, items) if isinstance(template, nn.Module) else items
+    if isinstance(template, list | tuple):
+        if not isinstance(arrays, list | tuple) or len(template) != len(arrays):
+            raise _AnotherKind
+        return type(template)(map(_filled, template, arrays))
+    if isinstance(arrays, dict | list | tuple):
+        raise _AnotherKind
+    return arrays
+
+
+def _copy(module: nn.Module, items: dict[str, Any]) -> nn.Module:
+    """A module with the same attributes but other arrays and modules."""
+    copy = type(module).__new__(type(module))
+    vars(copy).update(_own(module), _no_grad=set())
+    dict.update(copy, items)
+    return copy

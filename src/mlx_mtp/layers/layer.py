@@ -1,0 +1,116 @@
+"""A decoder layer as pure functions around its cache, which can be compiled: see ``compiled.py``.
+
+A recurrent layer is one function, of its input and its states (``gated_delta.py``). An attention layer is two:
+
+    x ── before_attention ── queries, keys, values ── cache, attention ──┐
+    x ───────────────────────────────────────────────────────── after_attention ── x
+
+Cache and attention stay outside, since the number of tokens is another at every step. Where a pass is neither compiled nor
+recorded, nor takes its rows in groups, the layer is mlx-lm's own.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.recurrent import ArraysCache
+from .attention import attend
+from .compiled import Compilable
+from .gated_delta import recurrent_layer
+from .passes import Pass, current_pass
+
+
+class Layer(Compilable):
+    """List it before mlx-lm's ``DecoderLayer`` or ``Qwen3NextDecoderLayer`` among the bases."""
+
+    is_linear: bool
+    linear_attn: Any
+    self_attn: Any
+
+    def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+        this = current_pass()
+        if cache is not None and self.is_linear:
+            if getattr(cache, "records_inputs", False) or (this.compiled and mask is None):
+                return self.recur(x, cache, this)
+        elif cache is not None and (this.compiled or this.attention_rows is not None):
+            return self.attend(x, mask, cache, this)
+        return super().__call__(x, mask, cache)  # type: ignore[misc]
+
+    def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
+        """Of a window, or of one token."""
+        B, T, _ = x.shape
+        delta, window = self.linear_attn, cache.window if isinstance(cache, ArraysCache) else None
+        conv_state, state = cache[0], cache[1]
+        if conv_state is None:
+            conv_state = mx.zeros((B, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
+        if state is None:
+            state = mx.zeros((B, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32)
+        n_confirmed = 0 if window is None else min(window.n_confirmed, T)
+        x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
+        if window is not None:
+            window.n_tokens, window.gates = T, (delta.A_log, delta.dt_bias)
+            window.conv_input, window.state, *inputs = record
+            window.inputs = tuple(inputs)
+        cache[0], cache[1] = conv_state, state
+        cache.advance(T)
+        return x
+
+    def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
+        attention, start = self.self_attn, this.start(cache)
+        queries, keys, values, gate = this.call(before_attention, self, x, *start)
+        if not start:
+            queries, keys = (attention.rope(t, offset=cache.offset) for t in (queries, keys))
+        keys, values = cache.update_and_fetch(keys, values)
+        out = attend(queries, keys, values, cache, attention.scale, mask, this.attention_rows)
+        x = this.call(after_attention, self, x, out, gate)
+        this.count_attention(x)
+        return x
+
+
+def before_attention(layer: Any, x: mx.array, start: mx.array | None = None) -> tuple[mx.array, ...]:
+    """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2).
+
+    Args:
+        x (mx.array): [B, T, H]
+        start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, the caller rotates.
+
+    Returns:
+        Tuple[mx.array, ...]: Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], and the gate [B, T, Hq D].
+    """
+    x = layer.input_layernorm(x)
+    queries, gate = queries_of(layer.self_attn, x)
+    keys, values = keys_and_values_of(layer.self_attn, x)
+    if start is not None:
+        queries, keys = (layer.self_attn.rope(t, offset=start) for t in (queries, keys))
+    return queries, keys, values, gate
+
+
+def queries_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+    """x [B, T, H] behind the layer's norm -> queries before rope [B, Hq, T, D], and the gate [B, T, Hq D]"""
+    B, T, _ = x.shape
+    queries, gate = mx.split(attention.q_proj(x).reshape(B, T, attention.num_attention_heads, -1), 2, axis=-1)
+    return attention.q_norm(queries).transpose(0, 2, 1, 3), gate.reshape(B, T, -1)
+
+
+def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+    """x [B, T, H] behind the layer's norm -> keys before rope, and values, [B, Hkv, T, D] each"""
+    B, T, _ = x.shape
+    keys, values = (p(x).reshape(B, T, attention.num_key_value_heads, -1) for p in (attention.k_proj, attention.v_proj))
+    return attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+
+
+def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
+    """The last part.
+
+    Args:
+        x (mx.array): The layer's input, [B, T, H].
+        out (mx.array): What attention returned, [B, Hq, T, D].
+        gate (mx.array): [B, T, Hq D]
+
+    Returns:
+        mx.array: [B, T, H]
+    """
+    B, T, _ = x.shape
+    out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)  # [B, T, Hq D]
+    x = x + layer.self_attn.o_proj(out * mx.sigmoid(gate))
+    return x + layer.mlp(layer.post_attention_layernorm(x))

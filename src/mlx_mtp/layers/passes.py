@@ -1,0 +1,92 @@
+"""How a pass is run: what its layers have to know of it, and no caller of mlx-lm's forward can hand them."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.positions import plain_position
+from .compiled import run
+from .drafting import Drafting
+
+MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
+
+
+@dataclass
+class Pass:
+    """
+    Args:
+        compiled (bool): Whether layers are compiled. Default: ``False``, they are called as mlx-lm calls them.
+        attention_rows (int, optional): The most tokens that attention takes at a time, see ``attention.py``. Default: ``None``,
+          all.
+        pieces (int, optional): Hand the device what was built so far behind every so many attention layers, while the rest is
+          built. Default: ``None``, all at once.
+    """
+
+    compiled: bool = False
+    attention_rows: int | None = None
+    pieces: int | None = None
+    n_attended: int = 0  # attention layers that were built
+    starts: dict[int, mx.array | None] = field(default_factory=dict)  # what ``start`` returned, which all layers share
+
+    def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
+        """``function(module, *inputs, **numbers)``, as ``compiled.run`` says."""
+        return (run if self.compiled else _call)(function, module, *inputs, **numbers)
+
+    def start(self, cache: Any) -> tuple[mx.array, ...]:
+        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace. Nothing where
+        positions have three axes."""
+        offset = cache.offset
+        if isinstance(offset, mx.array):
+            return (offset,)
+        if offset not in self.starts:
+            position = plain_position(offset)
+            self.starts[offset] = None if position is None else mx.array(position)
+        start = self.starts[offset]
+        return () if start is None else (start,)
+
+    def count_attention(self, x: mx.array) -> None:
+        """Call with the hidden states behind each attention layer."""
+        self.n_attended += 1
+        if self.pieces is not None and self.n_attended % self.pieces == 0:
+            mx.async_eval(x)
+
+
+def pass_over(T: int, drafting: Drafting, n_confirmed: int, exact: bool) -> Pass:
+    """A pass of the backbone over T tokens of each sequence. Prompts and exact windows run as in mlx-lm."""
+    if exact or (n_confirmed == 0 and T > 1):
+        return Pass()
+    rows = drafting.attention_rows if n_confirmed > 0 else None
+    return Pass(drafting.compiled and T <= MOST_TOKENS, rows, drafting.pieces)
+
+
+def pass_of_head(drafting: Drafting, T: int) -> Pass:
+    """A pass of the head over T tokens of each sequence."""
+    return Pass(drafting.compiled and T <= MOST_TOKENS)
+
+
+_pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
+_OUTSIDE = Pass()  # of a layer that is called by itself
+
+
+def current_pass() -> Pass:
+    return _pass.get() or _OUTSIDE
+
+
+class in_pass:
+    """A context in which layers run as a pass says."""
+
+    def __init__(self, this: Pass):
+        self.this = this
+
+    def __enter__(self) -> None:
+        self.token = _pass.set(self.this)
+
+    def __exit__(self, *_: object) -> None:
+        _pass.reset(self.token)
+
+
+def _call(function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    return function(module, *inputs, **numbers)

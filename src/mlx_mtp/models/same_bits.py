@@ -1,0 +1,42 @@
+"""Whether compiled passes have the bits of those that are not, on this device: fused operations may round otherwise."""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+
+from ..layers.passes import MOST_TOKENS
+
+LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
+
+
+def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
+    """The largest difference in any logit between a compiled pass over n tokens and one that is not, by n; 0 if bits are equal.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        prompt (mx.array): What the passes are behind, [T].
+    """
+    caches, was_compiled = model.make_cache(), model.drafting.compiled
+    mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
+    differences = {}
+    try:
+        for n in LENGTHS:
+            window, logits = mx.repeat(prompt[None, -1:], n, axis=1), []
+            for compiled in (True, False):
+                model.drafting.compiled = compiled
+                logits.append(model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1)).astype(mx.float32))
+            differences[n] = float(mx.abs(logits[0] - logits[1]).max())
+    finally:
+        model.drafting.compiled = was_compiled
+    return differences
+
+
+def report(differences: dict[int, float]) -> str:
+    """A line for people."""
+    if not any(differences.values()):
+        return (
+            f"Compiled passes over {', '.join(map(str, differences))} tokens: the bits of those that are not compiled."
+        )
+    different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())
+    return f"Compiled passes round otherwise here. The largest difference in a logit, by the tokens of a pass: {different}."

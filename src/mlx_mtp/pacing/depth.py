@@ -1,0 +1,215 @@
+"""How many tokens to draft next, and from where: what has the most expected tokens per second, by what was observed so far.
+
+A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
+that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
+``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
+Nothing here reads a clock or draws a random number. docs/develop/depth.md gives what each constant is worth.
+
+How confident the head is in a draft plays no part: the host knows that only once the drafts are computed, and a step that waits
+for them before it builds the verify pass usually loses more than it saves. Where it gains, ``--tune`` finds it and
+``draft_p_min`` does it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from .rates import Rates
+from .step_times import PLAIN_PLAN, Plan, StepTimes
+
+MAX_DRAFT_TOKENS = 8
+SOURCE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
+MAX_COPY_TOKENS = SOURCE_DEPTHS[-1]
+
+
+def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
+    """
+    The depth with the most expected tokens per second; the lowest of equals.
+
+    Args:
+        acceptance (Sequence[float]): The probability that each draft is accepted, given that those before it were, [K].
+        seconds (Sequence[float]): The time of a step at each depth from 0, [K + 1].
+    """
+    rates = [tokens / t for tokens, t in zip(expected_tokens(acceptance), seconds)]
+    return rates.index(max(rates))
+
+
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """The mean number of tokens that a step yields at each depth from 0, [K + 1]."""
+    tokens, accepted = [1.0], 1.0
+    for a in acceptance:
+        accepted *= a
+        tokens.append(tokens[-1] + accepted)
+    return tokens
+
+
+class Depth:
+    """Chooses the depth of every step of a text.
+
+    What steps take is known for longer than a text, and shared: as ``num_draft_tokens``, a ``Depth`` lends its times to each
+    generation, which makes one of its own for its text (``for_text``).
+
+    It begins plain, unless times are known from before, drafts one token twice, and then takes the best depth by its estimates.
+    It forgets the known times if the first two steps at a depth contradict them; one alone may have been a pause.
+
+    Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
+    the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
+
+    How long a step with two drafts takes is a guess until it is tried. Where a pass over two tokens takes much longer than one
+    over one, a third token often adds little. So where the best depth is 0 or 1, it tries two if they would pay were the second
+    free.
+
+    Where another source offers drafts, as copies where the text repeats itself, it compares the head's with these. How often
+    they are right is known without drafting any. How long a step with many takes is not: it begins with few, and doubles them
+    when all were accepted.
+
+    Args:
+        most (int): The greatest depth.
+        seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
+        times (StepTimes, optional): What steps take, to read and to feed. Default: ``None``, new ones, with ``seconds``.
+        only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
+          ``None``.
+        rates (Rates, optional): The acceptance of the head's drafts, to read and to feed. Default: ``None``, a new text's.
+    """
+
+    FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
+    PROBING = 0.02  # of the time, at most, lost to probing
+    FIRST_LOSS = 1.0  # plain steps that probing may lose besides, so that it can begin
+    MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
+    DOUBT = 0.1  # of a probe's accepted drafts not counted as gain: probes follow plain steps that seem slower than they are
+
+    def __init__(
+        self,
+        most: int,
+        seconds: Mapping[int, float] | None = None,
+        *,
+        times: StepTimes | None = None,
+        only: int | None = None,
+        rates: Rates | None = None,
+    ):
+        self.most, self.only = most, only
+        self.times = StepTimes(most, seconds) if times is None else times
+        self.rates = Rates(most) if rates is None else rates
+        self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
+        self.has_begun = False  # the first step was asked for
+        self.is_alone = True  # no other generation ran during the latest step
+        self.planned: list[Plan] = []
+        self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
+
+    def for_text(self) -> "Depth":
+        """One for another text, whose acceptance is not known; it shares these times."""
+        return type(self)(self.most, times=self.times)
+
+    def _begin(self) -> None:
+        """By what is known of times now: several ranks have agreed on that since this was made."""
+        self.has_begun = True
+        self.unconfirmed = set() if self.times.is_guess else set(self.times.seconds)
+        self.planned = self._first_steps()
+
+    def _first_steps(self) -> list[Plan]:
+        if self.only is not None:
+            return []
+        if len(self.times.seconds) < 2:  # nothing says what a draft costs
+            return [Plan(k) for k in self.FIRST]
+        return [] if self.rates.is_known else [Plan(k) for k in self.FIRST if k > 0]
+
+    def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
+        """
+        Args:
+            offers (Mapping[str, Sequence[float]], optional): Of each other source that has drafts now, the probability that
+              each is accepted, given that those before it were.
+        """
+        if not self.has_begun:
+            self._begin()
+        if not self.planned:
+            self.planned = self._plan(offers or {})
+        return self.planned.pop(0)
+
+    def _plan(self, offers: Mapping[str, Sequence[float]]) -> list[Plan]:
+        plain, *others = self.times.estimate
+        seconds = [(1 - self.MARGIN) * plain, *others]
+        best = best_depth(self.rates.estimate, seconds) if self.only is None else self.only
+        tokens = expected_tokens(self.rates.estimate)[best]
+        if (free := self._best_source(offers, tokens / seconds[best])) is not None:
+            gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
+            return [free if self.only or self._is_safe(gain) else PLAIN_PLAN]
+        if self.only is not None:
+            return [Plan(self.only)]
+        if best > 0:
+            is_safe = self._is_safe(tokens / seconds[best] * plain)
+            return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
+        if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
+            return self._trial(best, seconds) or [Plan(1)]
+        return [PLAIN_PLAN]
+
+    def _is_safe(self, gain: float) -> bool:
+        """Whether plain decoding was measured not long ago, or measured at all and is slower by ``gain``, beyond doubt.
+
+        Where other generations run in between, nothing can be measured, and a plain step would not tell more.
+        """
+        is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
+        return self.times.is_known(PLAIN_PLAN) or is_slower or not self.is_alone
+
+    def _best_source(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
+        """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
+        best = None
+        for source, acceptance in offers.items():
+            tokens, seconds = expected_tokens(acceptance), self.times.source_estimate(source)
+            rates = {k: tokens[k] / seconds[k] for k in SOURCE_DEPTHS if k < len(tokens)}
+            k = max(rates, key=rates.__getitem__)
+            if rates[k] > speed:
+                speed, best = rates[k], Plan(min(k, self.times.most_of(source)), source)
+        return best
+
+    def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
+        """Three steps with two drafts, where their time is a guess and they would be best if the second took no time."""
+        if best > 1 or self.most < 2 or self.times.is_known(Plan(2)):
+            return []
+        tokens = expected_tokens(self.rates.estimate)
+        would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]
+        # The first step at a depth is not counted, and one more would leave a pause for the time of two.
+        return [Plan(2)] * 3 if would_pay else []
+
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+        """
+        Args:
+            plan (Plan): What a step drafted.
+            n_accepted (float): The number of drafts that were accepted; of several sequences the mean.
+            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
+              it do not tell.
+            is_alone (bool): Whether no other generation ran in between: its steps would count as part of this one.
+        """
+        self.is_alone = is_alone
+        seconds = self._confirm(plan, seconds) if is_alone and seconds is not None else None
+        if is_alone:
+            self.times.observe(plan, seconds)
+        self._account(plan, n_accepted, seconds)
+        if not plan.skips_head and plan.k > 0:
+            self.rates.count_window(plan.k, int(n_accepted))
+        elif plan.skips_head and n_accepted == plan.k == self.times.most_of(plan.source):
+            self.times.allow_more(plan.source)
+
+    def _confirm(self, plan: Plan, seconds: float) -> float | None:
+        """The time of a step, if it counts: the first that contradicts the known times does not, the second forgets them."""
+        known = self.times.seconds.get(plan)  # another text may have forgotten it
+        if known is None or plan not in self.unconfirmed or plan not in self.times.warm:
+            return seconds
+        ratio = seconds / known
+        if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
+            self.unconfirmed.remove(plan)
+            return seconds
+        if plan in self.doubted:
+            self.times.forget()  # another context, another state of the machine
+            self.planned, self.unconfirmed = self._first_steps(), set()
+            return seconds
+        self.doubted.add(plan)
+        if self.only is None and not plan.skips_head:  # the source may have none
+            self.planned.insert(0, plan)  # once more
+        return None
+
+    def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
+        """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""
+        # A pause, such as a slow reader's, neither allows more probing nor counts as lost by a probe.
+        seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
+        self.elapsed += seconds
+        if plan.k > 0:
+            n_tokens = 1 + (1 - self.DOUBT) * n_accepted
+            self.lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)

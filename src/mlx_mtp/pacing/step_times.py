@@ -1,0 +1,168 @@
+"""How long a step takes on this machine, by the number and the source of its drafts."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
+HEAD = "head"  # the source that costs passes of the head; ``sources.py`` has the others
+
+
+class Plan(NamedTuple):
+    """What a step drafts."""
+
+    k: int  # drafts
+    source: str = HEAD
+
+    @property
+    def skips_head(self) -> bool:
+        """Whether its drafts cost no pass of the head."""
+        return self.source != HEAD
+
+
+PLAIN_PLAN = Plan(0)
+
+
+class StepTimes:
+    """A running estimate of t(k), in seconds.
+
+    The first step at a depth is not counted: it may have compiled something. A step far longer than expected is counted as
+    ``BEYOND_NOISE`` times what was expected: the machine may have paused. When steps become far shorter, the earlier ones were
+    slow: the times of all depths shrink alike, until they are measured again. A longer context adds to all depths. A depth
+    that was not used for a while lies on the line through the two nearest that were.
+
+    The drafts of all sources but the head are free. As many drafts of the head take no less time, and stand for those that were
+    not tried.
+
+    Times outlive a text, and texts that are open at once feed the same ones.
+
+    Args:
+        n (int): The greatest depth.
+        seconds (Mapping[int, float], optional): Times measured before, by depth.
+        is_guess (bool): Whether only the ratios of ``seconds`` are relied on: the first step that is timed scales them all.
+          Default: ``False``.
+
+    Attributes:
+        estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
+    """
+
+    BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
+    FOLLOWS = 0.08  # the part of a difference that a time follows, and half of it at the other depths
+    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # drafts of a source beside the head: the most at first, and at all
+    STALE = 100  # steps with drafts after which a time is no longer relied on
+
+    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
+        self.n = n
+        self._most_of: dict[str, int] = {}
+        self._begin(seconds or {}, is_guess)
+
+    def forget(self) -> None:
+        """Measure all times anew: another context, or another state of the machine."""
+        self._begin({})
+
+    def follow(self, other: "StepTimes") -> None:
+        """Know what another knows, such as rank 0's; whoever feeds this one goes on feeding it."""
+        vars(self).update(vars(other))
+
+    def _begin(self, seconds: Mapping[int, float], is_guess: bool = False) -> None:
+        self.is_guess = is_guess
+        self.n_drafting = 0  # steps with drafts
+        self.seconds = {Plan(k): t for k, t in seconds.items()}
+        self.warm: set[Plan] = set()  # those that were used
+        self.n_counted = dict.fromkeys(self.seconds, 1)
+        self.last_used = dict.fromkeys(self.seconds, 0)
+        self.n_fast = 0  # steps in a row that were far shorter than expected
+        self._update()
+
+    def observe(self, plan: Plan, seconds: float | None) -> None:
+        self.n_drafting += plan.k > 0
+        if seconds is not None and plan in self.warm:
+            if self.is_guess:
+                ratio = seconds / self.of(plan)
+                self.seconds, self.is_guess = {known: ratio * t for known, t in self.seconds.items()}, False
+                self._update()
+            self._count(plan, seconds)
+        self.warm.add(plan)
+        self._update()
+
+    def by_depth(self) -> dict[int, float]:
+        """What was measured of plain steps and of those with the head's drafts, by depth."""
+        return {plan.k: t for plan, t in self.seconds.items() if not plan.skips_head}
+
+    def of(self, plan: Plan) -> float:
+        return (self.source_estimate(plan.source) if plan.skips_head else self.estimate)[plan.k]
+
+    def without_pause(self, plan: Plan, seconds: float) -> float:
+        """At most ``BEYOND_NOISE`` times what a step is expected to take."""
+        return min(seconds, self.BEYOND_NOISE * self.of(plan))
+
+    def _count(self, plan: Plan, seconds: float) -> None:
+        self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
+        self.last_used[plan] = self.n_drafting
+        self._shrink(plan, seconds)
+        if self.seconds:
+            seconds = self.without_pause(plan, seconds)
+        if self.n_counted[plan] == 1:
+            self.seconds[plan] = seconds
+            return
+        difference = seconds - self.seconds[plan]
+        self.seconds[plan] += max(self.FOLLOWS, 1 / self.n_counted[plan]) * difference
+        for other in self.seconds.keys() - {plan}:
+            self.seconds[other] += self.FOLLOWS / 2 * difference
+
+    def _shrink(self, plan: Plan, seconds: float) -> None:
+        """Scales all times down when steps become far shorter than one at the same or a lower depth was."""
+        # A step with free drafts may be shorter than one with fewer drafts of the head.
+        lower = [p for p in self.seconds if p.k <= plan.k and (p.skips_head or p == PLAIN_PLAN or not plan.skips_head)]
+        slowest = max((self.seconds[p] for p in lower), default=seconds)
+        self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
+        # One alone may have begun while the host was late, unless the only one before it was the slow one.
+        if self.n_fast == 2 or (self.n_fast == 1 and self.n_counted[plan] == 2):
+            self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
+            self.n_counted = {plan: 1}
+
+    def is_known(self, plan: Plan) -> bool:
+        """Whether such steps were measured, not long ago and since times last shrank."""
+        return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
+
+    def _update(self) -> None:
+        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
+        head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
+        self.estimate = _estimates(head, self.n)
+        self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for
+
+    def source_estimate(self, source: str) -> list[float]:
+        """t(k) for the drafts of a source beside the head, [MOST_OF_SOURCE + 1]"""
+        if source not in self._source_estimates:
+            known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
+            known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
+            self._source_estimates[source] = _estimates(known, self.MOST_OF_SOURCE)
+        return self._source_estimates[source]
+
+    def most_of(self, source: str) -> int:
+        """The most drafts of such a source to try next."""
+        return self._most_of.get(source, self.FIRST_OF_SOURCE)
+
+    def allow_more(self, source: str) -> None:
+        self._most_of[source] = min(2 * self.most_of(source), self.MOST_OF_SOURCE)
+
+
+def _estimates(known: Mapping[int, float], n: int) -> list[float]:
+    """t(k) for k from 0 to n by the times that are known, if any."""
+    points = sorted(known.items()) or [(0, 1.0)]
+    if points[0][0] > 0:
+        k, t = points[0]
+        points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
+    if len(points) == 1:
+        points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
+    return _on_lines(points, n)
+
+
+def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
+    """The values at 0 to n of the lines through the points, from 0 on. No line falls, and the last one goes on."""
+    values = [points[0][1]]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        slope = max((y1 - y0) / (x1 - x0), 0.0)
+        end = n if x1 == points[-1][0] else x1
+        values += [y0 + slope * x for x in range(1, end - x0 + 1)]
+    return values[: n + 1]

@@ -1,0 +1,1 @@
+"""Samplers, noise that belongs to a position of a text, and which drafts are accepted."""

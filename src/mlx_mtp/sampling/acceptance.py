@@ -1,0 +1,198 @@
+"""Which drafts are accepted, and what takes the place of the first that is rejected.
+
+p is the target's distribution and q the draft's. There are three ways, and all emit tokens of exactly the distribution p:
+
+``RejectionSampling``, for a sampler whose distribution is known (Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023,
+arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)); in place of a rejected one, a token is
+drawn from the residual, the normalized positive part of p - q.
+
+``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
+arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
+the position. The token does not depend on the draft, so the text is a function of the seed and the prompt alone.
+
+``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted where it is that choice.
+The random state is then put back to what it was after the last choice that counts, so that the tokens are those of plain
+decoding with the same random state.
+
+A draft that is copied from the text is a proposal of probability one, q(x) = 1: rejection sampling accepts it with probability
+p(x), and the residual is p without x.
+
+This module knows nothing of models and caches.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import Sampler as AnySampler
+from mlx_lm.sample_utils import greedy_sampler
+
+from .noise import gumbel, uniform
+from .processors import keeps_state
+from .sampler import Sampler, TextSampler, for_one_text
+
+
+class Verdict(NamedTuple):
+    """On a window of T positions with k drafts, at the first k of them."""
+
+    tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
+    accepted: mx.array  # [k], bool; those after the first False mean nothing
+    random_states: list[
+        mx.array
+    ]  # after each position's choice, [2]; empty where the random state need not be put back
+
+
+class Acceptance(Protocol):
+    """How drafts are made from the head's distribution and accepted by the target's."""
+
+    keeps_state: bool  # whether positions must be accepted one at a time, in order
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, Any]:
+        """
+        Args:
+            logprobs (mx.array): The head's log probabilities, [1, V].
+            position (int): Of the draft, counted from the first generated token.
+
+        Returns:
+            Tuple[mx.array, Any]: A draft [1], and the record of it that ``accept`` needs.
+        """
+        ...
+
+    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any], position: int) -> Verdict:
+        """
+        Args:
+            logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
+            drafts (mx.array): [k], with k <= T.
+            records (Sequence[Any]): What ``draft`` returned with each; ``None`` for a copy.
+            position (int): Of the first.
+        """
+        ...
+
+
+class TokenMatch:
+    def __init__(self, sampler: AnySampler):
+        self.sampler = sampler
+        self.keeps_state = keeps_state(sampler)
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, None]:
+        return mx.argmax(logprobs, axis=-1), None
+
+    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
+        choices: list[mx.array] = []
+        states: list[mx.array] = []
+        for row in logprobs:  # one at a time, as mlx-lm hands them to samplers
+            choices.append(self.sampler(row))
+            if self.sampler is not greedy_sampler:
+                states.append(mx.random.state[0])  # type: ignore[index]
+        tokens = mx.concatenate(choices)
+        return Verdict(tokens, tokens[: len(drafts)] == drafts, states)
+
+
+class RejectionSampling:
+    keeps_state = False
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        u = self.sampler.uniforms(1)
+        log_q = self.sampler.distribution(logprobs, u)
+        return mx.random.categorical(log_q), (log_q, u)
+
+    def accept(
+        self,
+        logprobs: list[mx.array],
+        drafts: mx.array,
+        records: Sequence[tuple[mx.array, mx.array] | None],
+        position: int,
+    ) -> Verdict:
+        k, T = len(drafts), len(logprobs)
+        # A position's uniform number is the same for its draft and for its verification.
+        uniforms = mx.concatenate(
+            [r[1] if r else self.sampler.uniforms(1) for r in records] + [self.sampler.uniforms(T - k)]
+        )  # [T, 1]
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), uniforms)  # [T, V]
+        if k == 0:
+            return Verdict(mx.random.categorical(log_p), drafts == drafts, [])
+        ids = mx.arange(log_p.shape[-1])
+        log_q = mx.concatenate([r[0] if r else mx.log(ids[None] == x) for r, x in zip(records, drafts)])  # [k, V]
+        accepted = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
+        others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))  # [T]
+        tokens = mx.concatenate([mx.where(accepted, drafts, others[:k]), others[k:]])
+        return Verdict(tokens, accepted, [])
+
+
+class Coupled:
+    keeps_state = False
+
+    def __init__(self, sampler: TextSampler):
+        self.sampler, self.first = sampler.sampler, sampler.first
+
+    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        noise = self._noise(position, logprobs.shape[-1])
+        return mx.argmax(self.sampler.distribution(logprobs, self._coins(position, 1)) + noise, axis=-1), noise
+
+    def accept(
+        self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array | None], position: int
+    ) -> Verdict:
+        k, T = len(drafts), len(logprobs)
+        V = logprobs[0].shape[-1]
+        known = [*records, *[None] * (T - k)]
+        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(known)])  # [T, V]
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
+        tokens = mx.argmax(log_p + noise, axis=-1)
+        return Verdict(tokens, tokens[:k] == drafts, [])
+
+    def _noise(self, position: int, size: int) -> mx.array:
+        return gumbel(self.sampler.seed, self.first + position, size)
+
+    def _coins(self, position: int, n: int) -> mx.array:
+        return mx.array([[uniform(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
+
+
+def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
+    """Accept each draft with probability min(1, p(x) / q(x)).
+
+    Args:
+        log_p (mx.array): The target's log probabilities, [k, V].
+        log_q (mx.array): The draft's, [k, V].
+        drafts (mx.array): Drawn from q, [k].
+        u (mx.array): Uniform in [0, 1), [k].
+
+    Returns:
+        mx.array: Whether each is accepted, [k], bool.
+    """
+    p = mx.exp(mx.take_along_axis(log_p, drafts[:, None], axis=-1)).squeeze(-1)  # [k]
+    q = mx.exp(mx.take_along_axis(log_q, drafts[:, None], axis=-1)).squeeze(-1)
+    return u * q < p
+
+
+def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
+    """The log of the positive part of p - q, [k, V], not normalized; log p where rounding leaves nothing of it."""
+    rest = mx.maximum(mx.exp(log_p) - mx.exp(log_q), 0)
+    return mx.where(rest.sum(axis=-1, keepdims=True) > 0, mx.log(rest), log_p)
+
+
+def n_leading(accepted: Sequence[bool]) -> int:
+    """The number of accepted drafts: those before the first that is rejected."""
+    return list(accepted).index(False) if False in accepted else len(accepted)
+
+
+def rewind(random_states: Sequence[mx.array], n: int) -> None:
+    """Put MLX's random state back to what it was after position n, where ``Verdict`` has recorded it."""
+    if random_states:
+        high, low = np.array(random_states[n]).tolist()
+        mx.random.seed(high << 32 | low)  # which sets the state to just these two words
+
+
+def make_acceptance(sampler: AnySampler | None) -> Acceptance:
+    """How the drafts of one text are accepted.
+
+    Raises:
+        ValueError: The sampler is for a text that has begun.
+    """
+    sampler = for_one_text(sampler)
+    if isinstance(sampler, TextSampler):
+        return Coupled(sampler)
+    return RejectionSampling(sampler) if isinstance(sampler, Sampler) else TokenMatch(sampler or greedy_sampler)

@@ -1,0 +1,297 @@
+"""A model's text, piece by piece, as events: reasoning, text and tool calls, without the marks of its chat template.
+
+Knows the tokenizer's marks and what the client asked for, and nothing of HTTP. The line breaks that a template writes around
+reasoning and calls are not the answer's. Stop words end the answer's text; in the reasoning and in calls they mean nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ...text import tool_calls
+from ...text.reasoning import ReasoningReader, overlap
+from ...text.tokens import TextTokens
+from ...text.tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What the model says to itself."""
+
+    text: str
+
+
+Event = Reasoning | tool_calls.Event
+
+
+class Reader(Protocol):
+    """Takes a text apart, piece by piece; see ``ToolCallParser``."""
+
+    def add(self, text: str) -> list[Event]: ...
+
+    def finish(self, cut: bool) -> list[Event]: ...
+
+
+class Answer:
+    """
+    Args:
+        reader (Reader): What takes the text apart.
+        stop_words (List[str]): What ends the text, and is no part of it.
+        is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
+        one_call (bool): Whether the answer ends with its first call. Default: ``False``.
+    """
+
+    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True, one_call: bool = False):
+        self.reader, self.one_call = reader, one_call
+        self.stop = _StopWords(stop_words)
+        self.tokens = TextTokens()
+        self.has_ended = False  # with a stop word or a call
+        self.n_calls = 0
+        self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
+
+    def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
+        """The next token -> what it says, and why the answer ends here, if it does.
+
+        Args:
+            text (str): What it adds to the text.
+            finish_reason (str, optional): "stop" or "length", with the last piece.
+
+        Returns:
+            (List[Event], str): The events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
+        """
+        self.tokens.read(text, is_end=finish_reason == "stop")
+        events = self._clean(self.reader.add(text))
+        if finish_reason is not None:
+            events += self._clean(self.reader.finish(cut=finish_reason == "length"))
+            if not self.has_ended:
+                events += self._say(self._text.add(self.stop.rest()) + self._text.rest())
+        if self.has_ended:
+            finish_reason = "stop"
+        return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
+
+    def _clean(self, found: list[Event]) -> list[Event]:
+        """Up to a stop word, and without the template's line breaks."""
+        events: list[Event] = []
+        for event in found:
+            if self.has_ended:
+                break
+            if isinstance(event, Text):
+                text = self._text.skip(event.text)
+                self.tokens.find(event.text, len(text))
+                if text:
+                    events += self._say(self._text.add(self.stop.add(text)))
+                    self.has_ended = self.stop.found is not None
+            elif isinstance(event, Reasoning):
+                self._text.skips = True
+                self.tokens.leave()
+                events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
+            else:
+                if isinstance(event, CallBegins):
+                    self.n_calls += 1
+                    events += self._say(self._text.add(self.stop.rest()))
+                    if not self._text.leave():
+                        self.tokens.drop()
+                self.tokens.leave()
+                events.append(event)
+                self.has_ended = self.one_call and isinstance(event, CallEnds)
+        return events
+
+    def _say(self, text: str) -> list[Event]:
+        return [Text(text, self.tokens.take(len(text)))] if text else []
+
+
+def _texts(text: str) -> list[Event]:
+    return [Text(text)] if text else []
+
+
+class _Edges:
+    """A text that comes in pieces, without the line breaks at its edges that are the template's.
+
+    Args:
+        skips (bool): Whether those that come next are. Default: ``False``.
+        holds (bool): Whether those behind it may be. Default: ``True``.
+    """
+
+    def __init__(self, skips: bool = False, holds: bool = True):
+        self.skips, self.holds = skips, holds
+        self._has_text = False
+        self._breaks = ""  # at the end of what came last
+
+    def skip(self, text: str) -> str:
+        """The next piece, without the breaks that come next."""
+        if self.skips:
+            text = text.lstrip("\n")
+            self.skips = not text
+        return text
+
+    def add(self, text: str) -> str:
+        """The next piece -> what is known to be the text's."""
+        text = self._breaks + text
+        kept = text.rstrip("\n") if self.holds else text
+        self._breaks = text[len(kept) :]
+        self._has_text |= bool(kept)
+        return kept
+
+    def leave(self) -> bool:
+        """Something else follows, and breaks behind it are the template's -> whether those before it may be the text's."""
+        self.skips = True
+        if not self._has_text:
+            self._breaks = ""
+        return self._has_text
+
+    def rest(self) -> str:
+        """The breaks that the text ends with."""
+        return "" if self.skips else self._breaks
+
+
+class _StopWords:
+    def __init__(self, words: list[str]):
+        self.words = [word for word in words if word]
+        self.found: str | None = None  # the one that has come
+        self._held = ""  # what may be the beginning of one
+
+    def add(self, text: str) -> str:
+        """The next piece of a text -> what of it comes before a stop word."""
+        text = self._held + text
+        found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
+        n, self.found = min(found, default=(0, None))
+        if self.found is None:
+            n = len(text) - max((overlap(text, word) for word in self.words), default=0)
+        self._held = text[n:]
+        return text[:n]
+
+    def rest(self) -> str:
+        """What was no beginning of one after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+class QwenReader:
+    """Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
+
+    Reasoning is what ``<think>`` begins, at the beginning of the answer or in the prompt, and ``ReasoningReader`` says where it
+    ends. Where the model ends its turn with a tool call and without ``</think>``, the call is one, though its text has been
+    given as reasoning.
+
+    Args:
+        think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.
+        in_reasoning (bool): Whether the prompt has begun it.
+        schemas (Mapping[str, Any], optional): See ``ToolCallParser``. ``None``: no tool call is one.
+    """
+
+    def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
+        self.begin, self.end = think or ("", "")
+        self.schemas = schemas
+        self.reasoning = ReasoningReader(self.end)
+        self._calls = None if schemas is None else ToolCallParser(schemas)
+        self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
+        self._rest = ""  # that has not been read
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the reasoning has begun and not ended."""
+        return self._read == self._thoughts
+
+    @property
+    def is_at_call(self) -> bool:
+        """Whether what came last is the tag that begins a call."""
+        return self._read == self._text and self._calls is not None and self._calls.is_at_start
+
+    def add(self, text: str) -> list[Event]:
+        self._rest += text
+        return self._read()
+
+    def finish(self, cut: bool) -> list[Event]:
+        events: list[Event] = []
+        if self.in_reasoning:
+            events += self._thoughts(is_last=True)
+        if self.in_reasoning:
+            if cut:
+                return events
+            if not self.reasoning.unquoted.strip():
+                return events + self._calls_at_end()
+            self._rest = self.reasoning.unquoted
+        return events + self._text() + (self._calls.finish(cut) if self._calls is not None else [])
+
+    def _beginning(self) -> list[Event]:
+        start = self._rest.lstrip()
+        if self.begin.startswith(start) and start != self.begin:
+            return []
+        if start.startswith(self.begin):
+            self._rest, self._read = start.removeprefix(self.begin), self._thoughts
+        else:
+            self._read = self._text
+        return self._read()
+
+    def _thoughts(self, is_last: bool = False) -> list[Event]:
+        text, self._rest = self._rest, ""
+        thought, behind = self.reasoning.add(text, is_last)
+        if behind is None:
+            return [Reasoning(thought)] if thought else []
+        self._rest, self._read = behind, self._text
+        return [Reasoning(thought), *self._read()]
+
+    def _text(self) -> list[Event]:
+        text, self._rest = self._rest, ""
+        return list(self._calls.add(text)) if self._calls is not None else _texts(text)
+
+    def _calls_at_end(self) -> list[Event]:
+        """The complete calls behind the last words of the reasoning."""
+        if self.schemas is None:
+            return []
+        parser = ToolCallParser(self.schemas)
+        found = parser.add(self.reasoning.text) + parser.finish(cut=False)
+        words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
+        calls = [event for event in found[max(words, default=-1) + 1 :] if not isinstance(event, Text)]
+        if not calls or not isinstance(calls[-1], CallEnds):
+            return []
+        return [replace(call, index=call.index - calls[0].index) for call in calls]
+
+
+def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+    """The position of the tag that begins the first call, also of one that has only begun. Arguments: see ``QwenReader``."""
+    i = text.rfind(START)
+    return None if i < 0 else _start_of_calls(text[: i + len(START) + 1], think, in_reasoning)
+
+
+@lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
+def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+    reader, n = QwenReader(think, in_reasoning, {}), 0
+    while (i := text.find(START, n)) >= 0:
+        end = i + len(START)
+        reader.add(text[n:end])
+        if reader.is_at_call and text[end : end + 1] in ("", "\n"):
+            return i
+        n = end
+    return None
+
+
+def make_answer(
+    tokenizer: Any, in_reasoning: bool, tools: list[Any] | None, stop_words: list[str], *, is_chat: bool, one_call: bool
+) -> Answer:
+    """What reads the answer to a request.
+
+    Args:
+        tokenizer (TokenizerWrapper): mlx-lm's.
+        in_reasoning (bool): Whether the prompt has begun the reasoning.
+        tools (List[Any], optional): The request's. Without tools no text is a call.
+        stop_words (List[str]): The request's.
+        is_chat (bool): Whether there is a chat template, whose marks mean something.
+        one_call (bool): Whether the answer ends with its first call.
+    """
+    if not is_chat:
+        return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
+    schemas = schemas_of(tools) if tools and tokenizer.has_tool_calling else None
+    return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas), stop_words, one_call=one_call)
+
+
+def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+    """Those around reasoning, if the model has any."""
+    return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
+
+
+def schemas_of(tools: list[Any]) -> dict[str, Any]:
+    """OpenAI's tools -> their names and the JSON schemas of their parameters."""
+    functions = [tool["function"] for tool in tools]
+    return {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}

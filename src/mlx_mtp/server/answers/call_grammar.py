@@ -1,0 +1,407 @@
+"""The grammar of tool calls in Lark, as the chat templates of Qwen write them; see ``tool_calls``.
+
+Arguments follow the schemas of their tools. What a grammar cannot enforce is refused for ``strict`` tools, and left free for
+others. So each rule that llguidance may not be able to read is on a line of its own, with what stands there in that case.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from llguidance import regex_to_lark
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+
+from ...text.schema import ANY, STRING, Leaf, Node, Schema, document, may_match, types_of
+from ...text.tool_arguments import to_json
+from ...text.tool_calls import END, START
+from ..request import Form
+
+Json = dict[str, Any]
+END_OF_PARAMETER = "\n</parameter>\n"
+END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
+KEY = r"/[^\n<>]{1,256}/"
+SPACE = r"[\s\x1c-\x1f]*"  # what str.strip removes
+SCALARS = {  # texts that are read as these types
+    "null": rf"(?i){SPACE}(null|none){SPACE}",
+    "boolean": rf"(?i){SPACE}(true|false){SPACE}",
+    "integer": rf"{SPACE}-?(0|[1-9][0-9]{{0,300}}){SPACE}",
+    "number": rf"{SPACE}-?(0|[1-9][0-9]{{0,200}})(\.[0-9]{{1,99}})?([eE][-+]?[0-9]{{1,2}})?{SPACE}",
+}
+STRUCTURES = frozenset({"object", "array"})
+STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
+LONGEST_KEY = 256  # characters that a call's reader takes
+Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types, or that there can be none
+_quote = json.dumps  # of a string in Lark
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    Args:
+        text (str): What it stands for, on one line.
+        free (str, optional): What to write in its place where llguidance cannot read it. Default: ``None``, it must.
+        path (str): The schema that it is of, for errors.
+    """
+
+    text: str
+    free: str | None = None
+    path: str = ""
+
+
+class CallGrammar:
+    """One call of a form's tools after the other.
+
+    Args:
+        tokenizer (TokenizerWrapper): Of the model.
+        form (Form): The tools, and whether the answer is nothing but calls.
+
+    Raises:
+        ValueError: The model writes its calls in another way, a schema is malformed, or a strict one cannot be enforced.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, form: Form):
+        write = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}.get(
+            tokenizer.tool_parser
+        )
+        if write is None:
+            raise ValueError("no grammar describes the calls of this model: leave it out")
+        self.rules: dict[str, Rule] = {}
+        self.is_strict = False  # the tool that is being written
+        self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
+        self._texts = {"value"}  # those of them that take a text that is not listed
+        begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
+        names = [f"call_{i}" for i in range(len(form.calls))]
+        self._add("start", r"/\n{0,2}/ calls" if form.is_required else "calls")
+        self._add("calls", r"call (/\n{0,2}/ call)* /\n?/")
+        self._add("call", " | ".join(names))
+        self._add("value", _free_value(tokenizer))
+        for name, tool in zip(names, form.calls):
+            self.is_strict = tool.get("strict") is True
+            is_exact = form.is_required or self.is_strict
+            schema = _read(tool, self.is_strict) if is_exact else None
+            self._add(name, f"{begin} {write(tool['name'], schema)} {end}")
+
+    @property
+    def lark(self) -> str:
+        return "\n".join([*(f"{name}: {rule.text}" for name, rule in self.rules.items()), END_OF_VALUE])
+
+    def loosen(self, line: int) -> str | None:
+        """Leave free what a line of the grammar says; it cannot be read -> the path of a schema that must not be free."""
+        name = list(self.rules)[line - 1]
+        rule = self.rules[name]
+        if rule.free is None:
+            return rule.path
+        self.rules[name] = Rule(rule.free, None, rule.path)
+        return None
+
+    def _add(self, name: str, text: str, free: str | None = None, path: str = "") -> str:
+        self.rules[name] = Rule(text, None if self.is_strict else free, path)
+        return name
+
+    # Calls
+
+    def _json_call(self, name: str, schema: Schema | None) -> str:
+        """As Qwen3-Next writes them."""
+        opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
+        arguments = '%json {"type": "object"}'
+        if schema is not None:
+            arguments = self._json(schema, schema.root, frozenset({"object"}))
+        return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
+
+    def _xml_call(self, name: str, schema: Schema | None) -> str:
+        """As Qwen3-Coder and Qwen3.5 write them: each value on lines of its own, strings without quotes. No schema: any."""
+        opening, end = f"\n<function={name}>\n", "</function>\n"
+        leaves = None if schema is None else self._leaves(schema, schema.root)
+        if schema is None or leaves is None:
+            return f"{_quote(opening)} ({_parameter(KEY, 'value')})* {_quote(end)}"
+        objects = [leaf for leaf in leaves if "object" in types_of(leaf)]
+        values = self._told_apart(schema, [self._values(schema, leaf) for leaf in objects])
+        alternatives = [
+            text for leaf, own in zip(objects, values) if (text := self._object(schema, leaf, own)) is not None
+        ]
+        if not alternatives:
+            raise ValueError(f"{schema.root.path} allows no object")
+        return f"{_quote(opening)} ({' | '.join(alternatives)}) {_quote(end)}"
+
+    def _values(self, schema: Schema, leaf: Leaf) -> Values:
+        """The properties that these schemas name, in their order -> the rule of the value, ``None`` where there can be none."""
+        names = dict.fromkeys(
+            name for node in leaf for name in (*(node.properties or ()), *node.own.get("required", ()))
+        )
+        found: Values = {}
+        for name in names:
+            nodes = [n for node in leaf for n in node.named(name)]
+            can_be = _can_be_written(name) and not any(n.is_false for n in nodes)
+            types = ANY.intersection(*map(schema.types, nodes))
+            found[name] = (self._value(schema, nodes), types) if can_be else None
+        return found
+
+    def _told_apart(self, schema: Schema, values: list[Values]) -> list[Values]:
+        """The values of alternatives, without those where a text would have to tell by itself which alternative it is of."""
+        for name in dict.fromkeys(chain(*values)):
+            found = {value for own in values if (value := own.get(name)) is not None}
+            rules, types = {rule for rule, _ in found}, {types for _, types in found}
+            is_text_or_not = len(types) > 1 and any("string" in t for t in types)
+            if not is_text_or_not and (len(rules) == 1 or not rules & self._texts):
+                continue
+            if self.is_strict:
+                raise ValueError(
+                    f"{schema.root.path}: {name} cannot be enforced: it is another string, or none, by the alternative"
+                )
+            if rules & self._texts:
+                values = [{**own, name: own[name] and ("value", ANY)} if name in own else own for own in values]
+        return values
+
+    def _object(self, schema: Schema, leaf: Leaf, values: Values) -> str | None:
+        """The parameters that these schemas allow together, in the order in which they name them."""
+        required = {name for node in leaf for name in node.own.get("required", ())}
+        if any(values[name] is None for name in required):
+            return None
+        given = {name: value for name, value in values.items() if value is not None}
+        parts = [(_parameter(_quote(name), rule), name in required) for name, (rule, _) in given.items()]
+        least = max((node.own.get("minProperties", 0) for node in leaf), default=0)
+        most = min((node.own["maxProperties"] for node in leaf if "maxProperties" in node.own), default=None)
+        return self._sequence(parts, self._undeclared(schema, leaf, values), int(least), most and int(most))
+
+    def _undeclared(self, schema: Schema, leaf: Leaf, names: Iterable[str]) -> str | None:
+        """A parameter that no schema names, where one speaks of such. Nothing keeps two of them from having the same name."""
+        speak = [node for node in leaf if node.patterns or node.others is not None]
+        if not speak or any(not _takes_others(node) for node in speak):
+            return None
+        if self.is_strict and all(_allows_all_others(node) for node in speak):
+            return None  # as where the schema does not speak of them
+        if self.is_strict:
+            key = "patternProperties" if speak[0].patterns else "additionalProperties"
+            raise ValueError(f"{speak[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
+        known = "|".join(map(_literal, names))
+        others = f" & ~/({known})/" if known else ""
+        if len(speak) > 1:  # which of them speak of a name depends on the name
+            return _parameter(self._terminal(f"{KEY}{others}", KEY, speak[0].path), "value")
+        (node,) = speak
+        keys = [(f"/{_search(pattern)}/", n) for pattern, n in node.patterns.items() if not n.is_false]
+        if node.others is not None and not node.others.is_false:
+            keys.append(("".join(f" & ~/{_search(pattern)}/" for pattern in node.patterns)[3:], node.others))
+        options = []
+        for key, n in keys:
+            name = self._terminal(f"{KEY}{others}{' & ' * bool(key)}{key}", KEY, node.path)
+            options.append(_parameter(name, self._value(schema, [n])))
+        return f"({' | '.join(options)})"
+
+    def _sequence(self, parts: list[tuple[str, bool]], other: str | None, least: int, most: int | None) -> str | None:
+        """Each of the parts, or not where it is not required, then others: at least and at most so many in all."""
+        n_required = sum(is_required for _, is_required in parts)
+        if least <= n_required and (most is None or (other is None and most >= len(parts))):
+            texts = [part if is_required else f"({part})?" for part, is_required in parts]
+            return " ".join([*texts, *([f"{other}*"] if other else [])]) or '""'
+        after: list[str | None] = []  # what may follow so many of the parts
+        for n in range(len(parts) + 1):
+            need, room = max(0, least - n), None if most is None else most - n
+            if room is not None and room < need:
+                after.append(None)
+            elif other is None:
+                after.append('""' if need == 0 else None)
+            else:
+                after.append(f"{other}{{{need},{'' if room is None else room}}}")
+        for i, (part, is_required) in reversed([*enumerate(parts)]):
+            here: list[str | None] = []
+            for n in range(i + 1):
+                taken, left = after[n + 1], None if is_required else after[n]
+                ways = [*([f"{part} {taken}"] if taken else []), *([left] if left else [])]
+                here.append(self._add(f"rest_{len(self.rules)}", " | ".join(ways)) if ways else None)
+            after = here
+        return after[0]
+
+    def _leaves(self, schema: Schema, node: Node) -> list[Leaf] | None:
+        """Those of a schema that is written here, and not as JSON; ``None``: it is left free."""
+        leaves = schema.leaves(node)
+        if self.is_strict and leaves is None:
+            raise ValueError(f"{node.path} has too many alternatives")
+        if self.is_strict and (path := schema.overlapping(node)) is not None:
+            raise ValueError(f"{path} cannot be enforced: two of its options may both hold")
+        return leaves
+
+    # Values
+
+    def _value(self, schema: Schema, nodes: list[Node]) -> str:
+        """The rule of a value, with what ends it. Each schema has one, however often it is named."""
+        key = tuple(nodes)
+        if key not in self._names:
+            node = nodes[0] if len(nodes) == 1 else Node(nodes[0].path if nodes else "", parts=nodes)
+            self._names[key] = self._rule_of_value(schema, node)
+        return self._names[key]
+
+    def _rule_of_value(self, schema: Schema, node: Node) -> str:
+        """A text where the value may be a string; else JSON."""
+        types = schema.types(node)
+        if "string" not in types:
+            return self._add(
+                f"value_{len(self.rules)}", f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}"
+            )
+        leaves = self._leaves(schema, node)
+        if leaves is None or (not self.is_strict and any(map(_is_any_string, leaves))):
+            return "value"
+        if all(any(_is_free(leaf, t) for leaf in leaves) for t in types):
+            return "value"
+        strings = [leaf for leaf in leaves if "string" in types_of(leaf)]
+        texts = [text for leaf in strings for text in _listed(leaf) or [] if json.loads(to_json(text, types)) == text]
+        conditions = [_conditions(leaf) for leaf in strings if _listed(leaf) is None]
+        others = types - STRING
+        if conditions:
+            return self._text(schema, node, others, [*conditions, *(f"/{_literal(text)}/" for text in texts)])
+        options = [f"{self._json(schema, node, others)} {_quote(END_OF_PARAMETER)}"] if others else []
+        options += [_quote(text + END_OF_PARAMETER) for text in dict.fromkeys(texts)]
+        if not options:
+            raise ValueError(f"{node.path} allows no value")
+        return self._add(f"value_{len(self.rules)}", " | ".join(options))
+
+    def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
+        """The rule of a text that one of the conditions holds for, or that is read as another type.
+
+        One expression says all of it: nobody can tell a number from the beginning of a string before its end. The JSON of an
+        object or an array begins as no string here does.
+        """
+        leaves = schema.leaves(node) or []
+        if bound := sorted(t for t in others - STRUCTURES if not any(_is_free(leaf, t) for leaf in leaves)):
+            if self.is_strict:
+                raise ValueError(f"{node.path} cannot be enforced: strings beside some values of type {bound[0]}")
+            return "value"
+        begins = f" & ~/{STRUCTURE}/" if others & STRUCTURES else ""
+        ways = [f"({condition}{begins})" for condition in conditions] + [
+            f"/{SCALARS[t]}/" for t in sorted(others - STRUCTURES)
+        ]
+        terminal = self._terminal(" | ".join(ways), r"/(.|\n)*/", node.path)
+        text = self._add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]
+        self._texts.add(text)
+        if not others & STRUCTURES:
+            return text
+        structure = f"{self._json(schema, node, others & STRUCTURES)} {_quote(END_OF_PARAMETER)}"
+        self._texts.add(value := self._add(f"value_{len(self.rules)}", f"{structure} | {text}"))
+        return value
+
+    def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
+        """A rule for JSON of a schema, as far as it is of these types."""
+        written = document(node, None if types == schema.types(node) else types)
+        free = json.dumps({"type": sorted(types)})
+        if not self.is_strict:
+            written = {**written, "x-guidance": {"lenient": True}}
+        return self._add(f"json_{len(self.rules)}", f"%json {json.dumps(written)}", f"%json {free}", node.path)
+
+    def _terminal(self, text: str, free: str, path: str) -> str:
+        return self._add(f"T{len(self.rules)}", text, free, path)
+
+
+def _read(tool: Json, is_strict: bool) -> Schema:
+    """
+    Raises:
+        ValueError: The schema is malformed, or that of a strict tool cannot be enforced.
+    """
+    schema = Schema(tool.get("parameters"), f"{tool['name']}.parameters")
+    if schema.malformed:
+        raise ValueError(schema.malformed[0])
+    if is_strict and schema.unenforced:
+        raise ValueError(f"{schema.unenforced[0]} cannot be enforced: leave it out, or strict")
+    return schema
+
+
+def _free_value(tokenizer: TokenizerWrapper) -> str:
+    """Any text up to what ends it, with the tokens that llguidance takes for no text: a file may quote the template's marks."""
+    marks = sorted(token for token, added in tokenizer.added_tokens_decoder.items() if not added.special)
+    return f"(/(.|\\n)*/ <[{','.join(map(str, marks))}]>)* end_of_value" if marks else "end_of_value"
+
+
+def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
+    """A mark of the template in Lark. One that is a token of its own is no text to llguidance."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 else _quote(text)
+
+
+def _parameter(key: str, value: str) -> str:
+    """A parameter in Lark, of its name and its value, both in Lark."""
+    return f'("<parameter=" {key} ">\\n" {value})'
+
+
+def _can_be_written(name: str) -> bool:
+    return 0 < len(name) <= LONGEST_KEY and not set(name) & set("\n<>")
+
+
+def _allows_all_others(node: Node) -> bool:
+    return not node.patterns and node.others is not None and node.others.is_plain and not node.others.parts
+
+
+def _takes_others(node: Node) -> bool:
+    """Whether a schema that speaks of undeclared properties allows one."""
+    spoken = [*node.patterns.values(), *([] if node.others is None else [node.others])]
+    return any(not n.is_false for n in spoken)
+
+
+def _listed(leaf: Leaf) -> list[str] | None:
+    """The strings that these schemas list, if they do, as far as all of them allow them."""
+    lists = [node.values for node in leaf if node.values is not None]
+    if not lists:
+        return None
+    least, most, patterns = _of_strings(leaf)
+    texts = [x for x in lists[0] if isinstance(x, str) and all(x in values for values in lists[1:])]
+    texts = [x for x in texts if least <= len(x) <= (len(x) if most is None else most)]
+    return [x for x in texts if all(may_match(pattern, x) for pattern in patterns)]
+
+
+def _conditions(leaf: Leaf) -> str:
+    """What these schemas ask of a string, in Lark."""
+    least, most, patterns = _of_strings(leaf)
+    return " & ".join([f"/(?s:.{{{least},{'' if most is None else most}}})/", *(f"/{_search(p)}/" for p in patterns)])
+
+
+def _of_strings(leaf: Leaf) -> tuple[int, int | None, list[str]]:
+    """The least and the most characters of a string, and the patterns that it matches."""
+    least = max(int(node.own.get("minLength", 0)) for node in leaf)
+    most = min((int(node.own["maxLength"]) for node in leaf if "maxLength" in node.own), default=None)
+    return least, most, [node.own["pattern"] for node in leaf if "pattern" in node.own]
+
+
+def _is_any_string(leaf: Leaf) -> bool:
+    return _is_free(leaf, "string")
+
+
+def _is_free(leaf: Leaf, kind: str) -> bool:
+    """Whether every value of a type is allowed."""
+    return kind in types_of(leaf) and not any(node.restricts(kind) for node in leaf)
+
+
+def _search(pattern: str) -> str:
+    """A pattern, which may match anywhere, as a regular expression in Lark for the whole text."""
+    found = []
+    for part in _alternatives(pattern):
+        begin, end = "(?s:.*)" if part[:1] != "^" else "", "(?s:.*)"
+        part = part.removeprefix("^")
+        if part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2:
+            part, end = part[:-1], ""
+        found.append(f"{begin}({regex_to_lark(part, use_ascii='dw')}){end}")
+    return "|".join(found)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """What a pattern's ``|`` outside of groups and classes separate."""
+    found, depth, is_class, is_escaped = [""], 0, False, False
+    for c in pattern:
+        if c == "|" and depth == 0 and not is_class and not is_escaped:
+            found.append("")
+            continue
+        found[-1] += c
+        if is_escaped:
+            is_escaped = False
+        elif c == "\\":
+            is_escaped = True
+        elif is_class:
+            is_class = c != "]"
+        else:
+            is_class = c == "["
+            depth += (c == "(") - (c == ")")
+    return found
+
+
+def _literal(text: str) -> str:
+    """A regular expression in Lark for a text."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,0 +1,186 @@
+"""What may begin: the model that is loaded, the batch generator that runs it, and the memory that both leave."""
+
+import gc
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import make_stop_sequences
+from mlx_lm.sample_utils import Sampler
+
+from ...batch.generator import BatchGenerator
+from ...caches.memory import cache_budget, memory_left
+from ...caches.prompt_cache import has_head
+from ...distributed.ranks import Ranks
+from ...sampling import sampler as sampling
+from ...text.tokens import Pieces
+from ..answers.answer import make_answer
+from ..options import Options
+from ..request import ModelKey, Prompt, Request
+from .budget import make_processors
+from .caches import Caches
+from .memory import cache_bytes, check_fits
+from .provider import ModelProvider
+
+ANY = 1 << 62  # bytes
+
+
+class Admission:
+    """
+    Args:
+        options (Options): The server's.
+        models (ModelProvider): Loads them.
+        caches (Caches): What earlier requests have read.
+        ranks (Ranks, optional): Who runs the model.
+
+    Attributes:
+        batch (BatchGenerator): Of the model that is loaded; ``None`` before there is one.
+        max_cache_bytes (int): Of all prompt caches.
+        memory_left (int): Bytes beside the model.
+    """
+
+    def __init__(self, options: Options, models: ModelProvider, caches: Caches, ranks: Ranks | None):
+        self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
+        self.batch: Any = None
+        self.max_cache_bytes = self.memory_left = 0
+
+    def open(self, key: ModelKey) -> None:
+        """Load a model in place of the one before, with its caches and a batch generator.
+
+        Raises:
+            ValueError, OSError: The model cannot be loaded, or ``--prompt-cache-dir`` not be used.
+        """
+        if self.batch is not None and self.models.key == key:
+            return
+        self.close()
+        self.models.load(key)
+        model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
+        self.max_cache_bytes = cache_budget(model) if given is None else given
+        # A prompt that one rank has memory for and another has not would part them.
+        self.memory_left = memory_left(model) if self.ranks is None else ANY
+        logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
+        self.caches.use(key, model, tokenizer, self.max_cache_bytes)
+        self.stop_sequences = make_stop_sequences(tokenizer)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new batch generator, also where one has failed."""
+        self.batch = None  # which restores the wired limit
+        options, model = self.options, self.models.model
+        drafts: dict[str, Any] = {} if has_head(model) else {"num_draft_tokens": 0, "copy_drafts": "auto"}
+        self.batch = BatchGenerator(
+            model,
+            completion_batch_size=options.decode_concurrency,
+            prefill_step_size=options.prefill_step_size,
+            max_token_gap=options.max_token_gap,
+            min_decode_share=options.min_decode_share,
+            kv=options.kv,
+            stream=mx.default_stream(mx.default_device()),
+            **drafts,
+        )
+
+    def close(self) -> None:
+        """Let go of the batch generator; the next model may need its memory."""
+        if self.batch is not None:
+            self.batch.close()
+            mx.synchronize()  # other ranks wait for this one's part of a pass
+            self.batch = None
+            self.caches.release()
+
+    def let_go(self) -> None:
+        """Let go of the model, in the thread that owns its arrays' streams; the streams' threads must not outlast it."""
+        self.models.reset()
+        gc.collect()
+        mx.clear_streams()
+
+    def fits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a request can begin beside those that run."""
+        together = [*running, request]
+        if len(together) == 1:
+            return True
+        if request.key != self.models.key or any(map(self._is_alone, together)):
+            return False
+        return sum(map(self._bytes_of, together)) <= self.memory_left
+
+    def _is_alone(self, request: Request) -> bool:
+        """Whether a request seeds MLX's random state, which all share. Only a coupled sampler has a seed of its own."""
+        is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
+        return is_seeded and self.options.acceptance in ("rejection", "match")
+
+    def _bytes_of(self, request: Request) -> int:
+        """Of the caches of a request, as far as it has come."""
+        n, options = request.n_prompt + request.n_tokens, self.options
+        return cache_bytes(self.models.model, n, options.kv_bits, options.kv_group_size)
+
+    def begin(self, request: Request, prompt: Prompt) -> int:
+        """Give a request to the batch generator -> its uid there.
+
+        Raises:
+            ApiError: The prompt does not fit in the memory.
+        """
+        check_fits(len(prompt.tokens), self._bytes_of(request), self.memory_left, request.param)
+        args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
+        self.caches.log()
+        cache, n_cached = self.caches.fetch(prompt)
+        request.n_cached = n_cached
+        request.detokenizer = tokenizer.detokenizer
+        if request.goes_on:  # or it would drop a space that the answer begins with
+            request.detokenizer.add_token(prompt.tokens[-1])
+            request.detokenizer.last_segment  # noqa: B018 (it is not the answer's)
+        request.pieces = Pieces(tokenizer) if args.logprobs else None
+        request.answer = make_answer(
+            tokenizer,
+            prompt.initial_state == "reasoning",
+            request.tools,
+            args.stop_words,
+            is_chat=request.request_type == "chat",
+            one_call=request.one_call,
+        )
+        (uid,) = self.batch.insert_segments(
+            segments=[prompt.segments],
+            max_tokens=[args.max_tokens],
+            caches=[cache],
+            all_tokens=[prompt.tokens[:n_cached]],
+            samplers=[self.make_sampler(request)],
+            logits_processors=[make_processors(tokenizer, request, prompt)],
+            stop_sequences=[self.stop_sequences],
+            num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
+            copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
+            counts=[request.counts],
+            input_embeddings=[None if pictured is None else pictured.embed(self.models.model, n_cached)],
+            images=[() if pictured is None else pictured.images],
+        )
+        return int(uid)
+
+    def make_sampler(self, request: Request) -> Sampler:
+        """The sampler that a request asks for."""
+        asked, tokenizer, seed = request.args.sampling, self.models.tokenizer, request.args.seed
+        if self._is_alone(request):
+            mx.random.seed(seed)
+            seed = None
+        return sampling.make_sampler(
+            asked.temperature,
+            asked.top_p,
+            asked.min_p,
+            top_k=asked.top_k,
+            xtc_probability=asked.xtc_probability,
+            xtc_threshold=asked.xtc_threshold,
+            xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+            seed=seed,
+            acceptance=self.options.acceptance,
+        )
+
+    def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int], kind: str) -> None:
+        """Keep a prompt cache of these tokens for later requests.
+
+        Args:
+            kind (str): mlx-lm's name for what the text ends with.
+        """
+        if tokens and request.encoded is not None:
+            self.caches.insert(request.encoded, tokens, prompt_cache, kind)
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Keep ``--prompt-cache-bytes``, the caches of running requests included."""
+        self.caches.trim_to(self.max_cache_bytes - self.batch.prompt_cache_nbytes)

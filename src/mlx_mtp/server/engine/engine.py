@@ -1,0 +1,218 @@
+"""The generation thread: one loop over the requests that wait and those that run."""
+
+import _thread
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+from ...batch.generator import PromptResponse, Response
+from ...distributed.ranks import Ranks
+from ..request import ApiError, Request, Started, Waiting
+from .admission import Admission
+from .clients import Clients
+from .delta import make_delta
+from .metrics import Metrics
+from .ranks import reseed, seed_alike
+
+
+class Engine:
+    """It takes requests in order and generates them together as far as ``Admission`` lets them begin.
+
+    An error ends the requests that are being generated, never the thread.
+
+    Args:
+        admission (Admission): Loads models and lets requests begin.
+        clients (Clients): Who asks.
+        metrics (Metrics): Counts.
+        ranks (Ranks, optional): Who runs the model.
+
+    Attributes:
+        waiting (Deque[Request]): Requests that have not begun, in order.
+        running (Dict[int, Request]): Those that have, by their uid in the batch generator.
+        loaded (Future[None]): Done when the default model is loaded, or could not be.
+        error (BaseException, optional): What has ended the thread.
+    """
+
+    def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
+        self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}
+        self.loaded: Future[None] = Future()
+        self.error: BaseException | None = None
+        metrics.watch_queue(lambda: clients.arriving.qsize() + len(self.waiting))
+        self.thread = Thread(target=self._run)
+        self.thread.start()
+
+    # Other threads
+
+    @property
+    def is_alive(self) -> bool:
+        return self.thread.is_alive() and self.error is None
+
+    def stop_and_join(self) -> None:
+        """End the answers that are open, and the thread."""
+        self.clients.is_stopping = True
+        self.thread.join()
+
+    # The generation thread
+
+    def _run(self) -> None:
+        try:
+            seed_alike(self.ranks)
+            self.admission.open(self.admission.models.default)
+        except BaseException as e:
+            self.loaded.set_exception(e)
+            self.admission.let_go()
+            return
+        self.loaded.set_result(None)
+        try:
+            self._generate()
+            self._end()
+        except BaseException as e:
+            logging.exception("The generation thread has failed.")
+            self.error = e
+            self.clients.fail_all(ApiError(503, f"The server is stopping: {e}"))
+        if self.ranks is not None and self.ranks.rank == 0 and not self.clients.is_stopping:
+            _thread.interrupt_main()  # it serves HTTP
+
+    def _generate(self) -> None:
+        """Until the server ends."""
+        running = self.running
+        while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
+            self.waiting += changes.arrived
+            with self._errors_end_what_runs():
+                self._drop(changes.gone)
+            while self.waiting and self.admission.fits(self.waiting[0], running.values()):
+                self._begin(self.waiting.popleft())
+            if running:
+                with self._errors_end_what_runs():
+                    self._advance()
+
+    @contextmanager
+    def _errors_end_what_runs(self) -> Iterator[None]:
+        """And not the thread: the next requests have a new batch generator."""
+        try:
+            yield
+        except Exception as e:
+            logging.exception("Generation failed.")
+            for request in self.running.values():
+                request.client.put(ApiError(500, f"Generation failed: {e}"))
+            self.running.clear()
+            self.metrics.in_flight.set(0)
+            reseed(self.ranks)  # an error in a compiled function invalidates the random state
+            self.admission.restart()
+
+    def _drop(self, gone: set[int]) -> None:
+        """End requests that nobody waits for."""
+        for request in [request for request in self.waiting if request.number in gone]:
+            self.waiting.remove(request)
+            request.client.put(ApiError(400, "The client has hung up."))
+        for uid in [uid for uid, request in self.running.items() if request.number in gone]:
+            self._finish(uid, *self._take_out(uid))
+
+    def _begin(self, request: Request) -> None:
+        try:
+            self._open(request)
+            if request.encoded is None:  # it needs the model's tokenizer first
+                request.client.put(None)
+                return
+            uid = self.admission.begin(request, request.encoded)
+        except ApiError as e:
+            request.client.put(e)
+            return
+        except Exception as e:
+            logging.exception("A request failed before generation.")
+            request.client.put(ApiError(500, f"The request failed before generation: {e}"))
+            return
+        request.client.put(Started())
+        self.running[uid] = request
+        self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
+        self.admission.make_room()
+
+    def _open(self, request: Request) -> None:
+        """
+        Raises:
+            ApiError: The request's model cannot be loaded.
+        """
+        try:
+            self.admission.open(request.key)
+        except Exception as e:
+            logging.exception("A model could not be loaded.")
+            message = f"The model could not be loaded: {e}"
+            raise ApiError(404, message, param="model", code="model_not_found") from e
+
+    def _advance(self, finish_reason: str | None = None) -> None:
+        """Do a step of the batch generator, and send what it has made.
+
+        Args:
+            finish_reason (str, optional): With which the next token is an answer's last one. Default: ``None``, it is not.
+        """
+        batch = self.admission.batch
+        with self.metrics.step([request.counts for request in self.running.values()]):
+            read, generated = batch.next()
+        self.metrics.count_switches(len(batch.decoder))
+        self.clients.after_step(read, generated)
+        for progress in read:
+            self._tell(progress)
+        last = {r.uid: r for r in generated if r.finish_reason is not None}
+        for response in generated:
+            if response.uid in self.running:  # a step may go on behind a stop word
+                self._answer(response, last.get(response.uid), finish_reason)
+
+    def _tell(self, progress: PromptResponse) -> None:
+        """A part of a prompt is read."""
+        request = self.running[progress.uid]
+        request.client.put(Waiting(*progress.progress))
+        kinds = request.encoded.segment_types if request.encoded is not None else []
+        if progress.end_of_segment and not progress.end_of_prompt and kinds:
+            prompt_cache, tokens = self.admission.batch.extract_cache([progress.uid])[progress.uid]
+            self.admission.keep(request, prompt_cache, tokens, kinds.pop(0))
+
+    def _answer(self, response: Response, last: Response | None, finish_reason: str | None) -> None:
+        """Send a token to the client; ``last`` is the response that ends the sequence in this step, if one does."""
+        uid, request, metrics = response.uid, self.running[response.uid], self.metrics
+        if response.error is not None:
+            request.client.put(ApiError(500, f"Generation failed: {response.error}"))
+            del self.running[uid]
+            metrics.in_flight.set(len(self.running))
+            return
+        if request.first_token is None:
+            request.first_token = time.perf_counter()
+            metrics.first_token.observe(request.first_token - request.arrived)
+        metrics.generated_tokens.inc()
+        delta = make_delta(request, response, response.finish_reason or finish_reason)
+        request.client.put(delta)
+        if delta.finish_reason is not None:
+            self._finish(uid, *(self._take_out(uid) if last is None else (last.prompt_cache, last.all_tokens)))
+
+    def _take_out(self, uid: int) -> tuple[list[Any], list[int]]:
+        """Take a sequence out of the batch generator -> its prompt cache, and the tokens in it."""
+        caches: dict[int, tuple[list[Any], list[int]]] = self.admission.batch.remove([uid], return_prompt_caches=True)
+        return caches[uid]
+
+    def _finish(self, uid: int, prompt_cache: Any, tokens: Any) -> None:
+        """End a request whose sequence has left the batch generator, and keep its cache for the next turn."""
+        request = self.running.pop(uid)
+        request.client.put(None)
+        self.admission.keep(request, prompt_cache, tokens, "assistant")
+        self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
+
+    def _end(self) -> None:
+        """End every request: those that have begun with one last token."""
+        for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
+            self._take_out(uid)
+            del self.running[uid]
+        try:
+            while self.running:
+                self._advance("length")
+        except Exception:
+            logging.exception("Generation failed.")
+        self.clients.fail_all(ApiError(503, "The server is stopping."))
+        self.admission.close()
+        self.admission.caches.close()
+        self.admission.let_go()

@@ -1,0 +1,127 @@
+"""What the event loop does for a request: it has the prompt encoded, hands the request to the engine, and waits."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ..options import Options
+from ..request import ApiError, Prompt, Request, Started, Waiting
+from .delta import Delta
+from .engine import Engine
+from .prompt import BoundedTokenizer, encode
+
+KEEP_ALIVE = 5.0  # seconds of waiting after which a client is told how far its prompt is read
+POLL = 1.0  # seconds between two looks whether the generation thread lives
+T = TypeVar("T")
+
+
+class Mailbox:
+    """Takes what the generation thread says to a request, for the event loop that it is made in."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, item: Any) -> None:
+        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+async def in_thread(f: Callable[..., T], *args: Any) -> T:
+    """Call a function that may take long in a thread that nobody waits for when the server ends."""
+    future: Future[T] = Future()
+
+    def run(future: Future[T]) -> None:
+        try:
+            future.set_result(f(*args))
+        except BaseException as e:
+            future.set_exception(e)
+        finally:
+            # Else an error, its traceback, this frame and the future are a cycle, and what it took stays for long.
+            del future
+
+    threading.Thread(target=run, args=(future,), daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class Frontend:
+    """
+    Templates are rendered and prompts tokenized in threads of their own, so that no prompt delays other requests.
+
+    Args:
+        options (Options): The server's.
+        engine (Engine): What generates.
+    """
+
+    def __init__(self, options: Options, engine: Engine):
+        self.options, self.engine = options, engine
+        self.clients, self.metrics = engine.clients, engine.metrics
+        self.models, self.caches = engine.admission.models, engine.admission.caches
+        self.created = int(time.time())
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.engine.is_alive
+
+    async def generate(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
+        """What a request becomes: its start, its tokens, and while it waits, every few seconds, how far its prompt is read.
+
+        Raises:
+            ApiError: It cannot be generated.
+        """
+        prompt = await self._encode_request(request)
+        if self.options.prompt_cache_dir is not None and prompt.pictured is None:
+            # With images, the generation thread reads the files: their keys need the tower, which it alone runs.
+            await in_thread(self.caches.load, request.key, prompt.tokens)
+        request.encoded = prompt
+        async for item in self._submit(request):
+            yield item
+
+    async def count_tokens(self, request: Request) -> int:
+        """The number of tokens of a request's prompt."""
+        return len((await self._encode_request(request)).tokens)
+
+    async def _encode_request(self, request: Request) -> Prompt:
+        request.key = self.models.resolve(request.args.model)
+        if request.key not in self.models.tokenizers:  # go through the queue once to load the model
+            async for _ in self._submit(request):
+                pass
+        return await in_thread(self.encode, self.models.tokenizers[request.key], request)
+
+    def encode(self, tokenizer: BoundedTokenizer, request: Request) -> Prompt:
+        """The prompt of a request, in a thread of its own."""
+        return encode(tokenizer, request, self.options)
+
+    async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
+        """Queue a request -> what the generation thread answers."""
+        request.client = mailbox = Mailbox()
+        try:
+            self.clients.add(request)
+            while (item := await self._next(mailbox)) is not None:
+                if isinstance(item, ApiError):
+                    raise item
+                yield item
+        finally:
+            self.clients.leave(request)
+
+    async def _next(self, mailbox: Mailbox) -> Any:
+        """The next item; of those about the prompt's progress only one every few seconds."""
+        progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
+        while True:
+            is_alive = self.engine.is_alive
+            try:
+                async with asyncio.timeout(max(min(POLL, due - time.monotonic()), 0)):
+                    item = await mailbox.queue.get()
+            except TimeoutError:
+                if not is_alive:
+                    raise ApiError(503, "The server is stopping.") from None
+                item = progress
+            if not isinstance(item, Waiting):
+                return item
+            progress = item
+            if time.monotonic() >= due:
+                return progress

@@ -1,0 +1,176 @@
+"""From text, messages and images to tokens; a prompt beyond the context is refused before all of it is tokenized."""
+
+import logging
+from typing import Any
+
+from mlx_lm.server import GenerationArguments, convert_chat
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+
+from ...images.prompt import ImagePrompt, read_images
+from ...images.vision import Vision
+from ..answers.structured_output import make_form
+from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
+from ..options import Options
+from ..request import ApiError, Prompt, Request
+
+QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
+CHARS = 4  # per token: a text that fits the context is seldom longer
+PIECE = 1 << 16  # characters
+SLACK = 16  # tokens that a cut between two pieces may add
+NO_LIMIT = 2**31 + 1  # tokens of an answer that may go on to the end of the context
+
+
+def goes_on(messages: list[Any]) -> bool:
+    """Whether the answer continues the last message: one of the assistant, with text and without calls."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+
+
+def check_continues(tokenizer: Any, request: Request) -> None:
+    """
+    Raises:
+        ApiError: The request's last message is to be continued, and there is no chat template that could leave its end open.
+    """
+    if request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template:
+        message = (
+            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
+        )
+        raise ApiError(400, message, param=request.param)
+
+
+class BoundedTokenizer:
+    """mlx-lm's tokenizer, as far as prompts are concerned.
+
+    Args:
+        tokenizer (TokenizerWrapper): mlx-lm's.
+        context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
+        vision (Vision, optional): What it reads images with. Default: ``None``, it takes none.
+    """
+
+    def __init__(self, tokenizer: Any, context_length: int | None, vision: Vision | None = None):
+        self.tokenizer = tokenizer
+        self.context_length, self.vision = context_length, vision
+        self.n_ids = 1 + max(tokenizer.get_vocab().values())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
+        """The tokens of a text. ``MARKED_IMAGES.mark`` stands for an image, a placeholder in the text does not.
+
+        Args:
+            text (Union[str, List[int]]): A client may send the tokens themselves.
+
+        Raises:
+            ApiError: The text does not fit the context, or a token is not in the vocabulary.
+        """
+        if not isinstance(text, str):
+            if (most := max(text)) >= self.n_ids:
+                raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
+            return text
+        self._check_length(text)
+        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
+
+    def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
+        """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""
+        if kwargs.get("add_generation_prompt") and goes_on(messages):
+            kwargs |= {"add_generation_prompt": False, "continue_final_message": True}
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _check_length(self, text: str) -> None:
+        """Count a long text's tokens piece by piece until they exceed the context."""
+        most = self.context_length
+        if most is None or len(text) <= CHARS * most:
+            return
+        n = 0
+        for i in range(0, len(text), PIECE):
+            n += len(self.tokenizer.encode(text[i : i + PIECE], add_special_tokens=False)) - SLACK
+            if n > most:
+                message = f"This model's maximum context length is {most} tokens, but the prompt has more."
+                raise ApiError(400, message, code="context_length_exceeded")
+
+    def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
+        """Check a request against the model, and shorten the server's own limit on tokens where the context ends.
+
+        Args:
+            n_prompt (int): The prompt's number of tokens.
+            args (GenerationArguments): mlx-lm's; ``max_tokens`` may be lowered.
+            default_max_tokens (int): The server's limit, for a request without its own.
+            param (str): The field with the prompt.
+
+        Raises:
+            ApiError: The prompt or a field does not fit the model.
+        """
+        if n_prompt == 0:
+            raise ApiError(400, "The prompt is empty.", param=param)
+        most = self.context_length
+        if most is not None and n_prompt + args.max_tokens > most:
+            if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length is {most} tokens, but the request has {n_prompt} in its prompt "
+                    f"and asks for {args.max_tokens} more.",
+                    param="max_tokens" if n_prompt < most else param,
+                    code="context_length_exceeded",
+                )
+            args.max_tokens = most - n_prompt
+        if args.sampling.top_k >= self.n_ids:
+            raise ApiError(400, f"top_k must be below the vocabulary's size of {self.n_ids}.", param="top_k")
+        if any(token >= self.n_ids for token in args.logits.logit_bias or ()):
+            message = f"logit_bias names a token beyond the vocabulary of {self.n_ids}."
+            raise ApiError(400, message, param="logit_bias")
+
+
+def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> Prompt:
+    """The prompt of a request. It may take long: tokenizing, chat templates, images from other hosts.
+
+    Raises:
+        ApiError: The prompt, or a field that depends on the model, does not fit the model.
+    """
+    check_continues(tokenizer, request)
+    try:
+        tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
+        pictured = _read_images(tokenizer, request, tokens, options) if request.images else None
+    except ApiError as e:
+        e.param = e.param or request.param
+        raise
+    except Exception as e:
+        raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
+    if pictured is not None:
+        tokens = pictured.tokens
+    tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
+    make_form(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
+    return Prompt(tokens, [tokens], ["assistant"], "reasoning" if in_reasoning else "normal", pictured=pictured)
+
+
+def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:
+    """The tokens, and whether they begin the reasoning of the answer."""
+    if request.request_type == "text":
+        return tokenizer.encode(request.prompt), False
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
+    if request.tools and not tokenizer.has_tool_calling:
+        logging.warning("The request has tools, and the chat template of the model has none.")
+    elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
+        raise ApiError(400, "The model does not write tool calls as Qwen's: mlx_lm.server reads them.", param="tools")
+    tokens: Any = tokenizer.apply_chat_template(
+        [{**message, "content": message.get("content") or ""} for message in request.messages],
+        tools=request.tools,
+        add_generation_prompt=True,
+        **{**template_args, **(request.args.chat_template_kwargs or {})},
+    )
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    return tokens, thinks
+
+
+def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options) -> ImagePrompt:
+    """
+    Raises:
+        ApiError: The model takes no images.
+        ValueError: One of them cannot be read.
+    """
+    if tokenizer.vision is None:
+        raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
+    images, most = fetch_all(request, options), tokenizer.context_length
+    return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))

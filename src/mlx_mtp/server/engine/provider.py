@@ -1,0 +1,95 @@
+"""Which models a server may load, and the one that it has loaded."""
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import ModelDescription
+
+from ...checkpoint.load import load
+from ..options import Options
+from ..request import ApiError, ModelKey
+from .prompt import BoundedTokenizer
+
+MAX_TOKENIZERS = 8
+DEFAULT = "default_model"  # mlx-lm's name for that of --model
+
+
+class ModelProvider:
+    """Loads models, with their MTP heads where the server drafts, one at a time, and only those that the operator serves.
+
+    The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.
+
+    Args:
+        options (Options): The server's.
+
+    Attributes:
+        key (ModelKey, optional): Of the model that is loaded, if one is.
+        model (MTPModel): It.
+        tokenizer (TokenizerWrapper): mlx-lm's, of this model.
+        tokenizers (Dict[ModelKey, BoundedTokenizer]): Of the models that were loaded.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.default: ModelKey = options.model, options.adapter_path
+        self.served = [options.served_model_name or options.model, *options.serve_model]
+        self.key: ModelKey | None = None
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
+
+    def resolve(self, asked: ModelDescription) -> ModelKey:
+        """The model that a request means. Where only one is served it is that one, whatever name the client has for it.
+
+        Raises:
+            ApiError: A request may not name this model.
+        """
+        options, name = self.options, asked.model
+        adapter = None if asked.adapter == DEFAULT else asked.adapter
+        if asked.draft != DEFAULT:
+            message = "draft_model is not supported: the draft models of mlx-lm run in mlx_lm.server."
+            raise ApiError(400, message, param="draft_model")
+        if options.allow_any_model:
+            return self.default if name in (DEFAULT, options.served_model_name) else (name, adapter)
+        if adapter is not None:
+            raise ApiError(400, "adapters requires a server started with --allow-any-model.", param="adapters")
+        if name in options.serve_model:
+            return name, None
+        if options.serve_model and name not in (DEFAULT, options.model, options.served_model_name):
+            message = f"The model {name!r} is not served here; GET /v1/models lists those that are."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.default
+
+    def find(self, name: str) -> tuple[str, BoundedTokenizer | None]:
+        """The path or repo of the model of this name, and its tokenizer if it was loaded."""
+        key = self.resolve(ModelDescription(name, DEFAULT, None))
+        return key[0], self.tokenizers.get(key)
+
+    def load(self, key: ModelKey) -> None:
+        """Load a model in place of the one before.
+
+        Raises:
+            ValueError, OSError: It cannot be loaded.
+        """
+        if key == self.key:
+            return
+        self.reset()
+        gc.collect()
+        mx.clear_cache()  # returns the weights of the one before to the system
+        path, adapter_path = key
+        self.model, self.tokenizer = load(path, adapter_path=adapter_path, **self.options.load)
+        if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
+            self.tokenizer.chat_template = self.tokenizer.default_chat_template
+        self.key = key
+        config = vars(self.model.args)
+        context_length = config.get("text_config", config).get("max_position_embeddings")
+        vision = self.model.vision if self.model.ranks is None else None
+        self.tokenizers.pop(key, None)
+        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision)
+        if len(self.tokenizers) > MAX_TOKENIZERS:
+            self.tokenizers.pop(next(iter(self.tokenizers)))
+
+    def reset(self) -> None:
+        """Let go of the model."""
+        self.key = self.model = self.tokenizer = None

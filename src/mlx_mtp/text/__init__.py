@@ -1,0 +1,1 @@
+"""What a text means: reasoning, tool calls, schemas and grammars."""

@@ -1,0 +1,311 @@
+"""Text of a given form: a grammar masks the logits, and what it forces is drafted.
+
+The tokens that a grammar allows next are a function of the text before, so any position of a window can be asked, in any order,
+and a rejected draft leaves nothing behind. The head's drafts are masked as the target's choices are. Where the grammar leaves
+one way to go on, as at the keys and the punctuation of JSON, the tokens are known without a pass of a model: ``ForcedTokens``
+offers them as drafts, which are accepted with the probability that the masked target gives them (another tokenization of the
+same characters may be likelier).
+
+Grammars are those of llguidance (github.com/guidance-ai/llguidance): JSON schemas, regular expressions, Lark.
+"""
+
+import functools
+import json
+import math
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..pacing.depth import MAX_COPY_TOKENS
+from ..pacing.rates import Rates
+from .reasoning import end_of_reasoning
+
+T = TypeVar("T")
+MAX_CHARACTERS = 1 << 19  # of a grammar in Lark
+MAX_MULTIPLE = 100_000  # of all multipleOf, in units of their last decimal
+STACK = (
+    1 << 29
+)  # bytes, enough for a grammar of that size whose rules are all within each other; the rest is never touched
+STACK_LOCK = threading.Lock()
+TOO_LARGE = ("too big", "too large", "symbols.len()")  # llguidance's words
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
+
+
+class Beginning:
+    """Where in a text a grammar begins; before that anything is allowed.
+
+    Args:
+        tokenizer (llguidance.LLTokenizer): What the tokens say.
+        find (Callable[[str], Optional[int]]): Takes the text so far -> the position at which the grammar begins, or ``None``.
+          What it gives for a text it gives for all that begin like it.
+    """
+
+    def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
+        self.tokenizer, self.find = tokenizer, find
+        self._known: list[int] = []  # the text that it was found in
+        self._n = 0  # its tokens up to there
+        self._head: list[int] = []  # what is behind it of the last of them
+
+    def behind(self, tokens: list[int]) -> list[int] | None:
+        """The tokens of a text -> those behind its beginning, ``None`` where it has not come."""
+        if not self._known or tokens[: len(self._known)] != self._known:
+            said: bytes = self.tokenizer.decode_bytes(tokens)
+            i = self.find(text := said.decode(errors="surrogateescape"))
+            if i is None:
+                return None
+            start = len(text[:i].encode(errors="surrogateescape"))
+            self._n = bisect_left(range(len(tokens)), start, key=self._size_of(tokens))
+            self._head = self.tokenizer.tokenize_bytes(said[start : self._size_of(tokens)(self._n)])
+            self._known = tokens
+        return [*self._head, *tokens[self._n :]]
+
+    def _size_of(self, tokens: list[int]) -> Callable[[int], int]:
+        return lambda n: len(self.tokenizer.decode_bytes(tokens[:n]))
+
+
+class Grammar:
+    """A logits processor that leaves the tokens that a grammar allows. Make it with ``make_grammar``, one for each text.
+
+    Args:
+        matcher (llguidance.LLMatcher): Of the grammar.
+        beginning (Beginning, optional): Where it begins. Default: at once.
+    """
+
+    keeps_state = False
+
+    def __init__(self, matcher: Any, beginning: Beginning | None = None):
+        self.matcher, self.beginning = matcher, beginning
+        self.taken: list[int] = []  # the tokens that the matcher was given
+        self.n_prompt: int | None = None  # the first call is for the first token
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """The text's tokens [N], logits [1, V] -> logits [1, V]"""
+        if self.n_prompt is None:
+            self.n_prompt = len(tokens)
+        generated: Any = tokens[self.n_prompt :].tolist()
+        if not self._go_to(generated):
+            return logits
+        masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
+        # The draft vocabulary may have none of the allowed tokens. Then the draft is a wrong one, and not drawn from nothing.
+        return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
+
+    def copy(self) -> "Grammar":
+        """Another one, for another text. It does not compile anything."""
+        beginning = self.beginning and Beginning(self.beginning.tokenizer, self.beginning.find)
+        matcher = self.matcher.deep_copy()
+        matcher.reset()
+        return Grammar(matcher, beginning)
+
+    def forced(self, generated: list[int]) -> list[int]:
+        """The tokens that follow generated ones, as far as the grammar leaves one way to go on."""
+        tokens: list[int] = self.matcher.compute_ff_tokens() if self._go_to(generated) else []
+        return tokens
+
+    def _go_to(self, generated: list[int]) -> bool:
+        """Have the matcher stand behind these tokens -> whether it does: not before its beginning, nor behind a wrong draft.
+
+        Raises:
+            ValueError: The grammar is too complex to go on.
+        """
+        tokens = generated if self.beginning is None else self.beginning.behind(generated)
+        if tokens is None:
+            return False
+        n = next((i for i, (a, b) in enumerate(zip(tokens, self.taken)) if a != b), min(len(tokens), len(self.taken)))
+        if n < len(self.taken):
+            self.matcher.rollback(len(self.taken) - n)
+            del self.taken[n:]
+        n_more = self.matcher.try_consume_tokens(tokens[n:])
+        if self.matcher.is_error():
+            raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
+        self.taken += tokens[n : n + n_more]
+        return len(self.taken) == len(tokens)
+
+    def _allowed(self, size: int) -> mx.array:
+        """The tokens that may come next, [V], bool; also those that end the text, where it may end."""
+        words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
+        bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
+        allowed = bits.reshape(-1)[:size] == 1
+        # A model's output layer may be larger than its vocabulary.
+        return mx.pad(allowed, (0, size - allowed.size))
+
+
+class ForcedTokens:
+    """What a grammar forces, as a source of drafts, see ``sources.Source``."""
+
+    name = "grammar"
+    fixed: int | None = None
+
+    def __init__(self, grammar: Grammar):
+        self.grammar = grammar
+        self.generated: list[int] = []
+        self.rates = Rates(1)
+        self._forced: list[int] | None = None  # from here on, once asked for
+
+    @property
+    def forced(self) -> list[int]:
+        if self._forced is None:
+            self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
+        return self._forced
+
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.forced:
+                is_forced = self.forced[0] == token
+                self.rates.count(0, is_forced)
+                self._forced = self.forced[1:] if is_forced else None
+            self.generated.append(token)
+            self._forced = self._forced or None
+
+    def acceptance(self, n_unread: int) -> list[float]:
+        return [] if n_unread > 0 else [self.rates.estimate[0]] * len(self.forced)
+
+    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
+        return mx.array(self.forced[:k], mx.uint32), [None] * k
+
+
+def make_grammar(
+    tokenizer: TokenizerWrapper,
+    *,
+    json_schema: dict[str, Any] | str | None = None,
+    regex: str | None = None,
+    lark: str | None = None,
+    after: str | Callable[[str], int | None] = "",
+) -> Grammar:
+    """Make a logits processor for ``logits_processors``, which has one text follow a grammar.
+
+    Args:
+        tokenizer (TokenizerWrapper): Of the model.
+        json_schema (Union[Dict[str, Any], str], optional): The text is JSON of this schema; ``{"type": "object"}`` for any
+          object.
+        regex (str, optional): The text matches this regular expression.
+        lark (str, optional): The text is of this grammar in llguidance's Lark syntax.
+        after (Union[str, Callable[[str], Optional[int]]]): The text may begin with anything up to this, such as
+          ``"</think>"``, and some white space; where it is quoted, between backticks or in a fenced code block, it does not
+          count. Or a function that takes the text so far and gives the position at which the grammar begins, ``None`` while
+          anything is allowed. Default: ``""``.
+
+    Raises:
+        ValueError: Not one of the three is given, or llguidance cannot read it: a ``GrammarError`` then says where.
+    """
+    rules = []
+    if json_schema is not None:
+        rules.append(f"%json {_with_separators(json_schema)}")
+    if regex is not None:
+        rules.append(f"/{_in_lark(regex)}/")
+    grammars = [
+        f"start: SPACE? answer\nSPACE: /[ \\n]{{1,3}}/\nanswer: {rule}" if after else f"start: {rule}" for rule in rules
+    ]
+    if lark is not None:
+        grammars.append(lark)
+    if len(grammars) != 1:
+        raise ValueError("Give one of json_schema, regex and lark.")
+    matcher = _compile(tokenizer, grammars[0]).deep_copy()
+    if not after:
+        return Grammar(matcher)
+    find = functools.partial(end_of_reasoning, end=after) if isinstance(after, str) else after
+    return Grammar(matcher, Beginning(_llguidance_tokenizer(tokenizer), find))
+
+
+def _in_lark(regex: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
+    from llguidance import regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise ValueError("The regular expression ends with a backslash that escapes nothing.")
+    text: str = regex_to_lark(regex, use_ascii="")
+    return text
+
+
+def _with_separators(schema: dict[str, Any] | str) -> str:
+    """Without a choice of white space there is more that is forced. A schema's own ``x-guidance`` comes first."""
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(schema, dict):
+        raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
+    own = schema.get("x-guidance")
+    if not isinstance(own, dict | None):
+        raise ValueError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
+    return json.dumps({**schema, "x-guidance": {**SEPARATORS, **(own or {})}})
+
+
+class GrammarError(ValueError):
+    """llguidance cannot read a grammar.
+
+    Args:
+        message (str): What is wrong with it.
+        line (int, optional): The line of its Lark, from 1. ``None`` where it is too large as a whole.
+    """
+
+    def __init__(self, message: str, line: int | None = None):
+        super().__init__(message)
+        self.line = line
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
+    """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request.
+
+    Raises:
+        GrammarError: llguidance cannot read the grammar, or it is too large.
+    """
+    from llguidance import LLMatcher
+
+    if len(lark) > MAX_CHARACTERS:
+        raise GrammarError(f"The grammar has {len(lark)} characters, and at most {MAX_CHARACTERS} are supported.")
+    _check_multiples(lark)
+    llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
+
+    def compile_here() -> Any:
+        return LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
+
+    matcher = _in_deep_stack(compile_here)
+    if matcher.is_error():
+        error = matcher.get_error().splitlines()[0][:500]
+        if any(words in error for words in TOO_LARGE):
+            raise GrammarError(f"The grammar is too large once it is written out ({error}): simplify it.")
+        where = re.match(r"(?:at )?([0-9]+)\(", error)
+        raise GrammarError(f"llguidance cannot read the grammar: {error}", int(where[1]) if where else None)
+    return matcher
+
+
+def _in_deep_stack(f: Callable[[], T]) -> T:
+    """Call a function in a thread of its own. llguidance calls itself for each rule within a rule, and a thread's usual stack
+    ends after a thousand: that would end the process."""
+    result: list[T] = []
+    with STACK_LOCK:
+        usual = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=lambda: result.append(f()), daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return result[0]
+
+
+def _check_multiples(lark: str) -> None:
+    """The only keyword whose cost llguidance does not bound: a number has as many states as the multiple that all must be of.
+
+    Raises:
+        GrammarError: It is too large.
+    """
+    text = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda m: chr(int(m[1], 16)), lark)
+    found = [float(x) for x in re.findall(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]{0,400})', text)]
+    multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0
+    scale = math.lcm(*(x.denominator for x in multiples))
+    if max(found, default=0) > MAX_MULTIPLE or math.lcm(*(int(x * scale) for x in multiples)) > MAX_MULTIPLE:
+        raise GrammarError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
+
+
+@functools.lru_cache(maxsize=4)
+def _llguidance_tokenizer(tokenizer: TokenizerWrapper) -> Any:
+    """About a second's work for a vocabulary of 250,000 tokens."""
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))

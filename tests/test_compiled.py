@@ -1,0 +1,250 @@
+"""Compiled passes: the same bits as without, for weights that change, with a bounded number of traces."""
+
+import copy
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+
+from mlx_mtp import batch_generate, load
+from mlx_mtp.caches.recurrent import recurrent_states, rollback
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.decoding.clock import Clock
+from mlx_mtp.layers import compiled
+from mlx_mtp.layers.draft_lm_head import quantize_head
+from mlx_mtp.layers.drafting import Drafting
+from mlx_mtp.layers.mtp import run_head
+from tests.support.decoding import PROMPT, mtp
+from tests.support.models import arrays_equal, deep_model, tiny_model, trace_anew
+
+WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
+FORMS = [
+    *(pytest.param(family, mx.float32, bits, id=f"{family}-{bits or 32}") for family in FAMILIES for bits in (None, 4)),
+    pytest.param("qwen3_5", mx.bfloat16, None, id="qwen3_5-bfloat16"),
+    pytest.param("qwen3_5", mx.float16, None, id="qwen3_5-float16"),
+    pytest.param("qwen3_5", mx.bfloat16, 8, id="qwen3_5-bfloat16-8"),
+]
+
+
+def quantized(model, bits: int | None):
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    return model
+
+
+def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
+    """What windows of these lengths, plain steps and the head return and leave in the caches, of B sequences."""
+    model.drafting.compiled = is_compiled
+    caches, head = model.make_cache(), KVCache()
+    rows = mx.stack([mx.roll(PROMPT, b) for b in range(B)])
+    _, hidden = model(rows, cache=caches, return_hidden=True)
+    if kv_bits is not None:
+        caches = [c.to_quantized(32, kv_bits) if hasattr(c, "to_quantized") else c for c in caches]
+    seen, n = [run_head(model, hidden[:, :-1], rows[:, 1:], head)], rows.shape[1]
+    for T in lengths:
+        window = mx.broadcast_to(WINDOW[:T], (B, T))
+        logits, hidden = model(window, cache=caches, return_hidden=True, n_confirmed=int(T > 1))
+        seen += [logits, hidden, *recurrent_states(caches), run_head(model, hidden, window, head)]
+        if T > 1:
+            rollback(caches, n, T // 2)
+            seen += recurrent_states(caches)
+        n += max(T // 2, 1)
+    mx.eval(seen)
+    return seen
+
+
+def assert_equal(model, **options) -> None:
+    assert arrays_equal(passes(model, True, **options), passes(model, False, **options))
+
+
+@pytest.mark.parametrize(("family", "dtype", "bits"), FORMS)
+def test_compiled_passes_have_the_same_bits(family, dtype, bits):
+    model = quantized(deep_model(family, dtype=dtype), bits)
+    assert_equal(model)
+    assert_equal(model, B=3, lengths=(1, 3))
+
+
+def test_quantized_keys_and_the_longest_window():
+    assert_equal(tiny_model("qwen3_5"), lengths=(17, 1), kv_bits=8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_the_same(family, monkeypatch):
+    model, texts = tiny_model(family), {}
+    for is_compiled in (True, False):
+        monkeypatch.setattr(model.drafting, "compiled", is_compiled)
+        alone = [mtp(PROMPT, model, max_tokens=12, num_draft_tokens=k) for k in (0, 3)]
+        texts[is_compiled] = alone
+    assert texts[True] == texts[False]
+
+
+def test_batches_are_the_same(demo, monkeypatch):
+    model, tokenizer = demo
+    prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "class A:\n    def", "import os\n")]
+    texts = {}
+    for is_compiled in (True, False):
+        monkeypatch.setattr(model.drafting, "compiled", is_compiled)
+        texts[is_compiled] = batch_generate(model, tokenizer, prompts, max_tokens=[6, 9, 12], num_draft_tokens=2).texts
+    assert texts[True] == texts[False]
+
+
+# Weights that change
+
+
+def with_adapter(model, scale: float):
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
+    key = mx.random.key(3)
+    model.update(
+        tree_map(
+            lambda p: mx.random.normal(p.shape, key=key) * 0.2 if p.shape[0] == 4 else p,
+            model.trainable_parameters(),
+            is_leaf=lambda p: isinstance(p, mx.array),
+        )
+    )
+    model.eval()
+
+
+CHANGES = {
+    "other weights": lambda model: model.update(tree_map(lambda p: p * 0.9, model.parameters())),
+    "of one layer": lambda model: model.layers[1].mlp.up_proj.update({"weight": model.layers[1].mlp.down_proj.weight.T}),
+    "an array": lambda model: setattr(model.layers[0].linear_attn, "A_log", model.layers[0].linear_attn.A_log + 1),
+    "quantization": lambda model: nn.quantize(model, 32, 8),
+    "of one module": lambda model: nn.quantize(model.layers[0].mlp, 32, 4),
+    "of the head": lambda model: quantize_head(model.mtp, 4),
+    "an adapter": lambda model: with_adapter(model, 2.0),
+    "a new head": lambda model: model.mtp.update(tiny_model("qwen3_5", 9).mtp.parameters()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change_are_seen(change):
+    model = tiny_model("qwen3_5")
+    before = passes(model, True, lengths=(1, 3))
+    CHANGES[change](model)
+    after = passes(model, True, lengths=(1, 3))
+    assert not arrays_equal(after, before)
+    assert arrays_equal(after, passes(model, False, lengths=(1, 3)))
+
+
+def test_an_adapter_of_another_scale_is_seen():
+    """Its arrays have the same shapes."""
+    model = tiny_model("qwen3_5")
+    with_adapter(model, 1.0)
+    first = passes(model, True, lengths=(1,))
+    remove_lora_layers(model)
+    with_adapter(model, 4.0)
+    second = passes(model, True, lengths=(1,))
+    assert not arrays_equal(first, second)
+    assert arrays_equal(second, passes(model, False, lengths=(1,)))
+
+
+def test_models_of_one_kind_keep_their_own_weights():
+    a, b = tiny_model("qwen3_5", 0), tiny_model("qwen3_5", 1)
+    assert not arrays_equal(passes(a, True), passes(b, True))
+    assert_equal(b)
+    assert_equal(copy.deepcopy(a))
+
+
+# Traces
+
+LAYERS = {"recurrent_layer", "before_attention", "after_attention"}
+
+
+def traced() -> set[str]:
+    """The functions that have traces."""
+    return {function.__name__ for _, function, *_ in compiled._traces.latest}
+
+
+def test_layers_of_one_kind_share_a_trace(monkeypatch):
+    trace_anew(monkeypatch)
+    model = deep_model("qwen3_5")
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert compiled.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert compiled.n_traces() == 3
+
+
+def test_the_number_of_traces_is_bounded(monkeypatch):
+    trace_anew(monkeypatch)
+    monkeypatch.setattr(compiled, "MOST_TRACES", 5)
+    model = deep_model("qwen3_5")
+    for _ in range(2):
+        assert_equal(model, lengths=(2, 3, 4))
+    assert len(compiled._traces.latest) == 5
+    assert compiled.n_traces() > 10
+
+
+def test_prompts_exact_passes_and_training_are_not_compiled(monkeypatch):
+    trace_anew(monkeypatch)
+    model = tiny_model("qwen3_5")
+    caches = model.make_cache()
+    model(WINDOW[None], cache=caches)
+    model(WINDOW[None, :3], cache=caches, n_confirmed=1, exact=True)
+    model.train()
+    model(WINDOW[None, :1], cache=model.make_cache())
+    model.eval()
+    for layer in model.layers:
+        layer.mlp.train()  # as an adapter that was just added
+    model(WINDOW[None, :1], cache=model.make_cache())
+    model.eval()
+    assert compiled.n_traces() == 0
+    mtp(PROMPT[:1], model, max_tokens=8, num_draft_tokens=0, exact=True)
+    assert not traced() & LAYERS  # the head's rows are no matter of exact mode
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert traced() >= LAYERS
+
+
+def test_mlx_can_disable_it():
+    model = tiny_model("qwen3_5")
+    want = passes(model, True, lengths=(1, 3))
+    try:
+        mx.disable_compile()
+        assert arrays_equal(passes(model, True, lengths=(1, 3)), want)
+    finally:
+        mx.enable_compile()
+
+
+def test_a_step_that_was_traced_is_not_timed(monkeypatch):
+    clock, n = Clock(Drafting(), None), 0
+    monkeypatch.setattr("mlx_mtp.decoding.clock.n_traces", lambda: n)
+    for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
+        n += made
+        clock.record(step, True)
+    assert [step for step, seconds, _ in clock.known() if seconds is not None] == [1, 2, 3, 5, 6, 7]
+
+
+def test_the_demo_is_compiled(monkeypatch):
+    trace_anew(monkeypatch)
+    model, tokenizer = load(str(DEMO), settings=False)
+    mtp(tokenizer.encode("def f(x):\n"), model, max_tokens=6, num_draft_tokens=2)
+    assert compiled.n_traces() > 5
+
+
+# In pieces
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_pieces_are_the_whole(monkeypatch, pieces):
+    model, sent = deep_model("qwen3_5"), []
+    want = [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)]
+    model.drafting.pieces = pieces
+    assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
+    original = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
+    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1)
+    assert len(sent) == 2 // pieces  # of two attention layers
+
+
+def test_a_layer_that_is_split_afterwards_is_not_compiled(monkeypatch):
+    """Its sums over ranks are no part of a trace."""
+    model = tiny_model("qwen3_5")
+    model(WINDOW[None, :1], cache=model.make_cache())
+    trace_anew(monkeypatch)
+    model.shard(mx.distributed.init())
+    model(WINDOW[None, :1], cache=model.make_cache())
+    assert not traced() & LAYERS
