@@ -11,8 +11,6 @@ from mlx_mtp.pacing.prefill import PrefillPace
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
-from tests.test_batch import run as run_scheduler
-from tests.test_batch import scheduler_of, sequence_of
 
 
 @dataclass
@@ -221,18 +219,21 @@ def test_batch_reads_what_the_pace_says():
     assert run(generator, texts)[1].tokens == plain([5] * 12, model, max_tokens=4)
 
 
-@pytest.mark.parametrize("mtp", [True, False])
-def test_server_reads_what_the_pace_says(mtp):
-    """Alone, beside a running answer, and several prompts at once in mlx-lm's batches."""
+@pytest.mark.parametrize("k", ["auto", 0])
+def test_batch_reads_prompts_beside_running_sequences(k):
+    """Alone, then several prompts at once beside one that generates."""
     model = tiny_model("qwen3_5")
-    scheduler = scheduler_of(model, mtp=mtp)
-    scheduler.batch.prefill = pace = Told(*[3, 3] * 2, *[0, 8] * 20)
-    first, *others = (sequence_of(scheduler, [i] * 5, 30) for i in (1, 2, 3))
-    tokens, *_ = run_scheduler(scheduler, {0: [first], 8: others}, {})
+    generator = BatchGenerator(model, num_draft_tokens=k)
+    generator.prefill = pace = Told(*[3, 3] * 2, *[0, 8] * 20)
+    texts = {}
+    generator.insert([[1] * 5], max_tokens=[30])
+    run(generator, texts, 8)
+    generator.insert([[2] * 5, [3] * 5], max_tokens=[30, 30])
+    run(generator, texts)
     assert pace.asked[:2] == [(0, False), (3, False)]
     assert all(is_running for _, is_running in pace.asked[3:])
     assert sum(n for n, _ in pace.chunks) == 3 * 4  # a prompt's last token is no part of them
     assert all(n <= 8 for n, _ in pace.chunks)
     assert pace.n_steps > 0
-    for i, s in enumerate((first, *others), 1):
-        assert tokens[s] == plain([i] * 5, model, max_tokens=30)
+    for uid, text in texts.items():
+        assert text.tokens == plain([uid + 1] * 5, model, max_tokens=30)
