@@ -74,7 +74,8 @@ def test_an_image_in_pieces_is_the_same(size):
     np.testing.assert_allclose(np.array(rows_of_pieces), whole, atol=1e-5)
     n, D = rows * columns * 4, args.hidden_size
     patch = 2 * n * D + D * D + 2 * D * args.intermediate_size  # of a layer, behind the queries, keys and values
-    assert max(costs) <= max(size, patch)
+    merged = D * args.spatial_merge_size**2
+    assert max(costs) <= max(size, patch, merged * (merged + args.out_hidden_size))
     if size == 1:
         assert len(costs) == n * (1 + 2 * args.depth) + rows * columns
 
@@ -82,7 +83,7 @@ def test_an_image_in_pieces_is_the_same(size):
 def test_scores_are_never_all_in_memory(monkeypatch):
     args, tensors, _ = stored("wide")
     tower = make_tower(args, in_float32(tensors))
-    rows, columns = 16, 32
+    rows, columns = 32, 32
     pixels = mx.random.normal((rows, columns, 4, args.patch_dim))
     mx.eval(pixels, tower.parameters())
     n = rows * columns * 4

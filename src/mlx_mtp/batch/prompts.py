@@ -69,7 +69,7 @@ class Prompts:
         start = time.perf_counter()
         responses: list[PromptResponse] = []
         for s in waiting:
-            if n_left > 0:
+            if n_left > 0 and s.pending is None:
                 n_before = s.n_read
                 responses.append(self._read(s, n_left))
                 n_left -= s.n_read - n_before
