@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
@@ -237,3 +239,62 @@ def test_batch_reads_prompts_beside_running_sequences(k):
     assert pace.n_steps > 0
     for uid, text in texts.items():
         assert text.tokens == plain([uid + 1] * 5, model, max_tokens=30)
+
+
+class Pending:
+    """Embeddings that are complete at the n-th call, which notes the tokens that the others have by then."""
+
+    def __init__(self, array, n, texts):
+        self.array, self.n, self.texts, self.calls = array, n, texts, []
+
+    def __len__(self):
+        return len(self.array)
+
+    def advance(self, seconds):
+        assert 0 < seconds <= 0.7
+        self.calls.append(sum(len(text.tokens) for text in self.texts.values()))
+        return len(self.calls) == self.n
+
+
+def embeddings_of(model, prompt):
+    """Others than the tokens', but for the last one's, which is generated from."""
+    scale = mx.array([0.9] * (len(prompt) - 1) + [1.0])[:, None]
+    return model.model.embed_tokens(mx.array(prompt)) * scale
+
+
+def test_embeddings_are_computed_between_steps():
+    model, prompt = tiny_model("qwen3_5"), [4, 5, 6, 7]
+    generator, texts = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}
+    generator.insert([[1] * 5], max_tokens=[30])
+    run(generator, texts, 6)
+    embeddings = embeddings_of(model, prompt)
+    generator.insert([prompt], max_tokens=[6], input_embeddings=[pending := Pending(embeddings, 5, texts)])
+    run(generator, texts)
+    # A step of the running sequence is between two pieces.
+    assert all(after == before + 1 for before, after in pairwise(pending.calls))
+    assert len(pending.calls) == 5
+    assert texts[0].tokens == plain([1] * 5, model, max_tokens=30)
+    assert texts[1].tokens == plain(prompt, model, max_tokens=6, input_embeddings=embeddings)
+
+
+def test_prompts_behind_pending_embeddings_are_read_with_theirs():
+    model, prompts = tiny_model("qwen3_5"), [[4, 5, 6, 7], [8, 9, 10], [3, 1, 2]]
+    embeddings = [embeddings_of(model, prompt) for prompt in prompts[:2]]
+    generator, texts = BatchGenerator(model), {}
+    pending = [Pending(array, n, texts) for array, n in zip(embeddings, (1, 4))]
+    generator.insert([prompts[2], *prompts[:2]], max_tokens=[6] * 3, input_embeddings=[None, *pending])
+    run(generator, texts)
+    assert texts[0].tokens == plain(prompts[2], model, max_tokens=6)
+    for uid, (prompt, array) in enumerate(zip(prompts, embeddings), 1):
+        assert texts[uid].tokens == plain(prompt, model, max_tokens=6, input_embeddings=array)
+
+
+def test_a_sequence_can_leave_before_its_embeddings_are_complete():
+    model = tiny_model("qwen3_5")
+    generator, texts = BatchGenerator(model), {}
+    embeddings = model.model.embed_tokens(mx.array([4, 5, 6]))
+    generator.insert([[4, 5, 6]], max_tokens=[6], input_embeddings=[Pending(embeddings, math.inf, texts)])
+    run(generator, texts, 3)
+    assert len(generator) == 1
+    generator.remove([0])
+    assert len(generator) == 0
