@@ -31,8 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = cli.extend(setup_arg_parser(), "mlx_mtp.chat", description)
     cli.add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    parser.add_argument("--top-k", type=int, default=0, help="Sampling top-k")
-    parser.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
+    cli.add_sampling(parser)
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
@@ -62,13 +61,14 @@ def run(args: argparse.Namespace) -> None:
         **cli.options(args),
         **cli.groups(args),
     )
+    sampling = cli.set_sampling(args, getattr(model, "ranks", None))  # a model of plain mlx-lm has none
     cli.check_model_flags(args, config)
     cli.report_settings(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
     with cli.open_prompt_store(args, model) as store:
         conversation = Conversation(model, tokenizer, args, store)
-        print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
+        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         with history(history_file()) if sys.stdin.isatty() else nullcontext():
             while (line := ask(conversation)) != EXIT:
                 obey(line, conversation)

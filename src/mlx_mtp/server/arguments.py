@@ -120,15 +120,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--temp", type=float, default=0.0, help="Default sampling temperature (default: 0.0)")
-    add("--top-p", type=float, default=1.0, help="Default nucleus sampling top-p (default: 1.0)")
-    add("--top-k", type=int, default=0, help="Default top-k sampling (default: 0, disables top-k)")
-    add("--min-p", type=float, default=0.0, help="Default min-p sampling (default: 0.0, disables min-p)")
+    cli.add_sampling(parser)
     add(
         "--max-tokens",
         type=int,
         default=512,
-        action=_Given,
+        action=cli.Given,
         help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
     )
     parser.set_defaults(has_max_tokens=False)
@@ -197,16 +194,6 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Given(argparse.Action):
-    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        setattr(namespace, f"has_{self.dest}", True)
-
-
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
@@ -263,8 +250,9 @@ def check(args: argparse.Namespace) -> Options:
     _check_template(args)
     _check_processes(args)
     _read_api_key(args)
-    names = {option.name for option in fields(Options)} - {"load"}
-    return Options(load=_load_arguments(args), **{name: getattr(args, name) for name in names})
+    names = {option.name for option in fields(Options)} - {"load", "sampling"}
+    own = {name: getattr(args, name) for name in names}
+    return Options(load=_load_arguments(args), sampling=cli.given_sampling(args), **own)
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:

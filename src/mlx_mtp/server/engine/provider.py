@@ -1,11 +1,13 @@
 """Which models a server may load, and the one that it has loaded."""
 
 import gc
+import logging
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.server import ModelDescription
 
+from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
 from ..options import Options
 from ..request import ApiError, ModelKey
@@ -85,8 +87,10 @@ class ModelProvider:
         config = vars(self.model.args)
         context_length = config.get("text_config", config).get("max_position_embeddings")
         vision = self.model.vision if self.model.ranks is None else None
+        sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
+        logging.info(f"Sampling of requests that do not say it: {sampling}")
         self.tokenizers.pop(key, None)
-        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision)
+        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision, sampling)
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
