@@ -91,9 +91,9 @@ GROUPS: dict[str, Sequence[str]] = {
         "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
-        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "allowed_local_media_path",
-        "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
-        "min_decode_share",
+        "host", "port", "print_config", "api_key", "api_key_file", "allowed_origins", "allowed_hosts",
+        "allowed_local_media_path", "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency",
+        "prompt_concurrency", "max_token_gap", "min_decode_share",
     ),
     "machines": ("pipeline",),
 }  # fmt: skip

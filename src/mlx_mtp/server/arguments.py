@@ -18,6 +18,7 @@ from ..files import check_folder, check_source
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
+from .client_settings import CLIENTS
 from .engine.provider import ModelProvider
 from .options import Options
 
@@ -100,6 +101,11 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="HOST",
         help="Download images of http: and https: URLs from these hosts. Default: none.",
+    )
+    add(
+        "--print-config",
+        choices=CLIENTS,
+        help="Print the settings with which this client finds a server of the other flags, and exit.",
     )
     add("--no-ui", action="store_true", help="Serve no page to chat at /.")
     add(
