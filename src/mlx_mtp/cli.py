@@ -74,7 +74,7 @@ GROUPS: dict[str, Sequence[str]] = {
         "trust_remote_code", "quantize_activations",
     ),
     "prompt": (
-        "prompt", "prompts", "context", "system_prompt", "image", "prefill_response", "thinking", "chat_template",
+        "prompt", "prompts", "context", "system_prompt", "image", "images", "prefill_response", "thinking", "chat_template",
         "use_default_chat_template", "ignore_chat_template", "chat_template_config", "chat_template_args",
         "extra_eos_token",
     ),
@@ -281,6 +281,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         text = f"Sampling {text} (default: that of the model's generation_config.json, or {default})."
         parser.add_argument(_flag(flag), type=kind, default=default, action=Given, help=text)
         parser.set_defaults(**{f"has_{flag}": False})
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the vision tower."""
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="Take images: where the checkpoint has no vision tower, that of its original is fetched once. A checkpoint with a "
+        "tower takes images without this flag, if it drafts.",
+    )
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
@@ -575,8 +585,9 @@ def _check_drafting(args: argparse.Namespace) -> None:
     for name in ("exact", "check", "draft_p_min"):
         if getattr(args, name, None) and not args.mtp:
             raise ValueError(f"{_flag(name)} requires --mtp.")
-    if drafts(args) and getattr(args, "max_kv_size", None) is not None:
-        flag = "--mtp" if args.mtp else "--copy-drafts"
+    images = getattr(args, "images", False)
+    if (drafts(args) or images) and getattr(args, "max_kv_size", None) is not None:
+        flag = "--mtp" if args.mtp else "--copy-drafts" if copies(args) else "--images"
         raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 

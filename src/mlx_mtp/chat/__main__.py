@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli.add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
     cli.add_sampling(parser)
+    cli.add_images(parser)
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Load the model, and answer until the user ends the chat."""
     cli.check_generation_flags(args)
     cli.check_prompt_cache_dir(args)
-    cli.check_alone(args, "adapter_path", "prompt_cache_dir")
+    cli.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
         return_config=True,
         trust_remote_code=args.trust_remote_code,
         mtp=cli.head(args),
-        copy_drafts=cli.copies(args),
+        copy_drafts=cli.copies(args) or args.images,  # plain mlx-lm's models take none
+        vision="auto" if args.images else True,
         **cli.options(args),
         **cli.groups(args),
     )

@@ -127,6 +127,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_sampling(parser)
+    cli.add_images(parser)
     add(
         "--max-tokens",
         type=int,
@@ -267,6 +268,8 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
     own = {"trust_remote_code": args.trust_remote_code, "mtp": cli.head(args), "copy_drafts": True}
+    if args.images:
+        own["vision"] = "auto"
     return {**own, "tokenizer_config": tokenizer_config, **cli.options(args), **cli.groups(args)}
 
 
@@ -283,7 +286,7 @@ def _check_template(args: argparse.Namespace) -> None:
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "serve_model", "allow_any_model")
+    cli.check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
 

@@ -187,6 +187,8 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
         ValueError: One of them cannot be read.
     """
     if tokenizer.vision is None:
-        raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
+        raise ApiError(
+            400, "The model takes no images: send text, or start the server with --images.", param=request.param
+        )
     images, most = fetch_all(request, options), tokenizer.context_length
     return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))
