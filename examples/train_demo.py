@@ -300,8 +300,8 @@ def save(model: Demo, folder: Path) -> None:
         "text_config": TEXT_CONFIG,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {"eos_token_id": 0, "do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 20}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    # Without a temperature: it completes code best with the most likely tokens.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}, indent=2) + "\n")
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,

@@ -17,11 +17,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.server_process import Server, serve
+from mlx_mtp.server.client_settings import CLIENTS as CLIENT_SETTINGS
+from mlx_mtp.server.client_settings import Connection
+from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
 
 ROOT = Path(__file__).parents[1]
@@ -37,47 +38,33 @@ class Client:
         package (str): npm's name, or pip's.
         version (str): The one that was tried.
         command (List[str]): What runs it, without the question.
-        configure (Callable): Takes its HOME and the server's URL, writes its settings -> its environment.
         has_tools (bool): Whether it runs commands. Default: ``True``.
     """
 
     package: str
     version: str
     command: list[str]
-    configure: Callable[[Path, str], dict[str, str]]
     has_tools: bool = True
 
 
-def configure_claude(home: Path, url: str) -> dict[str, str]:
-    return {
-        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": "none",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
+CONTEXT = 131072  # of the tiny model
+# What a run without a person needs, beside the settings that users have.
+QUIET_VARIABLES = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
 
 
-def configure_codex(home: Path, url: str) -> dict[str, str]:
-    provider = f'name = "mlx_mtp"\nbase_url = "{url}"\nwire_api = "responses"\n'
-    (home / ".codex").mkdir()
-    text = f'model = "default_model"\nmodel_provider = "local"\n\n[model_providers.local]\n{provider}'
-    (home / ".codex" / "config.toml").write_text(text)
-    return {}
-
-
-def configure_opencode(home: Path, url: str) -> dict[str, str]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": url, "apiKey": "none"},
-        "models": {"default_model": {}},
-    }
-    folder = home / ".config" / "opencode"
-    folder.mkdir(parents=True)
-    (folder / "opencode.json").write_text(json.dumps({"provider": {"local": provider}, "permission": "allow"}))
-    return {}
-
-
-def configure_aider(home: Path, url: str) -> dict[str, str]:
-    return {"OPENAI_API_BASE": url, "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+def configure(name: str, home: Path, url: str) -> dict[str, str]:
+    """Write a client's settings, as ``mlx_mtp.server --print-config`` prints them -> its environment."""
+    settings = CLIENT_SETTINGS[name](Connection(url.removesuffix("/v1"), context=CONTEXT))
+    if settings.file:
+        text = settings.text
+        if name == "opencode":  # which asks before it edits
+            text = json.dumps(json.loads(text) | {"permission": "allow"})
+        (home / settings.file).parent.mkdir(parents=True)
+        (home / settings.file).write_text(text)
+    return settings.variables | QUIET_VARIABLES
 
 
 AIDER = [
@@ -99,30 +86,27 @@ QUIET = [
     "--no-pretty",
 ]
 CLIENTS = {
-    "claude": Client(
-        "@anthropic-ai/claude-code", "2.1.197", ["claude", "--allowedTools", "Read,Edit,Bash", "-p"], configure_claude
-    ),
+    "claude": Client("@anthropic-ai/claude-code", "2.1.197", ["claude", "--allowedTools", "Read,Edit,Bash", "-p"]),
     "codex": Client(
         "@openai/codex",
         "0.169.0",
         ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"],
-        configure_codex,
     ),
-    "opencode": Client("opencode-ai", "1.18.33", ["opencode", "run", "-m", "local/default_model"], configure_opencode),
-    "aider": Client("aider_chat", "0.86.2", [*AIDER, *QUIET, "--message"], configure_aider, has_tools=False),
+    "opencode": Client("opencode-ai", "1.18.33", ["opencode", "run", "-m", "local/default_model"]),
+    "aider": Client("aider_chat", "0.86.2", [*AIDER, *QUIET, "--message"], has_tools=False),
 }
 
 
-def try_client(client: Client, agents: Path, folder: Path) -> list[str]:
+def try_client(name: str, agents: Path, folder: Path) -> list[str]:
     """Run a client in an empty folder -> what is wrong with what it did."""
-    home, work = folder / "home", folder / "work"
+    client, home, work = CLIENTS[name], folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()
     (work / "notes.txt").write_text("one\ntwo\n")
     model = str(make_model(folder / "model"))
     os.environ["AGENT_FOLDER"] = str(work)  # for the script
     with serve(folder / "server.log", "--mtp", "--model", model, module="tests.support.scripted_agent") as server:
-        done = _run(client, agents, home, work, server)
+        done = _run(client, agents, work, {"HOME": str(home), **configure(name, home, server.url)})
     (folder / "client.log").write_text(done.stdout)
     wrong = [] if done.returncode == 0 else [f"it ends with status {done.returncode}"]
     for name, want in (("notes.txt", "one\nthree\n"), ("count.txt", "2 notes.txt\n")):
@@ -133,9 +117,9 @@ def try_client(client: Client, agents: Path, folder: Path) -> list[str]:
     return wrong
 
 
-def _run(client: Client, agents: Path, home: Path, work: Path, server: Server) -> subprocess.CompletedProcess[str]:
+def _run(client: Client, agents: Path, work: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     path = f"{agents / 'node_modules' / '.bin'}:{agents / 'aider' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
-    env = {"HOME": str(home), "PATH": path, **client.configure(home, server.url)}
+    env = {"PATH": path, **variables}
     out = subprocess.STDOUT
     return subprocess.run(
         ["timeout", str(LIMIT), *client.command, ASK],
@@ -180,7 +164,7 @@ def main() -> None:
     for name in names:
         own = folder / name
         own.mkdir()
-        wrong = try_client(CLIENTS[name], args.agents.resolve(), own)
+        wrong = try_client(name, args.agents.resolve(), own)
         n_failed += bool(wrong)
         print(f"{name} {CLIENTS[name].version}: {'; '.join(wrong) or 'right'} ({own})", flush=True)
     sys.exit(n_failed > 0)

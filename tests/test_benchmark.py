@@ -20,7 +20,7 @@ from mlx_mtp.benchmark import plot, runs
 from mlx_mtp.benchmark.measure import OVERALL, measure
 from mlx_mtp.benchmark.parts import Parts
 from mlx_mtp.benchmark.repeats import repeated_share
-from mlx_mtp.benchmark.report import percent, show
+from mlx_mtp.benchmark.report import percent, show, verdict
 from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, sum_counts
 from mlx_mtp.benchmark.shapes import SHAPES
 from mlx_mtp.benchmark.synthetic import synthetic_model
@@ -370,10 +370,34 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     for r in report["results"]:
         assert f"{r['mtp_tps']:.1f}" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert out.splitlines()[-1].startswith(f"auto: {report['results'][-1]['ratio']:.2f} x plain mlx-lm")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "line"),
+    [
+        ((1.1, 1.15, 1.2), "auto: 1.15 x plain mlx-lm; use --mtp"),
+        ((0.9, 0.95, 0.99), "auto: 0.95 x plain mlx-lm: leave --mtp out"),
+        (
+            (0.9, 1.02, 1.1),
+            "auto: 1.02 x plain mlx-lm, from 0.90 to 1.10 by round: no clear difference; give --repeat more rounds",
+        ),
+    ],
+)
+def test_the_verdict_is_of_auto_on_all_prompts(report, rounds, line):
+    names = ("ratio_low", "ratio", "ratio_high")
+    results = [
+        replace(
+            r, **dict(zip(names, rounds if (r.prompt, r.run) == (OVERALL, AUTO) else [1 / x for x in rounds[::-1]]))
+        )
+        for r in report.results
+    ]
+    assert verdict(replace(report, results=results)) == line
 
 
 @pytest.mark.slow
 def test_several_lengths(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")  # or a table goes on below
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
     run(
         monkeypatch,
@@ -383,6 +407,8 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
     reports = json.loads((tmp_path / "b.json").read_text())
     assert [{r["prompt_tokens"] for r in report["results"]} for report in reports] == [{20}, {50}]
     lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[-3:]] == ["", "auto, --context 20", "auto, --context 50"]
+    lines = lines[:-3]
     assert "no more than 1.250 of plain" in lines[-9]  # four layers
     firsts, rows = {}, [line.replace(NO_COPIES, "no_copies").split() for line in lines[-6:]]
     assert [row[:2] for row in rows] == [[n, k] for k in ("1", "no_copies", AUTO) for n in ("20", "50")]
@@ -416,6 +442,7 @@ def test_prompts_are_chosen_by_name(monkeypatch):
 
 @pytest.mark.slow
 def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "p.txt").write_text("import os\n---\nclass A:\n")
     run(monkeypatch, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)
     lines = capsys.readouterr().out.splitlines()

@@ -141,6 +141,7 @@ def test_copies_have_figures_of_their_own(monkeypatch, capsys):
         ("--model /no/such/model", "/no/such/model"),
         ("--max-tokens 0", "--max-tokens must be"),
         ("--mtp --max-kv-size 9", "--mtp cannot be combined with --max-kv-size"),
+        ("--images --max-kv-size 9", "--images cannot be combined with --max-kv-size"),
         ("--draft-p-min 0.5", "--draft-p-min requires --mtp"),
         ("--thinking on", "has no switch for thinking"),
         ("--prompt-cache-dir /tmp", "--prompt-cache-dir requires --mtp"),

@@ -35,9 +35,7 @@ PICK = {
     "required": ["color", "n"],
 }
 ASK = [{"role": "user", "content": "a"}]
-FLAGS = SimpleNamespace(
-    max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
-)
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
 OPENAI_TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": PICK}}]
 TOOLS = [
     *({"name": name, "parameters": schema} for name, schema in SCHEMAS.items()),

@@ -1,5 +1,7 @@
 """A conversion without a head drafts with that of its original, which is found, fetched once and tried."""
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -21,8 +23,10 @@ from mlx_mtp.checkpoint.originals.head import fetch_missing_head, fetched_heads,
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert import convert
 from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.server.request import ApiError
 from tests.support.checkpoints import configure, copied, edit, no_head
 from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
 from tests.support.images import add_tower, picture
 from tests.support.models import DATA, arrays_equal
@@ -383,3 +387,49 @@ def test_generate_shows_a_picture_to_a_conversion(flags, hub, tmp_path, accepted
     want = mlx_mtp.generate(model, tokenizer, prompt, max_tokens=6, images=[str(file)])
     assert text.endswith(want + "\n")
     assert want
+
+
+@pytest.fixture
+def blind(hub, tmp_path, accepted):
+    """A conversion that has lost the head and the tower, and a picture."""
+    hub.publish("org/original", DATA / "images")
+    convert(str(DATA / "images"), str(tmp_path / "bare"), mtp=False, vision=False)
+    configure(card(tmp_path / "bare", "org/original"), mlx_mtp=None)
+    picture().save(tmp_path / "picture.png")
+    return tmp_path / "bare", tmp_path / "picture.png"
+
+
+@pytest.mark.parametrize("flags", [["--mtp"], []], ids=["with drafts", "without"])
+def test_a_chat_shows_a_picture_to_a_conversion(flags, blind, capsys, monkeypatch):
+    """With drafts or without, the same text as a checkpoint that has kept its tower; also in the turn after."""
+    folder, file = blind
+
+    def said(*flags):
+        monkeypatch.setattr(sys, "argv", ["mlx_mtp", "chat", "-m", "6", "--temp", "0", *flags])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {file}\nWhat is this?\nAnd then?"))
+        main()
+        return [text.partition("\n[")[0] for text in capsys.readouterr().out.split(">> ")[2:4]]
+
+    want = said("--mtp", "--model", str(DATA / "images"))
+    assert said(*flags, "--images", "--model", str(folder)) == want
+    assert all(want)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {file}"))
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp", "chat", *flags, "--model", str(folder)])
+    main()
+    assert "--images" in capsys.readouterr().out.partition(">> ")[2], "what to do"
+
+
+def test_a_server_shows_a_picture_to_a_conversion(blind):
+    folder, file = blind
+    url = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    messages, template = [{"role": "user", "content": content}], "{% for m in messages %}{{ m.content }}{% endfor %}"
+    answers = []
+    for flags in (["--model", str(DATA / "images")], ["--model", str(folder), "--images"]):
+        with Engine(*flags, "--chat-template", template) as engine:
+            answers.append(engine.ask(messages, max_tokens=6))
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].prompt == answers[1].prompt
+    refused = pytest.raises(ApiError, match="start the server with --images")
+    with Engine("--model", str(folder), "--chat-template", template) as engine, refused:
+        engine.ask(messages, max_tokens=1)

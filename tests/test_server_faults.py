@@ -36,9 +36,7 @@ def server(tmp_path_factory):
 
 
 def read(body):
-    flags = SimpleNamespace(
-        max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
-    )
+    flags = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
     return chat_completions.read_request(parse_json(json.dumps(body).encode()), flags)
 
 

@@ -190,6 +190,9 @@ def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
     assert not admission.fits(other, [seeded])
     assert admission.fits(request_of(seed=1), [other])  # the most likely tokens
     assert admission.fits(other, [other])
+    loads = request_of(seed=1, temperature=None)  # not known before the model is loaded
+    loads.encoded = None
+    assert admission.fits(loads, [other])
 
 
 def test_another_model_waits_for_the_end_of_those_that_run():

@@ -16,9 +16,7 @@ from tests.support.decoding import plain
 from tests.support.engine import Engine
 from tests.support.tool_texts import make_model
 
-FLAGS = SimpleNamespace(
-    max_tokens=5, has_max_tokens=False, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None
-)
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
 ASK = [{"role": "user", "content": "a"}]
 
 

@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import split
 from mlx_mtp.benchmark.tuning import tune, ways
-from mlx_mtp.benchmark.tuning.recommend import FIXED_GAIN, Measured, combine, recommend, show
+from mlx_mtp.benchmark.tuning.recommend import FIXED_GAIN, Measured, combine, reason, recommend, show
 from mlx_mtp.benchmark.tuning.tune import AUTO, FIXED, OFF, cheaper
 from mlx_mtp.benchmark.tuning.ways import Way
 from mlx_mtp.checkpoint import settings
@@ -51,6 +51,29 @@ def test_recommends_what_nothing_beats(rounds):
 )
 def test_recommends(measured, best):
     assert recommend([Measured(s, list(ratios)) for s, *ratios in measured]).settings is best
+
+
+@pytest.mark.parametrize(
+    ("measured", "parts"),
+    [
+        (
+            [(OFF, 1, 1), (AUTO, 0.99, 1.2)],
+            [f"Not {AUTO}", "(1.09 against 1.00)", "0.99, is not above 1.00", "the spread"],
+        ),
+        (
+            [(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.66)],
+            [f"Not {FIXED[1]}", "(1.64 against 1.55)", "1.62, is not 5% above 1.60", "does not adapt"],
+        ),
+        ([(OFF, 1, 1), (AUTO, 1.01, 1.2)], []),
+        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], []),
+    ],
+)
+def test_says_why_it_does_not_recommend_the_fastest(measured, parts):
+    measured = [Measured(s, list(ratios)) for s, *ratios in measured]
+    why = reason(measured, recommend(measured))
+    assert (why is None) == (not parts)
+    assert all(part in (why or "") for part in parts), why
+    assert show(measured).endswith(f"Recommended: {recommend(measured).settings}" if why is None else f"\n{why}")
 
 
 def test_combines_forms_that_gained():

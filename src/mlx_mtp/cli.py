@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._version import __version__
 from .caches.checks import BITS, GROUP_SIZES
+from .checkpoint.generation_config import RANGES, Sampling, sampling_defaults
 from .checkpoint.vocabulary import LIST_FILE
 from .distributed.ranks import Ranks
 from .distributed.watch import watch
@@ -50,12 +51,11 @@ TEXTS = (
     "allowed_origins",
     "api_key",
 )
+# The flags of sampling, and their names in generation_config.json and in requests.
+SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 # The lowest and the highest value of each flag.
 LIMITS: dict[str, tuple[float, float]] = {
-    "temp": (0, math.inf),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "top_k": (0, math.inf),
+    **{flag: RANGES[field] for flag, field in SAMPLING.items()},
     "min_tokens_to_keep": (1, math.inf),
     "xtc_probability": (0, 1),
     "xtc_threshold": (0, 0.5),
@@ -74,7 +74,7 @@ GROUPS: dict[str, Sequence[str]] = {
         "trust_remote_code", "quantize_activations",
     ),
     "prompt": (
-        "prompt", "prompts", "context", "system_prompt", "image", "prefill_response", "thinking", "chat_template",
+        "prompt", "prompts", "context", "system_prompt", "image", "images", "prefill_response", "thinking", "chat_template",
         "use_default_chat_template", "ignore_chat_template", "chat_template_config", "chat_template_args",
         "extra_eos_token",
     ),
@@ -91,9 +91,9 @@ GROUPS: dict[str, Sequence[str]] = {
         "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
     ),
     "requests": (
-        "host", "port", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "allowed_local_media_path",
-        "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency", "prompt_concurrency", "max_token_gap",
-        "min_decode_share",
+        "host", "port", "print_config", "api_key", "api_key_file", "allowed_origins", "allowed_hosts",
+        "allowed_local_media_path", "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency",
+        "prompt_concurrency", "max_token_gap", "min_decode_share",
     ),
     "machines": ("pipeline",),
 }  # fmt: skip
@@ -257,6 +257,53 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
     add_pipeline(parser)
+
+
+class Given(argparse.Action):
+    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"has_{self.dest}", True)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags whose defaults are the model's; ``given_sampling`` returns those of the command line."""
+    for flag, kind, text in (
+        ("temp", float, "temperature; 0 chooses the most likely token"),
+        ("top_p", float, "top-p"),
+        ("top_k", int, "top-k; 0 is all tokens"),
+        ("min_p", float, "min-p"),
+    ):
+        default = getattr(Sampling, SAMPLING[flag])
+        text = f"Sampling {text} (default: that of the model's generation_config.json, or {default})."
+        parser.add_argument(_flag(flag), type=kind, default=default, action=Given, help=text)
+        parser.set_defaults(**{f"has_{flag}": False})
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the vision tower."""
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="Take images: where the checkpoint has no vision tower, that of its original is fetched once. A checkpoint with a "
+        "tower takes images without this flag, if it drafts.",
+    )
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The sampling that the command line has, by the names of ``Sampling``."""
+    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, f"has_{flag}")}
+
+
+def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
+    """Give the flags of sampling that the command line lacks the model's values -> all of them."""
+    sampling = sampling_defaults(args.model, given_sampling(args), ranks)
+    for flag, field in SAMPLING.items():
+        setattr(args, flag, getattr(sampling, field))
+    return sampling
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -538,8 +585,9 @@ def _check_drafting(args: argparse.Namespace) -> None:
     for name in ("exact", "check", "draft_p_min"):
         if getattr(args, name, None) and not args.mtp:
             raise ValueError(f"{_flag(name)} requires --mtp.")
-    if drafts(args) and getattr(args, "max_kv_size", None) is not None:
-        flag = "--mtp" if args.mtp else "--copy-drafts"
+    images = getattr(args, "images", False)
+    if (drafts(args) or images) and getattr(args, "max_kv_size", None) is not None:
+        flag = "--mtp" if args.mtp else "--copy-drafts" if copies(args) else "--images"
         raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 

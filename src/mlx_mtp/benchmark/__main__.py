@@ -21,7 +21,7 @@ from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import plot, row
 from .measure import Report, measure
-from .report import show, show_growth
+from .report import show, show_growth, verdict
 from .runs import AUTO, NO_COPIES, check_sizes
 from .shapes import SHAPES
 from .synthetic import synthetic_model
@@ -171,6 +171,15 @@ def run(args: argparse.Namespace) -> None:
         print(show_growth(reports, len(subject.model.layers)))
     if mx.distributed.init().rank() == 0:
         write(args, subject.model, reports)
+    print(f"\n{verdicts(args, reports)}")
+
+
+def verdicts(args: argparse.Namespace, reports: Sequence[Report]) -> str:
+    """Whether to use the head, in a line for each length."""
+    flag = f"--mtp {args.mtp}" if isinstance(args.mtp, str) else "--mtp"
+    if len(reports) == 1:
+        return verdict(reports[0], flag)
+    return "\n".join(verdict(r, flag, f"auto, --context {n}") for n, r in zip(args.context, reports))
 
 
 def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> None:

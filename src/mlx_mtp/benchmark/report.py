@@ -6,7 +6,7 @@ from ..cli import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
 from .repeats import warning
-from .runs import COPY, HEAD
+from .runs import AUTO, COPY, HEAD
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),
@@ -114,6 +114,23 @@ def _show_parts(report: Report) -> list[str]:
             f"{parts.n_exchanges} exchanges in a verify pass: {parts.n_exchanges * parts.exchange[1] / one:.3f} of it"
         )
     return lines
+
+
+def verdict(report: Report, flag: str = "--mtp", name: str = "auto") -> str:
+    """Whether to use a flag for texts like these, in a line: by auto, which is its default.
+
+    Args:
+        report (Report): Has auto among its runs.
+        flag (str): That of the head which was measured. Default: ``"--mtp"``.
+        name (str): What the line calls auto. Default: ``"auto"``.
+    """
+    (r,) = (r for r in report.of(OVERALL) if r.run == AUTO)
+    ratio = f"{name}: {r.ratio:.2f} x plain mlx-lm"
+    if r.ratio_low > 1:
+        return f"{ratio}; use {flag}"
+    if r.ratio_high < 1:
+        return f"{ratio}: leave {flag} out"
+    return f"{ratio}, from {r.ratio_low:.2f} to {r.ratio_high:.2f} by round: no clear difference; give --repeat more rounds"
 
 
 def _is_timed(n: int, parts: Parts) -> bool:

@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
+from ..layers.passes import not_compiled
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
 PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
@@ -76,7 +77,7 @@ def generate(
     counts = DraftCounts()
     steps: Any
     if run == PLAIN:
-        steps = generate_step(prompt, model, max_tokens=max_tokens)
+        steps = not_compiled(model, generate_step(prompt, model, max_tokens=max_tokens))  # as mlx-lm's own model runs
     else:
         options: dict[str, Any] = {"num_draft_tokens": _n_drafts(run, depth), "draft_p_min": draft_p_min}
         options["copy_drafts"] = "auto" if run in (AUTO, COPIES) else "off"

@@ -31,8 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = cli.extend(setup_arg_parser(), "mlx_mtp.chat", description)
     cli.add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    parser.add_argument("--top-k", type=int, default=0, help="Sampling top-k")
-    parser.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
+    cli.add_sampling(parser)
+    cli.add_images(parser)
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Load the model, and answer until the user ends the chat."""
     cli.check_generation_flags(args)
     cli.check_prompt_cache_dir(args)
-    cli.check_alone(args, "adapter_path", "prompt_cache_dir")
+    cli.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
@@ -58,17 +58,19 @@ def run(args: argparse.Namespace) -> None:
         return_config=True,
         trust_remote_code=args.trust_remote_code,
         mtp=cli.head(args),
-        copy_drafts=cli.copies(args),
+        copy_drafts=cli.copies(args) or args.images,  # plain mlx-lm's models take none
+        vision="auto" if args.images else True,
         **cli.options(args),
         **cli.groups(args),
     )
+    sampling = cli.set_sampling(args, getattr(model, "ranks", None))  # a model of plain mlx-lm has none
     cli.check_model_flags(args, config)
     cli.report_settings(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
     with cli.open_prompt_store(args, model) as store:
         conversation = Conversation(model, tokenizer, args, store)
-        print(f"[INFO] Starting chat session with {args.model}.\n{HELP}")
+        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         with history(history_file()) if sys.stdin.isatty() else nullcontext():
             while (line := ask(conversation)) != EXIT:
                 obey(line, conversation)

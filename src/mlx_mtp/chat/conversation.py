@@ -50,7 +50,7 @@ class Conversation:
         self.cache: list[Any] | None
         if self.store is not None:
             self.cache = None
-        elif cli.drafts(self.args):
+        elif cli.drafts(self.args) or self.args.images:
             self.cache = make_prompt_cache(self.model)
         else:
             self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)

@@ -69,6 +69,12 @@ def text_config_of(config: Config) -> Config:
     return text_config
 
 
+def context_length_of(config: Config) -> int | None:
+    """The most tokens of a text, if a config says it."""
+    length: int | None = text_config_of(config).get("max_position_embeddings")
+    return length
+
+
 def first_difference(config: Config, other: Config) -> str:
     """Describe the first size in which two models differ; empty if all known sizes agree."""
     a, b = ({**c.get("text_config", {}), **c} for c in (config, other))

@@ -40,6 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = cli.extend(setup_arg_parser(), "mlx_mtp.generate", description)
     cli.add_drafting(parser)
     parser.add_argument(
+        "--temp",
+        type=float,
+        default=0.0,
+        help="Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="Verify with the operations of plain decoding, so that near ties are decided alike, at the price of one pass for "

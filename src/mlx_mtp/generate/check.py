@@ -13,7 +13,7 @@ itself. In exact mode both sides run the same operations, and r is 0.
 """
 
 import copy
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
 from ..drafts.options import CopyDrafts, NumDraftTokens, resolve
+from ..layers.passes import not_compiled
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ def check(
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     recent = _RecentLogits(len(prompt))
-    plain = _not_compiled(
+    plain = not_compiled(
         model,
         generate_step(
             prompt,
@@ -155,20 +156,6 @@ def check(
             caches = _prefilled(model, prompt, prompt_cache, options)
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, **options)).max()))
     return Check(len(same), _difference(len(same), row, *pair, rounding))
-
-
-def _not_compiled(model: Any, steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The steps of a generation that takes turns with another, run by mlx-lm's own forward."""
-    with closing(steps):
-        while True:
-            compiled, model.drafting.compiled = model.drafting.compiled, False
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            finally:
-                model.drafting.compiled = compiled
-            yield step
 
 
 def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:

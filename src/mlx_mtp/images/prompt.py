@@ -209,11 +209,13 @@ def vision_of(model: Any) -> Vision:
         ValueError: The model has no vision tower, or is spread over several machines.
     """
     if not isinstance(model, MTPMixin):
-        raise ValueError("Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True.")
+        raise ValueError(
+            "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True: in mlx_mtp.chat, --images."
+        )
     if not isinstance(vision := model.vision, Vision):
         raise ValueError(
-            "The model takes no images: its checkpoint has no vision tower, or --no-vision left it out. "
-            "Convert the original with mlx_mtp.convert, which keeps it."
+            "The model takes no images: its checkpoint has no vision tower. Fetch that of its original: with --images in "
+            'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
         raise ValueError("Images are read in one process: omit them on several machines.")

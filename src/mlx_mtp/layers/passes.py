@@ -1,15 +1,18 @@
 """How a pass is run: what its layers have to know of it, and no caller of mlx-lm's forward can hand them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..caches.positions import plain_position
 from .compiled import run
 from .drafting import Drafting
+
+T = TypeVar("T")
 
 MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
 
@@ -90,3 +93,17 @@ class in_pass:
 
 def _call(function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
     return function(module, *inputs, **numbers)
+
+
+def not_compiled(model: Any, steps: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The steps of a generation that may take turns with another, without compiled passes: as mlx-lm's own model runs."""
+    with closing(steps):
+        while True:
+            compiled, model.drafting.compiled = model.drafting.compiled, False
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            finally:
+                model.drafting.compiled = compiled
+            yield step

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from ipaddress import ip_address
@@ -18,6 +19,7 @@ from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from .app import make_app
 from .arguments import check, check_model, make_parser
+from .client_settings import CLIENTS, connection_to
 from .engine.admission import Admission
 from .engine.caches import Stores
 from .engine.clients import Clients
@@ -53,6 +55,16 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
             engine.stop_and_join()
     if engine.error is not None:
         raise engine.error
+
+
+def print_config(args: argparse.Namespace) -> None:
+    """Print a client's settings, so that they can be written to its file, and beside them where they belong."""
+    options = check(args)
+    if options.port == 0:
+        raise ValueError("--print-config requires a port that is known before: --port 8080.")
+    settings = CLIENTS[args.print_config](connection_to(options, url(options.host, options.port)))
+    print(settings.note, file=sys.stderr)
+    print(settings.as_text(), end="")
 
 
 def make_engine(options: Options, ranks: Ranks | None) -> Engine:
@@ -116,6 +128,8 @@ def main() -> None:
     with cli.one_line_errors("mlx_mtp.server", on_loss):
         args = cli.parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+        if args.print_config is not None:
+            return print_config(args)
         try:
             run(args, ranks, on_loss)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread

@@ -18,6 +18,7 @@ from ..files import check_folder, check_source
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
+from .client_settings import CLIENTS
 from .engine.provider import ModelProvider
 from .options import Options
 
@@ -101,6 +102,11 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="Download images of http: and https: URLs from these hosts. Default: none.",
     )
+    add(
+        "--print-config",
+        choices=CLIENTS,
+        help="Print the settings with which this client finds a server of the other flags, and exit.",
+    )
     add("--no-ui", action="store_true", help="Serve no page to chat at /.")
     add(
         "--log-level",
@@ -120,15 +126,13 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--temp", type=float, default=0.0, help="Default sampling temperature (default: 0.0)")
-    add("--top-p", type=float, default=1.0, help="Default nucleus sampling top-p (default: 1.0)")
-    add("--top-k", type=int, default=0, help="Default top-k sampling (default: 0, disables top-k)")
-    add("--min-p", type=float, default=0.0, help="Default min-p sampling (default: 0.0, disables min-p)")
+    cli.add_sampling(parser)
+    cli.add_images(parser)
     add(
         "--max-tokens",
         type=int,
         default=512,
-        action=_Given,
+        action=cli.Given,
         help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
     )
     parser.set_defaults(has_max_tokens=False)
@@ -197,16 +201,6 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Given(argparse.Action):
-    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        setattr(namespace, f"has_{self.dest}", True)
-
-
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
@@ -263,8 +257,9 @@ def check(args: argparse.Namespace) -> Options:
     _check_template(args)
     _check_processes(args)
     _read_api_key(args)
-    names = {option.name for option in fields(Options)} - {"load"}
-    return Options(load=_load_arguments(args), **{name: getattr(args, name) for name in names})
+    names = {option.name for option in fields(Options)} - {"load", "sampling"}
+    own = {name: getattr(args, name) for name in names}
+    return Options(load=_load_arguments(args), sampling=cli.given_sampling(args), **own)
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -273,6 +268,8 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
     own = {"trust_remote_code": args.trust_remote_code, "mtp": cli.head(args), "copy_drafts": True}
+    if args.images:
+        own["vision"] = "auto"
     return {**own, "tokenizer_config": tokenizer_config, **cli.options(args), **cli.groups(args)}
 
 
@@ -289,7 +286,7 @@ def _check_template(args: argparse.Namespace) -> None:
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "serve_model", "allow_any_model")
+    cli.check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
 

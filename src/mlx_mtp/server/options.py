@@ -15,6 +15,7 @@ class Options:
 
     Args:
         load (Mapping[str, Any]): The arguments of ``mlx_mtp.load`` that flags give, for each model that is served.
+        sampling (Mapping[str, float]): The flags of sampling that were given, by the names of ``Sampling``.
     """
 
     model: str
@@ -37,10 +38,7 @@ class Options:
     max_queue: int | None
     api_key: str | None
     # Generation
-    temp: float
-    top_p: float
-    top_k: int
-    min_p: float
+    sampling: Mapping[str, float]
     max_tokens: int
     has_max_tokens: bool
     decode_concurrency: int

@@ -35,8 +35,11 @@ class Measured:
 
 def beats(a: Measured, b: Measured) -> bool:
     """Whether ``a`` is faster than ``b`` by more than the spread: its lowest ratio is above the highest of ``b``."""
-    fixed = a.settings.num_draft_tokens != "auto" and b.settings.num_draft_tokens == "auto"
-    return a.low > b.high * (1 + FIXED_GAIN if fixed else 1)
+    return a.low > b.high * (1 + FIXED_GAIN if _fixes_auto(a, b) else 1)
+
+
+def _fixes_auto(a: Measured, b: Measured) -> bool:
+    return a.settings.num_draft_tokens != "auto" and b.settings.num_draft_tokens == "auto"
 
 
 def recommend(measured: Sequence[Measured]) -> Measured:
@@ -49,6 +52,23 @@ def recommend(measured: Sequence[Measured]) -> Measured:
     while (better := next((m for m in measured if beats(m, best)), None)) is not None:
         best = better
     return best
+
+
+def reason(measured: Sequence[Measured], best: Measured) -> str | None:
+    """Why the settings with the highest ratio are not the recommended ones, in a line, if they are others."""
+    fastest = max(measured, key=lambda m: m.ratio)
+    if fastest.ratio <= best.ratio:
+        return None
+    limit, why = f"is not above {best.high:.2f}", "is within the spread of the rounds"
+    if _fixes_auto(fastest, best):
+        limit, why = (
+            f"is not {FIXED_GAIN:.0%} above {best.high:.2f}",
+            "must pay for a depth that does not adapt to the text",
+        )
+    return (
+        f"Not {fastest.settings}, which looked faster ({fastest.ratio:.2f} against {best.ratio:.2f}): its lowest round, "
+        f"{fastest.low:.2f}, {limit}, the highest of the recommended settings. The gain {why}."
+    )
 
 
 def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
@@ -72,5 +92,7 @@ def show(measured: Sequence[Measured]) -> str:
         if drafted:
             rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
     lines = table(rows)
-    lines.append(f"\nRecommended: {recommend(measured).settings}")
-    return "\n".join(lines)
+    best = recommend(measured)
+    lines.append(f"\nRecommended: {best.settings}")
+    why = reason(measured, best)
+    return "\n".join([*lines, *([] if why is None else [why])])

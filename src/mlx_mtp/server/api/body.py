@@ -156,7 +156,8 @@ class Body(Part):
         self, flags: Any, max_tokens: int | None, stop: list[str], top: int | None = None
     ) -> stock.GenerationArguments:
         """
-        What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line.
+        What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line. Sampling that the request does
+        not say is ``None``, until the model is known.
 
         Args:
             flags (Options): The server's.
@@ -172,10 +173,10 @@ class Body(Part):
         return stock.GenerationArguments(
             model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
             sampling=stock.SamplingArguments(
-                temperature=given("temperature", flags.temp),
-                top_p=given("top_p", flags.top_p),
-                top_k=given("top_k", flags.top_k),
-                min_p=given("min_p", flags.min_p),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
                 xtc_probability=self.xtc_probability,
                 xtc_threshold=self.xtc_threshold,
             ),

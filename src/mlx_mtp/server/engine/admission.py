@@ -106,6 +106,8 @@ class Admission:
 
     def _is_alone(self, request: Request) -> bool:
         """Whether a request seeds MLX's random state, which all share. Only a coupled sampler has a seed of its own."""
+        if request.encoded is None:  # it waits for its model, and generates nothing yet
+            return False
         is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
         return is_seeded and self.options.acceptance in ("rejection", "match")
 

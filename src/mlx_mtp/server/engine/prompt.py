@@ -1,11 +1,13 @@
 """From text, messages and images to tokens; a prompt beyond the context is refused before all of it is tokenized."""
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 from mlx_lm.server import GenerationArguments, convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
+from ...checkpoint.generation_config import Sampling
 from ...images.prompt import ImagePrompt, read_images
 from ...images.vision import Vision
 from ..answers.structured_output import make_form
@@ -45,10 +47,17 @@ class BoundedTokenizer:
         tokenizer (TokenizerWrapper): mlx-lm's.
         context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
         vision (Vision, optional): What it reads images with. Default: ``None``, it takes none.
+        sampling (Sampling): The model's, for requests that do not say it. Default: mlx-lm's.
     """
 
-    def __init__(self, tokenizer: Any, context_length: int | None, vision: Vision | None = None):
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        context_length: int | None,
+        vision: Vision | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+    ):
+        self.tokenizer, self.sampling = tokenizer, sampling
         self.context_length, self.vision = context_length, vision
         self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
@@ -89,6 +98,12 @@ class BoundedTokenizer:
             if n > most:
                 message = f"This model's maximum context length is {most} tokens, but the prompt has more."
                 raise ApiError(400, message, code="context_length_exceeded")
+
+    def complete(self, args: GenerationArguments) -> None:
+        """Give a request the model's sampling where it says none."""
+        for field, value in asdict(self.sampling).items():
+            if getattr(args.sampling, field) is None:
+                setattr(args.sampling, field, value)
 
     def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
         """Check a request against the model, and shorten the server's own limit on tokens where the context ends.
@@ -139,6 +154,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
     if pictured is not None:
         tokens = pictured.tokens
+    tokenizer.complete(request.args)
     tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
     make_form(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
     return Prompt(tokens, [tokens], ["assistant"], "reasoning" if in_reasoning else "normal", pictured=pictured)
@@ -171,6 +187,8 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
         ValueError: One of them cannot be read.
     """
     if tokenizer.vision is None:
-        raise ApiError(400, "The model that is served takes no images: send text.", param=request.param)
+        raise ApiError(
+            400, "The model takes no images: send text, or start the server with --images.", param=request.param
+        )
     images, most = fetch_all(request, options), tokenizer.context_length
     return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))

@@ -1,11 +1,14 @@
 """Which models a server may load, and the one that it has loaded."""
 
 import gc
+import logging
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.server import ModelDescription
 
+from ...checkpoint.config import context_length_of
+from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
 from ..options import Options
 from ..request import ApiError, ModelKey
@@ -82,11 +85,12 @@ class ModelProvider:
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template
         self.key = key
-        config = vars(self.model.args)
-        context_length = config.get("text_config", config).get("max_position_embeddings")
+        context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
+        sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
+        logging.info(f"Sampling of requests that do not say it: {sampling}")
         self.tokenizers.pop(key, None)
-        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision)
+        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision, sampling)
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 

@@ -1,0 +1,130 @@
+"""The settings with which coding agents find a server: ``--print-config`` prints them, ``scripts/try_agents.py`` tries them."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..checkpoint.config import context_length_of, read_config
+from ..checkpoint.storage.hub import fetch
+from .engine.provider import DEFAULT
+from .options import Options
+
+NO_KEY = "none"  # clients send some key
+KEY_VARIABLE = "MLX_MTP_API_KEY"  # of Codex
+MAX_ANSWER = 32000  # tokens that opencode keeps free for an answer, unless --max-tokens says it
+
+
+@dataclass(frozen=True)
+class Connection:
+    """
+    Args:
+        url (str): The server's, without ``/v1``.
+        key (str, optional): Its API key. Default: ``None``, it asks for none.
+        model (str): The name of the model in requests.
+        context (int, optional): The most tokens of a request with its answer, if they are known.
+        max_tokens (int, optional): Of an answer, where the operator has set it.
+    """
+
+    url: str
+    key: str | None = None
+    model: str = DEFAULT
+    context: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    Args:
+        command (str): What starts the client.
+        variables (Dict[str, str]): Of its environment.
+        file (str): What has the text, below the user's home. Default: none.
+        text (str): The content of that file.
+    """
+
+    command: str
+    variables: dict[str, str] = field(default_factory=dict)
+    file: str = ""
+    text: str = ""
+
+    @property
+    def note(self) -> str:
+        """Where the settings belong, in a line."""
+        parts = [f"put this into ~/{self.file}"] if self.file else []
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        parts += [f"export {exports}"] if self.file and self.variables else []
+        parts += ["run this in a shell"] if not self.file else []
+        return f"# {', '.join(parts)}, then start: {self.command}"
+
+    def as_text(self) -> str:
+        """What a file has, or the lines of a shell."""
+        if self.file:
+            return self.text
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
+
+
+def connection_to(options: Options, url: str) -> Connection:
+    """How a client reaches a server with these options; of the model, its config alone is read."""
+    config = read_config(fetch(options.model, None, weights=()), options.model)
+    max_tokens = options.max_tokens if options.has_max_tokens else None
+    model = options.served_model_name or DEFAULT
+    return Connection(url, options.api_key, model, context_length_of(config), max_tokens)
+
+
+def claude(to: Connection) -> Settings:
+    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_API_KEY": to.key or NO_KEY}
+    if to.model != DEFAULT:
+        variables["ANTHROPIC_MODEL"] = to.model
+    return Settings("claude", variables)
+
+
+def codex(to: Connection) -> Settings:
+    lines = [f"model = {_quoted(to.model)}", 'model_provider = "local"']
+    lines += [f"model_context_window = {to.context}"] if to.context is not None else []
+    lines += ["", "[model_providers.local]", 'name = "mlx_mtp"', f"base_url = {_quoted(to.url + '/v1')}"]
+    lines += ['wire_api = "responses"']
+    lines += [f'env_key = "{KEY_VARIABLE}"'] if to.key is not None else []
+    variables = {} if to.key is None else {KEY_VARIABLE: to.key}
+    return Settings("codex", variables, ".codex/config.toml", "\n".join(lines) + "\n")
+
+
+def opencode(to: Connection) -> Settings:
+    model = {}
+    if to.context is not None:
+        model["limit"] = {"context": to.context, "output": to.max_tokens or min(MAX_ANSWER, to.context // 4)}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{to.url}/v1", "apiKey": to.key or NO_KEY},
+        "models": {to.model: model},
+    }
+    text = json.dumps({"provider": {"local": provider}}, indent=2) + "\n"
+    return Settings(f"opencode -m {shlex.quote(f'local/{to.model}')}", {}, ".config/opencode/opencode.json", text)
+
+
+def aider(to: Connection) -> Settings:
+    variables = {"OPENAI_API_BASE": f"{to.url}/v1", "OPENAI_API_KEY": to.key or NO_KEY}
+    return Settings(f"aider --model {shlex.quote(f'openai/{to.model}')}", variables)
+
+
+def continue_(to: Connection) -> Settings:
+    lines = ["models:", "  - name: Qwen", "    provider: openai", f"    model: {_quoted(to.model)}"]
+    lines += [f"    apiBase: {_quoted(to.url + '/v1')}", f"    apiKey: {_quoted(to.key or NO_KEY)}"]
+    if to.context is not None:
+        lines += ["    defaultCompletionOptions:", f"      contextLength: {to.context}"]
+    text = "\n".join(["name: mlx_mtp", "version: 1.0.0", "schema: v1", *lines]) + "\n"
+    return Settings("Continue in your editor", {}, ".continue/config.yaml", text)
+
+
+def _quoted(text: str) -> str:
+    """A string in JSON, which is one in TOML and YAML as well."""
+    return json.dumps(text)
+
+
+CLIENTS: dict[str, Callable[[Connection], Settings]] = {
+    "claude": claude,
+    "codex": codex,
+    "opencode": opencode,
+    "aider": aider,
+    "continue": continue_,
+}

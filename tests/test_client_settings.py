@@ -1,0 +1,122 @@
+"""``mlx_mtp.server --print-config``: what is printed is what the client reads."""
+
+import json
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mlx_mtp.server.__main__ import main
+from mlx_mtp.server.client_settings import CLIENTS
+from tests.support.models import TRAINED
+
+KEYED = ["--api-key", "it's", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "qwen", "--max-tokens", "500"]
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys, tmp_path):
+    """What a client's settings are, and the line beside them, for a model without weights: it is not loaded."""
+    shutil.copy(Path(TRAINED) / "config.json", tmp_path)
+
+    def run(client, *flags):
+        monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--print-config", client, "--model", str(tmp_path), *flags])
+        main()
+        return capsys.readouterr()
+
+    return run
+
+
+def exports(text):
+    """The variables that the lines of a shell set."""
+    words = [shlex.split(line) for line in text.splitlines()]
+    assert all(len(line) == 2 and line[0] == "export" for line in words)
+    return dict(line[1].split("=", 1) for line in words)
+
+
+@pytest.mark.parametrize(
+    ("client", "flags", "want"),
+    [
+        ("claude", [], {"ANTHROPIC_BASE_URL": "http://127.0.0.1:8080", "ANTHROPIC_API_KEY": "none"}),
+        (
+            "claude",
+            KEYED,
+            {"ANTHROPIC_BASE_URL": "http://localhost:9", "ANTHROPIC_API_KEY": "it's", "ANTHROPIC_MODEL": "qwen"},
+        ),
+        ("aider", [], {"OPENAI_API_BASE": "http://127.0.0.1:8080/v1", "OPENAI_API_KEY": "none"}),
+        ("aider", KEYED, {"OPENAI_API_BASE": "http://localhost:9/v1", "OPENAI_API_KEY": "it's"}),
+    ],
+    ids=str,
+)
+def test_lines_for_a_shell(printed, client, flags, want):
+    assert exports(printed(client, *flags).out) == want
+
+
+def test_codex(printed):
+    provider = {"name": "mlx_mtp", "base_url": "http://127.0.0.1:8080/v1", "wire_api": "responses"}
+    want = {"model": "default_model", "model_provider": "local", "model_context_window": 8192}
+    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"local": provider}}
+    out, err = printed("codex", *KEYED)
+    own = tomllib.loads(out)
+    assert own["model"] == "qwen"
+    assert own["model_providers"]["local"]["base_url"] == "http://localhost:9/v1"
+    assert f"{own['model_providers']['local']['env_key']}={shlex.quote(KEYED[1])}" in err
+    assert KEYED[1] not in out
+
+
+def test_opencode(printed):
+    local = json.loads(printed("opencode").out)["provider"]["local"]
+    assert local == {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": "http://127.0.0.1:8080/v1", "apiKey": "none"},
+        "models": {"default_model": {"limit": {"context": 8192, "output": 2048}}},
+    }
+    local = json.loads(printed("opencode", *KEYED).out)["provider"]["local"]
+    assert local["models"] == {"qwen": {"limit": {"context": 8192, "output": 500}}}
+    assert local["options"] == {"baseURL": "http://localhost:9/v1", "apiKey": "it's"}
+
+
+def test_continue(printed):
+    config = yaml.safe_load(printed("continue", *KEYED).out)
+    assert config.keys() == {"name", "version", "schema", "models"}
+    assert config["models"] == [
+        {
+            "name": "Qwen",
+            "provider": "openai",
+            "model": "qwen",
+            "apiBase": "http://localhost:9/v1",
+            "apiKey": "it's",
+            "defaultCompletionOptions": {"contextLength": 8192},
+        }
+    ]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_line_beside_them_says_where_they_belong(printed, client):
+    err = printed(client).err
+    files = {
+        "codex": ".codex/config.toml",
+        "opencode": ".config/opencode/opencode.json",
+        "continue": ".continue/config.yaml",
+    }
+    assert err.count("\n") == 1
+    assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_model_that_does_not_say_its_context(printed, client, tmp_path):
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.get("text_config", config).pop("max_position_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = printed(client).out
+    assert not any(word in out for word in ("None", "null", "limit", "contextLength", "context_window"))
+
+
+def test_a_free_port_is_not_known_before(printed, capsys):
+    with pytest.raises(SystemExit) as e:
+        printed("codex", "--port", "0")
+    assert e.value.code == 2
+    assert "--print-config requires a port" in capsys.readouterr().err
