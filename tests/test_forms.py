@@ -1,5 +1,6 @@
 """The form of answers: JSON of a schema, and calls that are required, in each API."""
 
+import asyncio
 import json
 import pickle
 import threading
@@ -270,6 +271,31 @@ def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
             engine.ask(ASK, max_tokens=4, **options)
         assert len(compiled) == 2
         assert engine.engine.thread not in compiled
+
+
+def test_a_grammar_that_is_given_up_fails_its_own_request_alone(tmp_path, monkeypatch, caplog):
+    """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
+    go_to = grammar.Grammar._go_to
+
+    def fail(self, generated):
+        if len(generated) == 3:
+            raise ValueError("llguidance gave the grammar up: too complex")
+        return go_to(self, generated)
+
+    monkeypatch.setattr(grammar.Grammar, "_go_to", fail)
+    model = str(make_model(tmp_path / "model"))
+    with Engine("--model", model, "--mtp", "--num-draft-tokens", "0") as engine:
+
+        async def both():
+            failing = engine.answer(ASK, max_tokens=40, guided_regex="[a-z]{30}")
+            return await asyncio.gather(engine.answer(ASK, max_tokens=40), failing, return_exceptions=True)
+
+        alone = engine.ask(ASK, max_tokens=40)
+        beside, failed = asyncio.run(both())
+        assert (failed.status, failed.message) == (500, "Generation failed: llguidance gave the grammar up: too complex")
+        assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
+        assert "Traceback" not in caplog.text
+        assert engine.ask(ASK, max_tokens=40).tokens == alone.tokens
 
 
 def test_other_ranks_are_not_sent_the_grammar(tagged):
