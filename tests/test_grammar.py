@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
+from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler
 from mlx_mtp.text.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain

@@ -201,24 +201,64 @@ def test_connections_that_send_no_request_keep_nobody_out(tmp_path, monkeypatch,
         assert "Traceback" not in s.log.read_text()
 
 
-def test_no_room_is_made_of_requests_that_wait_for_their_answer():
-    closed = []
+class Clients:
+    """Connections without sockets, of which 3 are too many.
 
-    def connection(since, cycle):
-        transport = SimpleNamespace(is_closing=lambda: False, abort=lambda: closed.append(since))
+    Attributes:
+        closed (List[int]): The numbers of those that had to make room.
+        n_asked (int): How often a connection was looked at.
+    """
+
+    def __init__(self):
+        self.closed, self.n_asked, self.state = [], 0, http.State()
+        self.config = SimpleNamespace(limit_concurrency=5, backlog=2)
+
+    def connect(self, number, cycle):
         c = object.__new__(http.Connection)
-        vars(c).update(since=since, cycle=cycle, transport=transport, connections=connections)
-        vars(c).update(config=SimpleNamespace(limit_concurrency=5, backlog=2), logger=logging.getLogger("test"))
-        connections.add(c)
+        transport = SimpleNamespace(is_closing=self._is_closing, abort=lambda: self._abort(number, c))
+        loop = SimpleNamespace(call_later=lambda *_: None)
+        vars(c).update(cycle=cycle, transport=transport, connections=self.state.connections, server_state=self.state)
+        vars(c).update(config=self.config, logger=logging.getLogger("test"), loop=loop)
+        self.state.connections.add(c)
+        c._make_room()
+        c._wait()
         return c
 
-    connections = set()
-    answered = SimpleNamespace(response_complete=False, more_body=False)
-    for since, cycle in ((1, answered), (2, SimpleNamespace(response_complete=False, more_body=True)), (3, None)):
-        connection(since, cycle)._make_room()
-    assert closed == []
-    connection(4, None)._make_room()
-    assert closed == [2]
+    def _is_closing(self):
+        self.n_asked += 1
+        return False
+
+    def _abort(self, number, c):
+        self.closed.append(number)
+        self.state.connections.discard(c)
+
+
+ANSWERED = SimpleNamespace(response_complete=False, more_body=False)
+
+
+def test_no_room_is_made_of_requests_that_wait_for_their_answer():
+    clients = Clients()
+    first = clients.connect(1, ANSWERED)
+    clients.connect(2, SimpleNamespace(response_complete=False, more_body=True))
+    clients.connect(3, None)
+    assert clients.closed == []
+    clients.connect(4, None)
+    assert clients.closed == [2]
+    first.cycle = SimpleNamespace(response_complete=True)
+    first._wait()  # behind its answer, it is the one that waits since the shortest time
+    clients.connect(5, None)
+    clients.connect(6, None)
+    assert clients.closed == [2, 3, 4]
+    clients.connect(7, None)
+    assert clients.closed == [2, 3, 4, 1]
+
+
+def test_making_room_looks_at_no_connection_twice():
+    clients = Clients()
+    for i in range(500):
+        clients.connect(i, ANSWERED if i % 2 else None)
+    assert clients.closed == [*range(0, 500, 2)]
+    assert clients.n_asked == len(clients.closed)
 
 
 def test_running_out_of_files_is_one_line(caplog):
