@@ -490,6 +490,13 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
         assert mtp(prompt, model, num_draft_tokens=depth, **options()) == want
 
 
+def test_tools_reach_the_template_as_they_were_sent():
+    """With their keys in the client's order: the prompt is that of any server that renders the same template."""
+    tools = [{"type": "function", "function": {"strict": None, "parameters": PICK, "name": "pick"}, "z": 1, "a": None}]
+    _, request, _ = chat_completions.read_request({"messages": ASK, "tools": tools}, FLAGS)
+    assert json.dumps(request.tools) == json.dumps(tools)
+
+
 def test_each_api_reads_strict_tools():
     flat = {"name": "pick", "strict": True}
     read = [
