@@ -292,7 +292,10 @@ def test_a_grammar_that_is_given_up_fails_its_own_request_alone(tmp_path, monkey
 
         alone = engine.ask(ASK, max_tokens=40)
         beside, failed = asyncio.run(both())
-        assert (failed.status, failed.message) == (500, "Generation failed: llguidance gave the grammar up: too complex")
+        assert (failed.status, failed.message) == (
+            500,
+            "Generation failed: llguidance gave the grammar up: too complex",
+        )
         assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
         assert "Traceback" not in caplog.text
         assert engine.ask(ASK, max_tokens=40).tokens == alone.tokens
