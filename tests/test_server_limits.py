@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as app_module
-from mlx_mtp.server import http
+from mlx_mtp.server import bodies, http
 from mlx_mtp.server.api import body as limits
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES, parse_json
@@ -119,7 +119,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
     threads = {}
 
     def note(raw):
-        threads[len(raw) > app_module.LARGE_BODY] = threading.current_thread()
+        threads[len(raw) > bodies.LARGE_BODY] = threading.current_thread()
         raise ApiError(400, "Noted.")
 
     async def loop(scope, receive, send):
@@ -132,13 +132,13 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
     with TestClient(loop, base_url="http://localhost") as c:
         c.post(TEXT, content=b"1")
         small = threads.pop("loop")
-        c.post(TEXT, content=b" " * (app_module.LARGE_BODY + 1))
+        c.post(TEXT, content=b" " * (bodies.LARGE_BODY + 1))
     assert threads[False] is small
     assert threads[True] is not threads["loop"]
 
 
 def test_bodies_that_arrive_together_are_bounded(monkeypatch):
-    monkeypatch.setattr(app_module, "MAX_BODIES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODIES", 1000)
     c = client()
     for _ in range(3):  # what a body took is given back
         assert c.post(TEXT, content=b"1" * 900).status_code == 400
@@ -147,7 +147,7 @@ def test_bodies_that_arrive_together_are_bounded(monkeypatch):
 
 
 def test_a_body_that_never_ends_is_answered(server, monkeypatch):
-    monkeypatch.setattr(app_module, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.05)
     monkeypatch.setattr(http, "IDLE", 0.05)
     answer = server.talk(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", is_complete=True
