@@ -62,12 +62,14 @@ class Prompts:
         waiting = [s for s in self.sequences if not _is_read(s)]
         if not waiting:
             return []
+        if waiting[0].pending is not None:
+            return self._embed(waiting[0], pace, is_running)
         n_cached = waiting[0].cache.n_tokens
         n_left = n = pace.next(n_cached, is_running)
         start = time.perf_counter()
         responses: list[PromptResponse] = []
         for s in waiting:
-            if n_left > 0:
+            if n_left > 0 and s.pending is None:
                 n_before = s.n_read
                 responses.append(self._read(s, n_left))
                 n_left -= s.n_read - n_before
@@ -76,6 +78,17 @@ class Prompts:
             pace.record_chunk(n - n_left, n_cached, seconds)
             self.n_read, self.seconds = self.n_read + n - n_left, self.seconds + seconds
         return responses
+
+    def _embed(self, s: Sequence, pace: PrefillPace, is_running: bool) -> list[PromptResponse]:
+        """Go on with the embeddings of a prompt, for as long as the pace allows before the next step."""
+        assert s.pending is not None
+        if (seconds := pace.seconds(is_running)) <= 0:
+            return []
+        start = time.perf_counter()
+        if s.pending.advance(seconds):
+            s.embeddings, s.pending = s.pending.array, None
+        pace.record(time.perf_counter() - start)
+        return [PromptResponse(s.uid, (s.n_read, s.n_prompt), False, False)]
 
     def _read(self, s: Sequence, most: int) -> PromptResponse:
         """Read up to ``most`` tokens of a prompt, at most to the end of a segment."""
@@ -97,4 +110,4 @@ class Prompts:
 
 def _is_read(s: Sequence) -> bool:
     """Whether its prompt is read, but for the last token."""
-    return len(s.segments) == 1
+    return len(s.segments) == 1 and s.pending is None

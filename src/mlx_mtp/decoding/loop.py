@@ -24,7 +24,7 @@ This module is the loop. Its moves are those of ``decoder.Decoder``. How many dr
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sized
 from typing import Any
 
 import mlx.core as mx
@@ -241,7 +241,7 @@ def check_arguments(
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
 
 
-def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: mx.array) -> None:
+def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
     """
     Raises:
         ValueError: The model does not take embeddings, or they are not those of a prompt of so many tokens.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -23,6 +24,18 @@ from ..text.grammar import Grammar
 from .counts import DraftCounts
 
 
+class PendingEmbeddings(Protocol):
+    """Embeddings of a prompt that are computed a piece at a time, such as ``images.prompt.ImageEmbeddings``."""
+
+    array: mx.array  # [T, H], complete once ``advance`` has returned ``True``
+
+    def __len__(self) -> int: ...
+
+    def advance(self, seconds: float) -> bool:
+        """Compute for about so many seconds -> whether the array is complete."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """
@@ -37,6 +50,7 @@ class Sequence:
         segments (List[List[int]]): The part of its prompt that is not read yet; the last segment is its last token.
         tokens (List[int]): The tokens that the host knows: of the prompt, as far as it is read, and generated ones.
         embeddings (mx.array, optional): Of the part of its prompt that is not read yet, [T, H]. Default: ``None``, the tokens'.
+        pending (PendingEmbeddings, optional): What ``embeddings`` will be. Default: ``None``, they are complete.
         uid (int): Of ``BatchGenerator``.
 
     Attributes:
@@ -58,6 +72,7 @@ class Sequence:
     segments: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     embeddings: mx.array | None = None
+    pending: PendingEmbeddings | None = None
     uid: int = 0
 
     def __post_init__(self) -> None:

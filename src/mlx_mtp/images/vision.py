@@ -100,8 +100,7 @@ class Vision:
 
     def encode(self, pixel_values: mx.array) -> mx.array:
         """The rows of an image, [n, H], evaluated; ``pixel_values`` is what ``processor.preprocess_image`` returns."""
-        rows = self.tower(pixel_values)
-        mx.eval(rows)
+        rows: mx.array = self.tower(pixel_values)
         return rows
 
     @cached_property
