@@ -1,5 +1,6 @@
 """The form of answers: JSON of a schema, and calls that are required, in each API."""
 
+import asyncio
 import json
 import pickle
 import threading
@@ -270,6 +271,34 @@ def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
         assert engine.engine.thread not in compiled
 
 
+def test_a_grammar_that_is_given_up_fails_its_own_request_alone(tmp_path, monkeypatch, caplog):
+    """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
+    go_to = grammar.Grammar._go_to
+
+    def fail(self, generated):
+        if len(generated) == 3:
+            raise ValueError("llguidance gave the grammar up: too complex")
+        return go_to(self, generated)
+
+    monkeypatch.setattr(grammar.Grammar, "_go_to", fail)
+    model = str(make_model(tmp_path / "model"))
+    with Engine("--model", model, "--mtp", "--num-draft-tokens", "0") as engine:
+
+        async def both():
+            failing = engine.answer(ASK, max_tokens=40, guided_regex="[a-z]{30}")
+            return await asyncio.gather(engine.answer(ASK, max_tokens=40), failing, return_exceptions=True)
+
+        alone = engine.ask(ASK, max_tokens=40)
+        beside, failed = asyncio.run(both())
+        assert (failed.status, failed.message) == (
+            500,
+            "Generation failed: llguidance gave the grammar up: too complex",
+        )
+        assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
+        assert "Traceback" not in caplog.text
+        assert engine.ask(ASK, max_tokens=40).tokens == alone.tokens
+
+
 def test_other_ranks_are_not_sent_the_grammar(tagged):
     request = Request("chat", "", ASK, None, None, form=Form("guided_regex", {"regex": "a"}))
     first, second = form.make_form(tagged[1], request, False), form.make_form(tagged[1], request, False)
@@ -460,6 +489,13 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
     assert calls.startswith(tuple(f"<function={tool['name']}>\n" for tool in STRICT))
     for depth in (1, 3, "auto"):
         assert mtp(prompt, model, num_draft_tokens=depth, **options()) == want
+
+
+def test_tools_reach_the_template_as_they_were_sent():
+    """With their keys in the client's order: the prompt is that of any server that renders the same template."""
+    tools = [{"type": "function", "function": {"strict": None, "parameters": PICK, "name": "pick"}, "z": 1, "a": None}]
+    _, request, _ = chat_completions.read_request({"messages": ASK, "tools": tools}, FLAGS)
+    assert json.dumps(request.tools) == json.dumps(tools)
 
 
 def test_each_api_reads_strict_tools():

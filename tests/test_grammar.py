@@ -1,6 +1,7 @@
 """Text of a given form: the grammar's own rules, and that drafts change nothing."""
 
 import json
+import re
 from functools import cache as cached
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler, mtp_generate_step
+from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler
 from mlx_mtp.text.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
@@ -226,20 +227,15 @@ def test_rejects_what_is_no_grammar(demo, options, message):
         make_grammar(demo[1], **options)
 
 
-def test_a_grammar_that_is_given_up_ends_the_text_with_an_error(monkeypatch):
-    grammar = grammar_of(TOKENS, LARKS[0])
-
-    class GivenUp:
-        def __getattr__(self, name):
-            return getattr(grammar.matcher, name)
-
-        def is_error(self):
-            return True
-
-        def get_error(self):
-            return "too complex\nand more"
-
-    failing = grammar_of(TOKENS, LARKS[0])
-    failing.matcher = GivenUp()
-    with pytest.raises(ValueError, match=r"gave the grammar up: too complex$"):
-        list(mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[failing]))
+@alone_and_beside_others
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_grammar_that_is_given_up_ends_its_text_alone(way, depth):
+    """llguidance compiles it, and gives it up behind the beginning: more than 2,000 rules go on there."""
+    names = [f"r{i}" for i in range(2001)]
+    rules = "\n".join(f"{name}: /[c-g]{{1,{i + 1}}}/" for i, name in enumerate(names))
+    lark = f'start: /[a-f]{{3}}/ "x" ({" | ".join(names)})\n{rules}'
+    options = dict(num_draft_tokens=depth, max_tokens=12, logits_processors=[grammar_of(TOKENS, lark)])
+    text = generate(way, PROMPT, model_of("qwen3_5"), fails=ValueError, **options)
+    assert text.finish_reason == "error"
+    assert re.match("llguidance gave the grammar up: Parser Error: Current row has 20.. items", str(text.last.error))
+    assert re.match("[a-f]{0,3}$|[a-f]{3}x$", "".join(TOKENS[t] for t in text.tokens))

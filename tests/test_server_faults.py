@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.server.api import chat_completions
-from mlx_mtp.server.api.body import parse_json
-from mlx_mtp.server.app import MAX_BODY
+from mlx_mtp.server.api.body import MAX_BODY, parse_json
 from mlx_mtp.server.engine.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from scripts.attack.server import attack

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as app_module
-from mlx_mtp.server import http
+from mlx_mtp.server import bodies, http
 from mlx_mtp.server.api import body as limits
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES, parse_json
@@ -119,7 +119,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
     threads = {}
 
     def note(raw):
-        threads[len(raw) > app_module.LARGE_BODY] = threading.current_thread()
+        threads[len(raw) > bodies.LARGE_BODY] = threading.current_thread()
         raise ApiError(400, "Noted.")
 
     async def loop(scope, receive, send):
@@ -132,13 +132,13 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
     with TestClient(loop, base_url="http://localhost") as c:
         c.post(TEXT, content=b"1")
         small = threads.pop("loop")
-        c.post(TEXT, content=b" " * (app_module.LARGE_BODY + 1))
+        c.post(TEXT, content=b" " * (bodies.LARGE_BODY + 1))
     assert threads[False] is small
     assert threads[True] is not threads["loop"]
 
 
 def test_bodies_that_arrive_together_are_bounded(monkeypatch):
-    monkeypatch.setattr(app_module, "MAX_BODIES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODIES", 1000)
     c = client()
     for _ in range(3):  # what a body took is given back
         assert c.post(TEXT, content=b"1" * 900).status_code == 400
@@ -147,7 +147,7 @@ def test_bodies_that_arrive_together_are_bounded(monkeypatch):
 
 
 def test_a_body_that_never_ends_is_answered(server, monkeypatch):
-    monkeypatch.setattr(app_module, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.05)
     monkeypatch.setattr(http, "IDLE", 0.05)
     answer = server.talk(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", is_complete=True
@@ -201,24 +201,64 @@ def test_connections_that_send_no_request_keep_nobody_out(tmp_path, monkeypatch,
         assert "Traceback" not in s.log.read_text()
 
 
-def test_no_room_is_made_of_requests_that_wait_for_their_answer():
-    closed = []
+class Clients:
+    """Connections without sockets, of which 3 are too many.
 
-    def connection(since, cycle):
-        transport = SimpleNamespace(is_closing=lambda: False, abort=lambda: closed.append(since))
+    Attributes:
+        closed (List[int]): The numbers of those that had to make room.
+        n_asked (int): How often a connection was looked at.
+    """
+
+    def __init__(self):
+        self.closed, self.n_asked, self.state = [], 0, http.State()
+        self.config = SimpleNamespace(limit_concurrency=5, backlog=2)
+
+    def connect(self, number, cycle):
         c = object.__new__(http.Connection)
-        vars(c).update(since=since, cycle=cycle, transport=transport, connections=connections)
-        vars(c).update(config=SimpleNamespace(limit_concurrency=5, backlog=2), logger=logging.getLogger("test"))
-        connections.add(c)
+        transport = SimpleNamespace(is_closing=self._is_closing, abort=lambda: self._abort(number, c))
+        loop = SimpleNamespace(call_later=lambda *_: None)
+        vars(c).update(cycle=cycle, transport=transport, connections=self.state.connections, server_state=self.state)
+        vars(c).update(config=self.config, logger=logging.getLogger("test"), loop=loop)
+        self.state.connections.add(c)
+        c._make_room()
+        c._wait()
         return c
 
-    connections = set()
-    answered = SimpleNamespace(response_complete=False, more_body=False)
-    for since, cycle in ((1, answered), (2, SimpleNamespace(response_complete=False, more_body=True)), (3, None)):
-        connection(since, cycle)._make_room()
-    assert closed == []
-    connection(4, None)._make_room()
-    assert closed == [2]
+    def _is_closing(self):
+        self.n_asked += 1
+        return False
+
+    def _abort(self, number, c):
+        self.closed.append(number)
+        self.state.connections.discard(c)
+
+
+ANSWERED = SimpleNamespace(response_complete=False, more_body=False)
+
+
+def test_no_room_is_made_of_requests_that_wait_for_their_answer():
+    clients = Clients()
+    first = clients.connect(1, ANSWERED)
+    clients.connect(2, SimpleNamespace(response_complete=False, more_body=True))
+    clients.connect(3, None)
+    assert clients.closed == []
+    clients.connect(4, None)
+    assert clients.closed == [2]
+    first.cycle = SimpleNamespace(response_complete=True)
+    first._wait()  # behind its answer, it is the one that waits since the shortest time
+    clients.connect(5, None)
+    clients.connect(6, None)
+    assert clients.closed == [2, 3, 4]
+    clients.connect(7, None)
+    assert clients.closed == [2, 3, 4, 1]
+
+
+def test_making_room_looks_at_no_connection_twice():
+    clients = Clients()
+    for i in range(500):
+        clients.connect(i, ANSWERED if i % 2 else None)
+    assert clients.closed == [*range(0, 500, 2)]
+    assert clients.n_asked == len(clients.closed)
 
 
 def test_running_out_of_files_is_one_line(caplog):

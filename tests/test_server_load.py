@@ -77,17 +77,17 @@ def test_bytes_of_running_requests_count():
     caches = Stores(options)
     caches.use(KEY, model, SimpleNamespace(has_chat_template=False), 1 << 30)
     admission, request = Admission(options, None, caches, None), request_of()
-    request.encoded = Prompt(TEXT, [TEXT], ["assistant"], "normal")
+    request.encoded = Prompt(TEXT)
     admission.batch, admission.max_cache_bytes = SimpleNamespace(prompt_cache_nbytes=0), 1 << 30
     for n in (4, 8):
-        admission.keep(request, read(model, TEXT[:n]), TEXT[:n], "user")
+        admission.keep(request, read(model, TEXT[:n]), TEXT[:n])
     both = caches.nbytes
     admission.max_cache_bytes = 2 * both
     admission.batch.prompt_cache_nbytes = 2 * both - 1
     admission.make_room()
     assert caches.nbytes == 0
     admission.batch.prompt_cache_nbytes = both
-    admission.keep(request, read(model, TEXT[:8]), TEXT[:8], "user")
+    admission.keep(request, read(model, TEXT[:8]), TEXT[:8])
     assert 0 < caches.nbytes <= both
 
 
@@ -208,7 +208,7 @@ def test_another_model_waits_for_the_end_of_those_that_run():
 def request_of(seed=None, temperature=0.0):
     request = Request("text", "a", [], None, None)
     request.args = SimpleNamespace(model="m", seed=seed, sampling=SimpleNamespace(temperature=temperature))
-    request.key, request.encoded = KEY, Prompt([0] * 8, [], [], "normal")
+    request.key, request.encoded = KEY, Prompt([0] * 8)
     return request
 
 
@@ -225,7 +225,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     monkeypatch.setattr(frontend, "KEEP_ALIVE", 0.005)
     f = frontend_of()
     f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
-    f.encode = lambda *_: Prompt([1], [[1]], ["assistant"], "normal")
+    f.encode = lambda *_: Prompt([1])
     start, step = Started(), Delta([], 1, 0.0, (), "stop")
 
     async def run():

@@ -141,7 +141,7 @@ def args_of(*flags):
 
 
 def prompt_of(tokens):
-    return Prompt([*tokens], [[*tokens]], ["assistant"], "normal")
+    return Prompt([*tokens])
 
 
 def tokenizer_of(**attributes):
@@ -154,7 +154,7 @@ def test_models_share_the_space_and_find_their_texts_again():
     for key, model in zip(keys, models):
         stores.use(key, model, tokenizer_of(), 1 << 30)
         assert stores.fetch(prompt_of(TEXT))[1] == 0
-        stores.insert(prompt_of(TEXT), TEXT, read(model, TEXT), "assistant")
+        stores.insert(prompt_of(TEXT), TEXT, read(model, TEXT))
         stores.release()
     stores.use(keys[0], models[0], tokenizer_of(), 1 << 30)
     assert stores.fetch(prompt_of([*TEXT, 7]))[1] == len(TEXT)
@@ -173,13 +173,13 @@ def test_a_prompt_is_cut_where_the_store_is_asked_to():
     prompt = prompt_of(TEXT)
     stores.fetch(prompt)
     assert prompt.segments == [TEXT[:-1], TEXT[-1:]]
-    assert prompt.segment_types == ["user"]  # not saved once more behind the last cut
-    stores.insert(prompt, TEXT[:8], read(stores.store.model, TEXT[:8]), "user")
-    stores.insert(prompt, TEXT[:-1], read(stores.store.model, TEXT[:-1]), "user")
+    assert prompt.cuts == [len(TEXT) - 1]  # not saved once more behind the last cut
+    stores.insert(prompt, TEXT[:8], read(stores.store.model, TEXT[:8]))
+    stores.insert(prompt, TEXT[:-1], read(stores.store.model, TEXT[:-1]))
     prompt = prompt_of([*TEXT[:8], 30, 31, 30])
     assert stores.fetch(prompt)[1] == 8
     assert prompt.segments == [[30, 31], [30]]
-    assert prompt.segment_types == ["user"]
+    assert (prompt.cuts, prompt.n_cached) == ([10], 8)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -208,21 +208,26 @@ def test_number_of_snapshots():
     stores = Stores(args_of("--prompt-cache-size", "1"))
     stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
     for n in (4, 8):
-        stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]), "user")
+        stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]))
     assert stores.store.n_snapshots == 1
 
 
-def test_a_server_without_drafts_has_a_store(model):
-    with Engine("--model", model) as engine:
+def test_a_server_without_drafts_has_a_store(model, tmp_path):
+    """In memory, and in a folder that the next server reads."""
+    with Engine("--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
         first, again = (engine.ask(MESSAGES, max_tokens=5) for _ in range(2))
-        assert (first.n_cached, first.logprobs) == (0, again.logprobs)
-        assert 0 < again.n_read < 10
+    with Engine("--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
+        restarted = engine.ask(MESSAGES, max_tokens=5)
+    assert first.n_cached == 0
+    for answer in (again, restarted):
+        assert answer.logprobs == first.logprobs
+        assert 0 < answer.n_read < 10
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt-cache-dir", "x"], "--prompt-cache-dir requires --mtp or --copy-drafts"),
+        (["--prompt-cache-disk-bytes", "1GB"], "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
         (["--mtp", "--prompt-cache-disk-bytes", "1GB"], "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
     ],
     ids=str,

@@ -431,25 +431,30 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_prompt_cache_dir(parser: argparse.ArgumentParser) -> None:
+def add_prompt_cache_dir(parser: argparse.ArgumentParser, requires_drafts: bool = True) -> None:
     """Add the flag of a prompt store's folder."""
+    required = " Requires --mtp or --copy-drafts." if requires_drafts else ""
     parser.add_argument(
         "--prompt-cache-dir",
         metavar="DIR",
         help="Keep what was read of prompts in this folder, which other commands may share: a text that begins alike is not "
-        "read again, nor after a restart. It holds the texts themselves. Requires --mtp or --copy-drafts.",
+        f"read again, nor after a restart. It holds the texts themselves.{required}",
     )
 
 
-def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
+def check_prompt_cache_dir(args: argparse.Namespace, *flags: str, requires_drafts: bool = True) -> None:
     """
+    Args:
+        flags (str): Those that it does not go with.
+        requires_drafts (bool): Whether it needs ``--mtp`` or ``--copy-drafts``. Default: ``True``.
+
     Raises:
         OSError: ``--prompt-cache-dir`` cannot be written to.
-        ValueError: It is given, and the model does not draft, or so is one of these flags.
+        ValueError: It is given, and the model does not draft, or so is one of the flags.
     """
     if args.prompt_cache_dir is None:
         return
-    if not drafts(args):
+    if requires_drafts and not drafts(args):
         raise ValueError("--prompt-cache-dir requires --mtp or --copy-drafts.")
     for name in flags:
         if getattr(args, name):

@@ -76,11 +76,11 @@ class Engine:
         """Answer these at once."""
 
         async def run() -> list[Answered]:
-            return await asyncio.gather(*(self._answer(messages, say, body) for messages, say in chats))
+            return await asyncio.gather(*(self.answer(messages, say, **body) for messages, say in chats))
 
         return asyncio.run(run())
 
-    async def _answer(self, messages: list[dict[str, Any]], say: str | None, body: dict[str, Any]) -> Answered:
+    async def answer(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
         content = {"messages": messages, "logprobs": True, **body}
         if say is not None:
             content["chat_template_kwargs"] = {"say": say}

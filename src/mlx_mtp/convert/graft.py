@@ -11,6 +11,7 @@ from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
 from ..checkpoint.skeleton import skeleton
 from ..checkpoint.storage.beside import write_config, write_weights
+from ..checkpoint.storage.copy import copy_tensors
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import atomic_directory, check_new
 from ..checkpoint.storage.reader import CheckpointReader
@@ -144,7 +145,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
         for file in {donor.weight_map[name] for name in tensors}:
             weights.update(load_tensors(donor.folder / file))
     else:
-        donor.save(tensors, part := folder / "part.safetensors")
+        copy_tensors(donor, tensors, part := folder / "part.safetensors")
         weights = load_tensors(part)
         mx.eval(weights)
         part.unlink()

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, checks of the client, limits of the body, streams."""
+"""The HTTP side: routes, checks of the client, streams."""
 
 import asyncio
 import hmac
@@ -16,7 +16,6 @@ from fastapi.responses import JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,20 +23,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._version import __version__
 from ..checkpoint.load import DEMO
 from .api import chat_completions, completions, messages, responses
-from .api.body import MAX_BODY, Body, Json, parse_json
+from .api.body import Body, Json, parse_json
 from .api.writer import Usage, Writer
+from .bodies import Bodies
 from .browsers import ANY, Browsers
 from .choices import choices_of, generate
 from .engine.delta import Delta
-from .engine.frontend import Frontend, in_thread
+from .engine.frontend import Frontend
 from .page_files import PageFiles, page_response
 from .request import ApiError, Request, Waiting
 
-MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
-LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
-MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
-BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
 
 class API(NamedTuple):
@@ -125,8 +121,7 @@ class Endpoints:
     def __init__(self, frontend: Frontend, api_key: str | None):
         self.frontend, self.api_key = frontend, api_key
         self.waiting: set[int] = set()  # the numbers of requests that have no first token
-        self.n_bytes = 0  # of the bodies that arrive or are parsed
-        self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
+        self.bodies = Bodies()
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
@@ -153,40 +148,7 @@ class Endpoints:
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
-        raw = bytearray()
-        try:
-            await self._receive(http, raw)
-            if len(raw) <= LARGE_BODY:
-                return self._parse(raw, api)
-            async with self.parsing:
-                return await in_thread(self._parse, raw, api)
-        finally:
-            self.n_bytes -= len(raw)
-            raw.clear()  # also where an error has it
-
-    async def _receive(self, http: HTTPRequest, raw: bytearray) -> None:
-        """Read a body to the end of ``raw``."""
-        n = 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                async for chunk in http.stream():
-                    n += len(chunk)
-                    if n <= MAX_BODY:
-                        self._make_room(len(chunk))
-                        raw += chunk
-                    elif n > MAX_DRAINED:
-                        break
-        except TimeoutError as e:
-            raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
-        except ClientDisconnect as e:
-            raise ApiError(400, "The body is shorter than its Content-Length.") from e
-        if n > MAX_BODY:
-            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-
-    def _make_room(self, n: int) -> None:
-        if self.n_bytes + n > MAX_BODIES:
-            raise ApiError(429, "Too many large bodies arrive at a time: try again later.", code="rate_limit_exceeded")
-        self.n_bytes += n
+        return await self.bodies.read(http, lambda raw: self._parse(raw, api))
 
     def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request]:
         content = parse_json(raw)

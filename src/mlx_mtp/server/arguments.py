@@ -180,7 +180,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
         "the model leaves.",
     )
-    cli.add_prompt_cache_dir(parser)
+    cli.add_prompt_cache_dir(parser, requires_drafts=False)
     add(
         "--prompt-cache-disk-bytes",
         type=_size,
@@ -248,7 +248,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise ValueError("--mtp HEAD is of one model: remove --serve-model and --allow-any-model.")
-    cli.check_prompt_cache_dir(args)
+    cli.check_prompt_cache_dir(args, requires_drafts=False)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     for name in ("adapter_path", "allowed_local_media_path"):

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from .. import cli
 from .engine.engine import Engine
@@ -30,6 +31,18 @@ LOG_INTERVAL = 60.0  # seconds between two lines of a kind
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+class State(ServerState):
+    """
+    Attributes:
+        incomplete (Dict[Connection, None]): Connections whose clients have to send more before there can be an answer, the one
+          that waits longest first. Some have sent all of a request since: these are dropped where one is looked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.incomplete: dict[Connection, None] = {}
+
+
 class Connection(H11Protocol):
     """
     uvicorn's connection, which is closed where the head of a request does not arrive in time: uvicorn waits for the first one
@@ -37,7 +50,7 @@ class Connection(H11Protocol):
     sent all of a request makes room, so that those who send nothing keep nobody out.
     """
 
-    since = 0.0  # when the client was first waited for
+    server_state: State
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -52,8 +65,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait()
         self._make_room()
+        self._wait()
 
     def on_response_complete(self) -> None:
         self._wait()  # first: the next request may have arrived
@@ -62,13 +75,16 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self.server_state.incomplete.pop(self, None)
         super().connection_lost(exc)
 
     def _wait(self) -> None:
+        """Wait for a request from now on."""
         if self.timer is not None:
             self.timer.cancel()
-        self.since = self.loop.time()
         self.timer = self.loop.call_later(IDLE, self._end)
+        self.server_state.incomplete.pop(self, None)
+        self.server_state.incomplete[self] = None  # as the last one
 
     def _end(self) -> None:
         if self.is_waiting and not self.transport.is_closing():
@@ -76,12 +92,15 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        others = [c for c in self.connections - {self} if not c.transport.is_closing()]
-        if len(others) < self.config.limit_concurrency - self.config.backlog:  # type: ignore[operator]  # it is set
+        if len(self.connections) <= self.config.limit_concurrency - self.config.backlog:  # type: ignore[operator]  # it is set
             return
-        if incomplete := [c for c in others if isinstance(c, Connection) and c.is_incomplete]:
-            self.logger.warning("There are too many connections: the oldest that sends no request is closed.")
-            min(incomplete, key=lambda c: c.since).transport.abort()
+        incomplete = self.server_state.incomplete
+        while incomplete:
+            del incomplete[oldest := next(iter(incomplete))]  # one that is answered is added again behind the answer
+            if oldest.is_incomplete and not oldest.transport.is_closing():
+                self.logger.warning("There are too many connections: the oldest that sends no request is closed.")
+                oldest.transport.abort()
+                return
 
 
 class Seldom(logging.Filter):
@@ -126,6 +145,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=MAX_HEADERS,
         )
         super().__init__(config)
+        self.server_state = State()
         self.engine = engine
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

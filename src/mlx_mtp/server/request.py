@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Literal, Protocol
 
 from mlx_lm.server import GenerationArguments
@@ -40,17 +40,17 @@ class Prompt:
 
     Args:
         tokens (List[int]): All tokens of the prompt.
-        segments (List[List[int]]): The same tokens, split where the prompt cache is saved.
-        segment_types (List[str]): The prompt cache's name for each segment.
-        initial_state (str): Whether the answer begins with reasoning, as mlx-lm names it.
+        in_reasoning (bool): Whether the answer begins with reasoning. Default: ``False``.
+        cuts (List[int]): The numbers of tokens after which the prompt cache is still to be saved, in order.
+        n_cached (int): The number of tokens that the prompt cache had.
         handle (Handle, optional): Where in a prompt store it is, as far as it is read.
         pictured (ImagePrompt, optional): It again, if it has images.
     """
 
     tokens: list[int]
-    segments: list[list[int]]
-    segment_types: list[str]
-    initial_state: str
+    in_reasoning: bool = False
+    cuts: list[int] = field(default_factory=list)
+    n_cached: int = 0
     handle: Handle | None = None
     pictured: ImagePrompt | None = None
 
@@ -61,19 +61,11 @@ class Prompt:
         key = self.pictured.key
         return key[: len(tokens)] + tokens[len(key) :]
 
-    def cut(self, cuts: list[int]) -> None:
-        """Split the tokens anew: the prompt cache is saved at these cuts, and not at the prompt's end."""
-        self.segments = [self.tokens[i:k] for i, k in zip([0, *cuts], [*cuts, len(self.tokens)])]
-        self.segment_types = ["user"] * len(cuts)
-
-    def skip(self, n: int) -> None:
-        """Drop the first n tokens, which are cached, from the segments."""
-        while n > 0:
-            if n >= len(self.segments[0]):
-                n -= len(self.segments.pop(0))
-                self.segment_types.pop(0)
-            else:
-                self.segments[0], n = self.segments[0][n:], 0
+    @property
+    def segments(self) -> list[list[int]]:
+        """The tokens that are not cached, split where the prompt cache is saved."""
+        bounds = [self.n_cached, *self.cuts, len(self.tokens)]
+        return [self.tokens[i:k] for i, k in pairwise(bounds)]
 
 
 @dataclass

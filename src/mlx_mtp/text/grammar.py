@@ -16,6 +16,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -122,14 +123,26 @@ class Grammar:
             self.matcher.rollback(len(self.taken) - n)
             del self.taken[n:]
         n_more = self.matcher.try_consume_tokens(tokens[n:])
-        if self.matcher.is_error():
-            raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
+        self._check()
         self.taken += tokens[n : n + n_more]
         return len(self.taken) == len(tokens)
 
+    def _check(self) -> None:
+        """
+        Raises:
+            ValueError: llguidance has given the grammar up, as one that is too complex to go on.
+        """
+        if self.matcher.is_error():
+            raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
+
     def _allowed(self, size: int) -> mx.array:
-        """The tokens that may come next, [V], bool; also those that end the text, where it may end."""
+        """The tokens that may come next, [V], bool; also those that end the text, where it may end.
+
+        Raises:
+            ValueError: The grammar is too complex to go on.
+        """
         words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
+        self._check()  # the mask of a matcher that has failed has the end of the text
         bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
         allowed = bits.reshape(-1)[:size] == 1
         # A model's output layer may be larger than its vocabulary.
@@ -151,8 +164,10 @@ class ForcedTokens:
     @property
     def forced(self) -> list[int]:
         if self._forced is None:
-            self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
-        return self._forced
+            # A grammar that was given up raises where it masks the logits, which ends its own sequence alone.
+            with suppress(ValueError):
+                self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
+        return self._forced or []
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -30,7 +30,7 @@ A block may hold several functions. What is no call is content, and nothing of t
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,22 +101,21 @@ class ToolCallParser:
     """
 
     def __init__(self, schemas: Mapping[str, Any]):
-        self._schemas = {name: Schema(schema) for name, schema in schemas.items()}
-        self._read: Callable[[], bool] = self._read_text  # what reads the rest -> whether to go on
-        self._rest = ""  # of the text, not read yet
-        self._is_last = False  # no text will follow
-        self._is_cut = False
-        self._events: list[Event] = []
-        self.n_calls = 0
-        self._line = ""  # what has been read of a line of content
-        self._fence = ""  # the marks that opened a code block
+        self._text = _Reading()
+        self._content = _Content(self._text)
+        self._functions = _Functions(self._text, {name: Schema(schema) for name, schema in schemas.items()})
+        self._json = _JsonBlock(self._text, self._content)
+
+    @property
+    def n_calls(self) -> int:
+        return self._text.n_calls
 
     def add(self, text: str) -> list[Event]:
         """The next piece of the text -> what it says. Text that may be the beginning of a tag waits for more."""
-        self._rest += text
+        self._text.rest += text
         while self._read():
             pass
-        events, self._events = self._events, []
+        events, self._text.events = self._text.events, []
         return events
 
     def finish(self, cut: bool) -> list[Event]:
@@ -125,130 +124,201 @@ class ToolCallParser:
         Args:
             cut (bool): Whether the text was cut off, such as by a limit. The last tags are then not taken as written.
         """
-        self._is_last, self._is_cut = True, cut
+        self._text.is_last, self._text.is_cut = True, cut
         events = self.add("")
-        if self._read == self._read_value and not self._is_open:
-            events.append(CallArguments(self.n_calls - 1, '"' + _escape(self._value)))
+        value = self._functions.value
+        if value is not None and not value.is_string:
+            events.append(CallArguments(self.n_calls - 1, '"' + _escape(value.text)))
         return events
 
     @property
     def is_at_start(self) -> bool:
         """Whether what came last is the tag that begins a block, if what follows is a call."""
-        return self._read == self._read_text and self._rest.lstrip(" ") == START
+        in_block = self._functions.is_open or self._json.is_open
+        return not in_block and self._text.rest.lstrip(" ") == START
 
-    def _match(self, pattern: Any, pos: int = 0) -> Any:
-        return pattern.match(self._rest, pos, partial=not self._is_last)
-
-    def _take(self, n: int) -> str:
-        taken, self._rest = self._rest[:n], self._rest[n:]
-        return taken
-
-    # Content
-
-    def _say(self, text: str) -> None:
-        if self._events and isinstance(last := self._events[-1], Text):
-            self._events[-1] = Text(last.text + text)
-        elif text:
-            self._events.append(Text(text))
-
-    def _read_text(self) -> bool:
-        if not self._line and not self._fence and (m := self._match(BLOCK)) is not None:
+    def _read(self) -> bool:
+        """Read a part of the rest -> whether to go on."""
+        if self._functions.is_open:
+            return self._functions.read()
+        if self._json.is_open:
+            return self._json.read()
+        text = self._text
+        if self._content.takes_blocks and (m := text.match(BLOCK)) is not None:
             if m.partial:
                 return False
             if m["json"] is None:
-                self._take(m.end())
-                self._begin(m)
+                text.take(m.end())
+                self._functions.begin(m)
             else:
-                self._begin_json(m.start("json"))
+                self._json.begin(m.start("json"))
             return True
-        self._pass(self._rest.find("\n") + 1 or len(self._rest))
-        return bool(self._rest)
+        self._content.take(text.rest.find("\n") + 1 or len(text.rest))
+        return bool(text.rest)
 
-    def _pass(self, n: int) -> None:
-        """The next n characters, which end at the end of a line or of what is known, are content."""
-        text = self._take(n)
-        self._say(text)
-        self._line += text
-        if text.endswith("\n"):
-            self._fence = fence_after(self._line.rstrip("\n"), self._fence)
-            self._line = ""
 
-    # A call in Qwen's format
+class _Reading:
+    """The text that is not read yet, and the events of what is.
 
-    def _begin(self, m: Any) -> None:
-        """A function's tag, and its first parameter's or its end."""
-        self._schema = self._schemas.get(m["name"], Schema(None))
-        self._keys: set[str] = set()
-        self._events.append(CallBegins(self.n_calls, m["name"]))
+    Attributes:
+        rest (str): The text that is known and not read yet.
+        is_last (bool): Whether no text will follow.
+        is_cut (bool): Whether it was cut off there.
+        events (List[Event]): Those that the caller has not got.
+        n_calls (int): The calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.rest = ""
+        self.is_last = self.is_cut = False
+        self.events: list[Event] = []
+        self.n_calls = 0
+
+    def match(self, pattern: Any, pos: int = 0) -> Any:
+        return pattern.match(self.rest, pos, partial=not self.is_last)
+
+    def take(self, n: int) -> str:
+        taken, self.rest = self.rest[:n], self.rest[n:]
+        return taken
+
+    def say(self, text: str) -> None:
+        """Content."""
+        if self.events and isinstance(last := self.events[-1], Text):
+            self.events[-1] = Text(last.text + text)
+        elif text:
+            self.events.append(Text(text))
+
+    def begin_call(self, name: str) -> None:
+        self.events.append(CallBegins(self.n_calls, name))
         self.n_calls += 1
+
+    def argue(self, text: str) -> None:
+        """A piece of the last call's arguments."""
+        if self.events and isinstance(last := self.events[-1], CallArguments):
+            self.events[-1] = CallArguments(last.index, last.text + text)
+        elif text:
+            self.events.append(CallArguments(self.n_calls - 1, text))
+
+    def end_call(self) -> None:
+        self.events.append(CallEnds(self.n_calls - 1))
+
+
+class _Content:
+    """The text outside of blocks, by lines."""
+
+    def __init__(self, text: _Reading):
+        self.text = text
+        self.line = ""  # the part of a line that has been read
+        self.fence = ""  # the marks that opened a code block
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether a block may begin here: at the beginning of a line, and in no code block."""
+        return not self.line and not self.fence
+
+    def take(self, n: int) -> None:
+        """The next n characters, which end at the end of a line or of the known text, are content."""
+        text = self.text.take(n)
+        self.text.say(text)
+        self.line += text
+        if text.endswith("\n"):
+            self.fence = fence_after(self.line.rstrip("\n"), self.fence)
+            self.line = ""
+
+
+class _Value:
+    """A value of a parameter, which becomes JSON: a string as it is written, another value when it is complete.
+
+    Args:
+        types (FrozenSet[str]): Those that the schema allows.
+    """
+
+    def __init__(self, types: frozenset[str]):
+        self.types = types
+        self.text = ""  # until it is known to be a string
+        self.is_string = self.is_begun = False
+
+    def write(self, text: str) -> str:
+        """The next piece of its text -> that of its JSON."""
+        if text and not self.is_begun:
+            self.is_begun, text = True, text.removeprefix("\n")
+        if self.is_string:
+            return _escape(text)
+        self.text += text
+        self.is_string = is_string(self.text, self.types)
+        return '"' + _escape(self.text) if self.is_string else ""
+
+    def end(self) -> str:
+        """The last piece of its JSON."""
+        written = self.write("")
+        return written + ('"' if self.is_string else to_json(self.text, self.types))
+
+
+class _Functions:
+    """A block in Qwen's format, of one function or several.
+
+    Attributes:
+        is_open (bool): Whether the text is within a block.
+        value (Optional[_Value]): The one that is being read; ``None`` behind a function.
+    """
+
+    def __init__(self, text: _Reading, schemas: dict[str, Schema]):
+        self.text, self.schemas = text, schemas
+        self.is_open = False
+        self.value: _Value | None = None
+
+    def begin(self, m: Any) -> None:
+        """A function's tag, and its first parameter's or its end."""
+        self.is_open = True
+        self.schema = self.schemas.get(m["name"], Schema(None))
+        self.keys: set[str] = set()
+        self.text.begin_call(m["name"])
         if m["empty"] is None:
             self._begin_value(m["key"])
         else:
             self._end("{}")
 
-    def _end(self, last: str) -> None:
-        self._argue(last)
-        self._events.append(CallEnds(self.n_calls - 1))
-        self._read = self._read_after_function
+    def read(self) -> bool:
+        return self._read_behind() if self.value is None else self._read_value(self.value)
 
-    def _argue(self, text: str) -> None:
-        if self._events and isinstance(last := self._events[-1], CallArguments):
-            self._events[-1] = CallArguments(last.index, last.text + text)
-        elif text:
-            self._events.append(CallArguments(self.n_calls - 1, text))
+    def _end(self, last: str) -> None:
+        """The end of a function, with the last characters of its arguments."""
+        self.text.argue(last)
+        self.text.end_call()
+        self.value = None
 
     def _begin_value(self, key: str) -> None:
-        self._argue(("{" if not self._keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        self._keys.add(key)
-        self._value_types = self._schema.types_of_property(key)
-        self._value = ""  # its text, until it is known to be a string
-        self._is_open = False  # it is known to be one
-        self._is_begun = False  # its first character has been read
-        self._n_quoted = self._n_functions = 0  # parameters and functions that it quotes, and has not closed
-        self._read = self._read_value
+        self.text.argue(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.keys.add(key)
+        self.value = _Value(self.schema.types_of_property(key))
+        self.n_quoted = self.n_functions = 0  # parameters and functions that it quotes, and has not closed
 
-    def _write(self, text: str) -> None:
-        """The next piece of a value."""
-        if text and not self._is_begun:
-            self._is_begun, text = True, text.removeprefix("\n")
-        if not self._is_open and is_string(self._value + text, self._value_types):
-            self._is_open = True
-            text = self._value + text
-            self._argue('"')
-        if self._is_open:
-            self._argue(_escape(text))
-        else:
-            self._value += text
-
-    def _end_value(self) -> None:
-        self._write("")
-        self._argue('"' if self._is_open else to_json(self._value, self._value_types))
-
-    def _read_value(self) -> bool:
-        m = IN_VALUE.search(self._rest, partial=not self._is_last)
+    def _read_value(self, value: _Value) -> bool:
+        text = self.text
+        m = IN_VALUE.search(text.rest, partial=not text.is_last)
         if m is None or m.start() > 0:
-            self._write(self._take(len(self._rest) if m is None else m.start()))
-            return bool(self._rest)
+            text.argue(value.write(text.take(len(text.rest) if m is None else m.start())))
+            return bool(text.rest)
         if m.partial:
             return False
         if m["quoted"]:
-            return self._read_quoted(m)
-        after = self._match(AFTER_VALUE, m.end())
+            return self._read_quoted(value, m)
+        after = text.match(AFTER_VALUE, m.end())
         if after is not None and (after.partial or self._waits(after)):
             return False
         if after is None or not self._ends(after):
-            if self._is_last and not self._is_cut and LAST_FUNCTION.fullmatch(self._rest, m.end()):
-                self._take(len(self._rest))
-                self._end_value()
+            if text.is_last and not text.is_cut and LAST_FUNCTION.fullmatch(text.rest, m.end()):
+                text.take(len(text.rest))
+                text.argue(value.end())
                 self._end("}")
             else:
-                self._n_quoted = max(0, self._n_quoted - 1)
+                self.n_quoted = max(0, self.n_quoted - 1)
                 if after is not None and (after["end"] or after["name"]):
-                    self._n_functions = max(0, self._n_functions - 1)
-                self._write(self._take(m.end()))
-            return bool(self._rest)
-        self._take(after.end())
-        self._end_value()
+                    self.n_functions = max(0, self.n_functions - 1)
+                text.argue(value.write(text.take(m.end())))
+            return bool(text.rest)
+        text.take(after.end())
+        text.argue(value.end())
         if after["name"] is None and after["key"] is not None:
             self._begin_value(after["key"])
         else:
@@ -256,81 +326,103 @@ class ToolCallParser:
             self._follow(after)
         return True
 
-    def _read_quoted(self, m: Any) -> bool:
+    def _read_quoted(self, value: _Value, m: Any) -> bool:
         """``<parameter=KEY>`` on a line of its own. A closing tag right behind it means that the line is the value."""
-        behind = self._rest[m.end() : m.end() + len(CLOSED)]
-        if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not self._is_last:
+        text = self.text
+        behind = text.rest[m.end() : m.end() + len(CLOSED)]
+        if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not text.is_last:
             return False
         if behind != CLOSED:
-            self._n_quoted += 1
-            self._n_functions += m["function"] is not None
-        self._write(self._take(m.end() - 1))
+            self.n_quoted += 1
+            self.n_functions += m["function"] is not None
+        text.argue(value.write(text.take(m.end() - 1)))
         return True
 
     def _waits(self, after: Any) -> bool:
-        """Whether what follows must tell if a quotation ends here, or the block."""
-        is_at_end = not self._is_last and not self._rest[after.end() :].strip()
-        return bool(self._n_quoted + self._n_functions and after["end"] and is_at_end)
+        """Whether the text that follows must tell if a quotation ends here, or the block."""
+        is_at_end = not self.text.is_last and not self.text.rest[after.end() :].strip()
+        return bool(self.n_quoted + self.n_functions and after["end"] and is_at_end)
 
     def _ends(self, after: Any) -> bool:
         """Whether a closing tag ends the value."""
         if after["name"] is None and after["key"] is not None:
-            is_next = not self._n_functions and (not self._n_quoted or self._schema.declares(after["key"]))
-            return is_next and after["key"] not in self._keys
-        is_at_end = after["end"] is not None and not self._rest[after.end() :].strip()
-        return is_at_end or not self._n_quoted + self._n_functions
+            is_next = not self.n_functions and (not self.n_quoted or self.schema.declares(after["key"]))
+            return is_next and after["key"] not in self.keys
+        is_at_end = after["end"] is not None and not self.text.rest[after.end() :].strip()
+        return is_at_end or not self.n_quoted + self.n_functions
 
-    def _read_after_function(self) -> bool:
-        m = self._match(AFTER_FUNCTION)
+    def _read_behind(self) -> bool:
+        """Behind a function."""
+        m = self.text.match(AFTER_FUNCTION)
         if m is None:  # the block has no end
-            self._read = self._read_text
+            self.is_open = False
         elif m.partial:
             return False
         else:
-            self._take(m.end())
+            self.text.take(m.end())
             self._follow(m)
-        return bool(self._rest)
+        return bool(self.text.rest)
 
     def _follow(self, m: Any) -> None:
-        """What comes behind a function: another one, or the block's end."""
+        """Another function, or the block's end."""
         if m["end"] is None:
-            self._begin(m)
+            self.begin(m)
         else:
-            self._read, self._line = self._read_text, ""
+            self.is_open = False
 
-    # A call in JSON
 
-    def _begin_json(self, start: int) -> None:
-        self._start = self._pos = start  # of the JSON, and of what has not been searched
-        self._is_in_string = False
-        self._read = self._read_json
+class _JsonBlock:
+    """A block of JSON, up to the first ``</tool_call>`` outside its strings.
 
-    def _read_json(self) -> bool:
-        known = len(self._rest) if self._is_last else len(self._rest) - len(END) + 1
+    Attributes:
+        is_open (bool): Whether the text is within a block.
+    """
+
+    def __init__(self, text: _Reading, content: _Content):
+        self.text, self.content = text, content
+        self.is_open = False
+
+    def begin(self, start: int) -> None:
+        """
+        Args:
+            start (int): Where the JSON begins in the rest of the text.
+        """
+        self.is_open, self.is_in_string = True, False
+        self.start = self.searched = start
+
+    def read(self) -> bool:
+        text, end = self.text, self._find_end()
+        if end is None and not text.is_last:
+            return False
+        is_whole = end is not None or not text.is_cut
+        calls = _json_calls(text.rest[self.start : end.start() if end else None]) if is_whole else []
+        self.is_open = False
+        if not calls:
+            self.content.take(self.start)
+            return True
+        text.take(end.end() if end else len(text.rest))
+        for name, arguments in calls:
+            text.begin_call(name)
+            text.events.append(CallArguments(text.n_calls - 1, arguments))
+            text.end_call()
+        return bool(text.rest)
+
+    def _find_end(self) -> Any:
+        """The closing tag, if it is known."""
+        rest = self.text.rest
+        known = len(rest) if self.text.is_last else len(rest) - len(END) + 1
         end = None
-        for m in IN_JSON.finditer(self._rest, self._pos):
+        for m in IN_JSON.finditer(rest, self.searched):
             if m.start() >= known:
                 break
-            self._pos = m.end()
+            self.searched = m.end()
             if m[0] == '"':
-                self._is_in_string = not self._is_in_string
-            elif m[0] == END and not self._is_in_string:
+                self.is_in_string = not self.is_in_string
+            elif m[0] == END and not self.is_in_string:
                 end = m
                 break
-        self._pos = max(self._pos, min(known, len(self._rest)))
-        if end is None and not self._is_last:
-            return False
-        is_whole = end is not None or not self._is_cut
-        calls = _json_calls(self._rest[self._start : end.start() if end else None]) if is_whole else []
-        self._read, self._line = self._read_text, ""
-        if not calls:
-            self._pass(self._start)
-            return True
-        self._take(end.end() if end else len(self._rest))
-        for name, arguments in calls:
-            index, self.n_calls = self.n_calls, self.n_calls + 1
-            self._events += [CallBegins(index, name), CallArguments(index, arguments), CallEnds(index)]
-        return bool(self._rest)
+        self.searched = max(self.searched, min(known, len(rest)))
+        return end
 
 
 def _escape(text: str) -> str:

@@ -12,6 +12,7 @@ from ...layers.mtp import split_head
 from ..config import Config, read_json, text_config_of
 from ..head_formats import DRAFTER, check_head, head_file_of
 from ..skeleton import check_shapes, skeleton
+from ..storage.copy import copy_tensors
 from ..storage.reader import CheckpointReader
 from ..storage.tensors import tensor_names
 from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before, folder_of, read_own, update_own
@@ -120,7 +121,7 @@ def _write(original: CheckpointReader, config: Config, name: str, target: Path) 
     own = check_sizes(original, config, name)
     prefix = "mtp." if original.has_raw_head(tensors) else ""  # a drafter's names tell its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
-    original.save(tensors, target / WEIGHTS, names)
+    copy_tensors(original, tensors, target / WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
     return {"model_type": DRAFTER, "text_config": text_config_of(own), "mlx_mtp": record}
 

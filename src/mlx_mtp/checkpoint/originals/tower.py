@@ -6,6 +6,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ...images.vision import CONFIG_FILES, TOKENS, Vision
 from ..config import Config, read_json, text_config_of
+from ..storage.copy import copy_tensors
 from ..storage.reader import CheckpointReader
 from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before
 from .find import check_sizes, find_original
@@ -57,7 +58,7 @@ def _write(original: CheckpointReader, config: Config, name: str, target: Path) 
     for file in CONFIG_FILES:
         if file in original.files:
             (target / file).write_bytes(original.read(file))
-    original.save(tensors, target / WEIGHTS)
+    copy_tensors(original, tensors, target / WEIGHTS)
     parts = {key: own[key] for key in ("vision_config", *TOKENS) if key in own}
     record = {"source": original.name, "revision": original.revision}
     return {"text_config": text_config_of(own), **parts, "mlx_mtp": record}

@@ -3,13 +3,10 @@
 On the hub, parts are read by HTTP range requests, all from the commit that the revision named at first.
 """
 
-import json
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import (
     HfApi,
@@ -26,7 +23,6 @@ from huggingface_hub.utils import (
     hf_raise_for_status,
     http_backoff,
 )
-from tqdm import tqdm
 
 from ...images.tower import split_tower
 from ...layers.mtp import split_head
@@ -35,8 +31,6 @@ from ..config import Config, parse_json
 from ..head_formats import head_file_of, is_raw_head_file
 from .hub import check_path, commit_of, fetch, hub_errors
 from .tensors import INDEX_FILE, WEIGHTS, tensor_names, weight_map_of
-
-CHUNK_BYTES = 16 << 20  # per range request, which is repeated if it fails
 
 
 class CheckpointReader:
@@ -70,7 +64,7 @@ class CheckpointReader:
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read the bytes of a file from ``start`` to before ``stop``."""
         if self.folder is None:
-            data = self._download(file, start, stop)
+            data = _download(self.name, self.revision, file, start, stop)
         else:
             with (self.folder / file).open("rb") as f:
                 f.seek(start)
@@ -81,20 +75,6 @@ class CheckpointReader:
 
     def read_json(self, file: str) -> Config:
         return parse_json(self.read(file), f"{file} of {self.name}")
-
-    # huggingface_hub parses headers, but reads neither single tensors nor, of a sharded checkpoint, the headers of some
-    # files alone; so ranges of files and the index are read here.
-    def _download(self, file: str, start: int, stop: int | None) -> bytes:
-        url = hf_hub_url(self.name, file, revision=self.revision)
-        headers = build_hf_headers()
-        if stop is not None:
-            headers["Range"] = f"bytes={start}-{stop - 1}"
-        with hub_errors(self.name, self.revision):
-            response = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-            hf_raise_for_status(response)
-            if stop is not None and response.status_code != 206:
-                raise OSError("its server does not support range requests.")
-        return response.content
 
     @cache  # noqa: B019 (a command makes one or two readers)
     def header(self, file: str) -> SafetensorsFileMetadata:
@@ -192,64 +172,22 @@ class CheckpointReader:
             return raw
         return is_raw_head_file(self.name, self.config or {}, raw, head, self.header(self.head_file).metadata)
 
-    def save(self, tensors: Mapping[str, TensorInfo], file: Path, names: Mapping[str, str] | None = None) -> None:
-        """Write some tensors to a new safetensors file, reading no other bytes.
-
-        The file appears when it is complete. Until then its bytes are in ``file`` with ``.part`` behind its name, and another
-        call resumes there.
-
-        Args:
-            names (Dict[str, str], optional): What to call each in the file. Default: ``None``, as they are called.
-        """
-        order = sorted(tensors, key=lambda name: (self.weight_map[name], tensors[name].data_offsets))
-        header, n = {}, 0
-        for name in order:
-            t = tensors[name]
-            stop = n + n_bytes(t)
-            header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
-            n = stop
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
-        done = _resume(part, head, n)
-        with part.open("ab") as f, _bar(n, done) as bar:
-            for source, start, stop in self._runs(order, tensors):
-                for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
-                    f.write(data := self.read(source, begin, min(begin + CHUNK_BYTES, stop)))
-                    bar.update(len(data))
-                done -= skipped
-        part.replace(file)
-
-    def _runs(self, order: list[str], tensors: Mapping[str, TensorInfo]) -> list[tuple[str, int, int]]:
-        """The ranges to read, (file, start, stop), tensors that lie side by side joined into one."""
-        runs: list[tuple[str, int, int]] = []
-        data_start: dict[str, int] = {}  # of each file: offsets in a header count from its end
-        for name in order:
-            file = self.weight_map[name]
-            if file not in data_start:
-                data_start[file] = 8 + struct.unpack("<Q", self.read(file, 0, 8))[0]
-            start, stop = (data_start[file] + offset for offset in tensors[name].data_offsets)
-            if runs and (runs[-1][0], runs[-1][2]) == (file, start):
-                runs[-1] = (file, runs[-1][1], stop)
-            else:
-                runs.append((file, start, stop))
-        return runs
-
 
 def n_bytes(tensor: TensorInfo) -> int:
     start, stop = tensor.data_offsets
     return stop - start
 
 
-def _resume(part: Path, head: bytes, n: int) -> int:
-    """Begin a file with these bytes, or keep up to n that another call has written behind them -> the bytes that are there."""
-    if part.exists() and (done := part.stat().st_size - len(head)) <= n:
-        with part.open("rb") as f:
-            if f.read(len(head)) == head:
-                return done
-    part.write_bytes(head)
-    return 0
-
-
-def _bar(n: int, done: int) -> Any:
-    return tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
+# huggingface_hub parses headers, but reads neither single tensors nor, of a sharded checkpoint, the headers of some files
+# alone; so ranges of files and the index are read here.
+def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> bytes:
+    url = hf_hub_url(repo, file, revision=revision)
+    headers = build_hf_headers()
+    if stop is not None:
+        headers["Range"] = f"bytes={start}-{stop - 1}"
+    with hub_errors(repo, revision):
+        response = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        hf_raise_for_status(response)
+        if stop is not None and response.status_code != 206:
+            raise OSError("its server does not support range requests.")
+    return response.content

@@ -51,6 +51,42 @@ class Rule:
     path: str = ""
 
 
+class Rules:
+    """The rules of a grammar, by name and in order, a line each.
+
+    Attributes:
+        is_strict (bool): Whether those that are added must be read.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Rule] = {}
+        self.is_strict = False
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def add(self, name: str, text: str, free: str | None = None, path: str = "") -> str:
+        """Add a rule, see ``Rule`` -> its name."""
+        self.by_name[name] = Rule(text, None if self.is_strict else free, path)
+        return name
+
+    def add_terminal(self, text: str, free: str, path: str) -> str:
+        return self.add(f"T{len(self)}", text, free, path)
+
+    def loosen(self, line: int) -> str | None:
+        """Leave free what a line of the grammar says; it cannot be read -> the path of a schema that must not be free."""
+        name = list(self.by_name)[line - 1]
+        rule = self.by_name[name]
+        if rule.free is None:
+            return rule.path
+        self.by_name[name] = Rule(rule.free, None, rule.path)
+        return None
+
+    @property
+    def lark(self) -> str:
+        return "\n".join([*(f"{name}: {rule.text}" for name, rule in self.by_name.items()), END_OF_VALUE])
+
+
 class CallGrammar:
     """One call of a form's tools after the other.
 
@@ -68,38 +104,24 @@ class CallGrammar:
         )
         if write is None:
             raise ValueError("no grammar describes the calls of this model: leave it out")
-        self.rules: dict[str, Rule] = {}
-        self.is_strict = False  # the tool that is being written
+        self.rules = Rules()
         self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
         self._texts = {"value"}  # those of them that take a text that is not listed
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"call_{i}" for i in range(len(form.calls))]
-        self._add("start", r"/\n{0,2}/ calls" if form.is_required else "calls")
-        self._add("calls", r"call (/\n{0,2}/ call)* /\n?/")
-        self._add("call", " | ".join(names))
-        self._add("value", _free_value(tokenizer))
+        self.rules.add("start", r"/\n{0,2}/ calls" if form.is_required else "calls")
+        self.rules.add("calls", r"call (/\n{0,2}/ call)* /\n?/")
+        self.rules.add("call", " | ".join(names))
+        self.rules.add("value", _free_value(tokenizer))
         for name, tool in zip(names, form.calls):
-            self.is_strict = tool.get("strict") is True
-            is_exact = form.is_required or self.is_strict
-            schema = _read(tool, self.is_strict) if is_exact else None
-            self._add(name, f"{begin} {write(tool['name'], schema)} {end}")
+            self.rules.is_strict = is_strict = tool.get("strict") is True
+            is_exact = form.is_required or is_strict
+            schema = _read(tool, is_strict) if is_exact else None
+            self.rules.add(name, f"{begin} {write(tool['name'], schema)} {end}")
 
     @property
     def lark(self) -> str:
-        return "\n".join([*(f"{name}: {rule.text}" for name, rule in self.rules.items()), END_OF_VALUE])
-
-    def loosen(self, line: int) -> str | None:
-        """Leave free what a line of the grammar says; it cannot be read -> the path of a schema that must not be free."""
-        name = list(self.rules)[line - 1]
-        rule = self.rules[name]
-        if rule.free is None:
-            return rule.path
-        self.rules[name] = Rule(rule.free, None, rule.path)
-        return None
-
-    def _add(self, name: str, text: str, free: str | None = None, path: str = "") -> str:
-        self.rules[name] = Rule(text, None if self.is_strict else free, path)
-        return name
+        return self.rules.lark
 
     # Calls
 
@@ -147,7 +169,7 @@ class CallGrammar:
             is_text_or_not = len(types) > 1 and any("string" in t for t in types)
             if not is_text_or_not and (len(rules) == 1 or not rules & self._texts):
                 continue
-            if self.is_strict:
+            if self.rules.is_strict:
                 raise ValueError(
                     f"{schema.root.path}: {name} cannot be enforced: it is another string, or none, by the alternative"
                 )
@@ -171,22 +193,22 @@ class CallGrammar:
         speak = [node for node in leaf if node.patterns or node.others is not None]
         if not speak or any(not _takes_others(node) for node in speak):
             return None
-        if self.is_strict and all(_allows_all_others(node) for node in speak):
+        if self.rules.is_strict and all(_allows_all_others(node) for node in speak):
             return None  # as where the schema does not speak of them
-        if self.is_strict:
+        if self.rules.is_strict:
             key = "patternProperties" if speak[0].patterns else "additionalProperties"
             raise ValueError(f"{speak[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
         known = "|".join(map(_literal, names))
         others = f" & ~/({known})/" if known else ""
         if len(speak) > 1:  # which of them speak of a name depends on the name
-            return _parameter(self._terminal(f"{KEY}{others}", KEY, speak[0].path), "value")
+            return _parameter(self.rules.add_terminal(f"{KEY}{others}", KEY, speak[0].path), "value")
         (node,) = speak
         keys = [(f"/{_search(pattern)}/", n) for pattern, n in node.patterns.items() if not n.is_false]
         if node.others is not None and not node.others.is_false:
             keys.append(("".join(f" & ~/{_search(pattern)}/" for pattern in node.patterns)[3:], node.others))
         options = []
         for key, n in keys:
-            name = self._terminal(f"{KEY}{others}{' & ' * bool(key)}{key}", KEY, node.path)
+            name = self.rules.add_terminal(f"{KEY}{others}{' & ' * bool(key)}{key}", KEY, node.path)
             options.append(_parameter(name, self._value(schema, [n])))
         return f"({' | '.join(options)})"
 
@@ -210,16 +232,16 @@ class CallGrammar:
             for n in range(i + 1):
                 taken, left = after[n + 1], None if is_required else after[n]
                 ways = [*([f"{part} {taken}"] if taken else []), *([left] if left else [])]
-                here.append(self._add(f"rest_{len(self.rules)}", " | ".join(ways)) if ways else None)
+                here.append(self.rules.add(f"rest_{len(self.rules)}", " | ".join(ways)) if ways else None)
             after = here
         return after[0]
 
     def _leaves(self, schema: Schema, node: Node) -> list[Leaf] | None:
         """Those of a schema that is written here, and not as JSON; ``None``: it is left free."""
         leaves = schema.leaves(node)
-        if self.is_strict and leaves is None:
+        if self.rules.is_strict and leaves is None:
             raise ValueError(f"{node.path} has too many alternatives")
-        if self.is_strict and (path := schema.overlapping(node)) is not None:
+        if self.rules.is_strict and (path := schema.overlapping(node)) is not None:
             raise ValueError(f"{path} cannot be enforced: two of its options may both hold")
         return leaves
 
@@ -237,11 +259,11 @@ class CallGrammar:
         """A text where the value may be a string; else JSON."""
         types = schema.types(node)
         if "string" not in types:
-            return self._add(
+            return self.rules.add(
                 f"value_{len(self.rules)}", f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}"
             )
         leaves = self._leaves(schema, node)
-        if leaves is None or (not self.is_strict and any(map(_is_any_string, leaves))):
+        if leaves is None or (not self.rules.is_strict and any(map(_is_any_string, leaves))):
             return "value"
         if all(any(_is_free(leaf, t) for leaf in leaves) for t in types):
             return "value"
@@ -255,7 +277,7 @@ class CallGrammar:
         options += [_quote(text + END_OF_PARAMETER) for text in dict.fromkeys(texts)]
         if not options:
             raise ValueError(f"{node.path} allows no value")
-        return self._add(f"value_{len(self.rules)}", " | ".join(options))
+        return self.rules.add(f"value_{len(self.rules)}", " | ".join(options))
 
     def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
         """The rule of a text that one of the conditions holds for, or that is read as another type.
@@ -265,32 +287,29 @@ class CallGrammar:
         """
         leaves = schema.leaves(node) or []
         if bound := sorted(t for t in others - STRUCTURES if not any(_is_free(leaf, t) for leaf in leaves)):
-            if self.is_strict:
+            if self.rules.is_strict:
                 raise ValueError(f"{node.path} cannot be enforced: strings beside some values of type {bound[0]}")
             return "value"
         begins = f" & ~/{STRUCTURE}/" if others & STRUCTURES else ""
         ways = [f"({condition}{begins})" for condition in conditions] + [
             f"/{SCALARS[t]}/" for t in sorted(others - STRUCTURES)
         ]
-        terminal = self._terminal(" | ".join(ways), r"/(.|\n)*/", node.path)
-        text = self._add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]
+        terminal = self.rules.add_terminal(" | ".join(ways), r"/(.|\n)*/", node.path)
+        text = self.rules.add(f'text_{len(self.rules)}[suffix="\\n</parameter>\\n"]', terminal).partition("[")[0]
         self._texts.add(text)
         if not others & STRUCTURES:
             return text
         structure = f"{self._json(schema, node, others & STRUCTURES)} {_quote(END_OF_PARAMETER)}"
-        self._texts.add(value := self._add(f"value_{len(self.rules)}", f"{structure} | {text}"))
+        self._texts.add(value := self.rules.add(f"value_{len(self.rules)}", f"{structure} | {text}"))
         return value
 
     def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
         """A rule for JSON of a schema, as far as it is of these types."""
         written = document(node, None if types == schema.types(node) else types)
         free = json.dumps({"type": sorted(types)})
-        if not self.is_strict:
+        if not self.rules.is_strict:
             written = {**written, "x-guidance": {"lenient": True}}
-        return self._add(f"json_{len(self.rules)}", f"%json {json.dumps(written)}", f"%json {free}", node.path)
-
-    def _terminal(self, text: str, free: str, path: str) -> str:
-        return self._add(f"T{len(self.rules)}", text, free, path)
+        return self.rules.add(f"json_{len(self.rules)}", f"%json {json.dumps(written)}", f"%json {free}", node.path)
 
 
 def _read(tool: Json, is_strict: bool) -> Schema:

@@ -142,7 +142,7 @@ def _compile_calls(tokenizer: TokenizerWrapper, form: Form, after: Any) -> Gramm
         except GrammarError as e:
             if e.line is None:
                 raise
-            if (path := calls.loosen(e.line)) is not None:
+            if (path := calls.rules.loosen(e.line)) is not None:
                 raise ValueError(f"{path} cannot be enforced: {e}") from e
     raise ValueError(f"more than {MAX_LOOSENED} parts of the tools' schemas cannot be enforced: simplify them")
 

@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le
@@ -25,6 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..answers.thinking import Effort, Thinking
 from ..request import ApiError
+from . import refused
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
@@ -57,13 +57,6 @@ TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 )
 Json = dict[str, Any]
-NO_FORM = "docs/server.md lists the forms that an answer can have"
-# Of OpenAI's older APIs, which would change the answers of the others as well.
-OF_CHATS: dict[str, tuple[Sequence[Any], str]] = {
-    "n": ([1], "an answer is one"),
-    "response_format": ([{"type": "text"}], NO_FORM),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], NO_FORM)),
-}
 
 # What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(
@@ -101,15 +94,7 @@ class Body(Part):
     what to do instead.
     """
 
-    REFUSED: ClassVar[Mapping[str, tuple[Sequence[Any], str]]] = {
-        "modalities": ([["text"]], "answers are texts"),
-        "audio": ([], "answers are texts"),
-        "web_search_options": ([], "let the client search"),
-        "structured_outputs": ([{}], NO_FORM),
-        "guided_choice": ([[]], NO_FORM),
-        "grammar": ([""], NO_FORM),
-        "continue_final_message": ([False], "a last message of the assistant is continued without it"),
-    }
+    REFUSED: ClassVar[refused.Refused] = refused.ALL
 
     model: str = "default_model"
     stream: bool = False

@@ -59,8 +59,6 @@ class ChatMessage(Part):
 
 
 class Tool(Part):
-    model_config = Part.model_config | {"extra": "allow"}
-
     function: Json
 
 
@@ -90,7 +88,8 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     body = read(ChatBody, content)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
-    tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
+    # The client's own, with their keys in its order, in which the template writes them.
+    tools = content["tools"] if body.tools and body.tool_choice != "none" else []
     images = Images()
     request = make_request(
         [_message(m, images) for m in body.messages],

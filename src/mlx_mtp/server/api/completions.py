@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 from ...text.tool_calls import Text
 from ..engine.delta import Delta
 from ..request import Request
+from . import refused
 from .body import read
 from .logprobs import TextLogprobs, TopLogprobs
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
@@ -22,18 +23,7 @@ Prompts = Annotated[list[Prompt] | list[Tokens], Field(min_length=1, max_length=
 
 
 class CompletionBody(OpenAIBody):
-    REFUSED: ClassVar = {
-        **OpenAIBody.REFUSED,
-        "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
-        "echo": ([False], "put the prompt before the text yourself"),
-        "suffix": ([""], "write the model's own marks of a gap into the prompt"),
-        "best_of": ([1], "send n, and choose"),
-        "top_logprobs": ([], "send logprobs, a number"),
-        **dict.fromkeys(
-            ("enable_thinking", "thinking_budget", "reasoning_effort"),
-            ([], "a text without a chat template has no thinking: leave it out"),
-        ),
-    }
+    REFUSED: ClassVar = refused.COMPLETIONS
     prompt: Prompt | Tokens | Prompts
     logprobs: TopLogprobs | None = None
 

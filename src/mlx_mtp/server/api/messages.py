@@ -17,7 +17,9 @@ from ..answers.structured_output import form_of
 from ..answers.thinking import Effort, Thinking
 from ..engine.delta import Delta
 from ..request import ApiError, Request
-from .body import OF_CHATS, Body, Part, Positive, Short, read
+from . import refused
+from .blocks import BlockWriter
+from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .writer import Json, Usage, event
 
@@ -79,11 +81,7 @@ class OutputConfig(Part):
 
 class MessagesBody(Body):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    REFUSED: ClassVar = {
-        **Body.REFUSED,
-        **OF_CHATS,
-        "mcp_servers": ([[]], "let the client call the tools"),
-    }
+    REFUSED: ClassVar = refused.MESSAGES
     max_tokens: Positive | None = None
     system: str | list[Block] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -194,95 +192,83 @@ def _assistant(blocks: list[Block], where: str) -> Json:
     return message
 
 
-class MessagesWriter:
+class MessagesWriter(BlockWriter):
     """
     Args:
         body (MessagesBody): The request's.
     """
 
     def __init__(self, body: MessagesBody):
+        super().__init__()
         self.body = body
-        self.content: list[Json] = []  # the blocks so far
-        self.is_open = False  # whether the last one goes on
-        self.arguments = ""  # of the last call, as text
-        self.finish_reason: str | None = None
+        self.input = ""  # of the last call, as text
         self.stop_word: str | None = None
         self.id = f"msg_{uuid.uuid4().hex}"
 
     def begin(self, usage: Usage) -> bytes:
-        message = self._message(usage) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = self.message(usage) | {"content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message=message)
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return _event("ping")
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
-        self.finish_reason = step.finish_reason or self.finish_reason
         self.stop_word = step.stop_word
-        return b"".join(self._add(e) for e in step.events)
+        return super().add(step, choice)
 
-    def _add(self, e: Any) -> bytes:
-        if isinstance(e, Text):
-            return self._extend({"type": "text", "text": ""}, "text", "text_delta", e.text)
-        if isinstance(e, Reasoning):
-            block: Json = {"type": "thinking", "thinking": "", "signature": ""}
-            return self._extend(block, "thinking", "thinking_delta", e.text)
-        if isinstance(e, CallBegins):
-            block = {"type": "tool_use", "id": e.id or f"toolu_{uuid.uuid4().hex}", "name": e.name, "input": {}}
-            return self._begin(block)
-        if isinstance(e, CallArguments):
-            self.arguments += e.text
-            return self._delta({"type": "input_json_delta", "partial_json": e.text})
-        return self._close()
+    def text(self, piece: Text) -> bytes:
+        return self._extend({"type": "text", "text": ""}, "text_delta", piece.text)
 
-    def _extend(self, block: Json, field: str, kind: str, text: str) -> bytes:
-        """Add to the last block, or begin one."""
-        begun = b"" if self.is_open and self.content[-1]["type"] == block["type"] else self._begin(block)
-        self.content[-1][field] += text
-        return begun + self._delta({"type": kind, field: text})
+    def reasoning(self, piece: Reasoning) -> bytes:
+        return self._extend({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", piece.text)
 
-    def _begin(self, block: Json) -> bytes:
-        closed = self._close()
-        self.content.append(block)
-        self.is_open, self.arguments = True, ""
-        return closed + _event("content_block_start", index=len(self.content) - 1, content_block=block)
+    def call(self, call: CallBegins) -> Json:
+        self.input = ""
+        return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
 
-    def _delta(self, delta: Json) -> bytes:
-        return _event("content_block_delta", index=len(self.content) - 1, delta=delta)
+    def arguments(self, piece: CallArguments) -> bytes:
+        self.input += piece.text
+        return self._delta({"type": "input_json_delta", "partial_json": piece.text})
 
-    def _close(self) -> bytes:
-        if not self.is_open:
-            return b""
-        block, self.is_open = self.content[-1], False
+    def opened(self, block: Json) -> bytes:
+        return _event("content_block_start", index=len(self.blocks) - 1, content_block=block)
+
+    def closed(self, block: Json) -> bytes:
         signed = b""
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(self.arguments)
+            block["input"] = arguments_of(self.input)
         elif block["type"] == "thinking":
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
-        return signed + _event("content_block_stop", index=len(self.content) - 1)
+        return signed + _event("content_block_stop", index=len(self.blocks) - 1)
+
+    def _extend(self, block: Json, kind: str, text: str) -> bytes:
+        """Add to the last block, or begin this one. Its text is in the field of its type."""
+        field = block["type"]
+        begun = b"" if self.goes_on(field) else self.open(block)
+        self.blocks[-1][field] += text
+        return begun + self._delta({"type": kind, field: text})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def end(self, usage: Usage) -> bytes:
-        closed = self._close()
-        message = self._message(usage)
+        closed = self.close()
+        message = self.message(usage)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         return closed + _event("message_delta", delta=delta, usage=message["usage"]) + _event("message_stop")
-
-    def whole(self, usage: Usage) -> Json:
-        self._close()
-        return self._message(usage)
 
     def failed(self, error: ApiError) -> bytes:
         return event(error_content(error), "error")
 
-    def _message(self, usage: Usage) -> Json:
+    def message(self, usage: Usage) -> Json:
         reason = STOP_REASONS.get(self.finish_reason or "", "end_turn" if self.stop_word is None else "stop_sequence")
         return {
             "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self.body.model,
-            "content": self.content,
+            "content": self.blocks,
             "stop_reason": reason,
             "stop_sequence": self.stop_word if reason == "stop_sequence" else None,
             "usage": {

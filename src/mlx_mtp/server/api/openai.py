@@ -12,8 +12,9 @@ from mlx_lm.server import get_system_fingerprint
 from ..answers.structured_output import form_of, the_only
 from ..engine.delta import Delta
 from ..request import ApiError, Form
+from . import refused
 from .body import Body, Part, Positive, Stop, stop_words
-from .writer import Json, Usage, event
+from .writer import Json, Usage, event, keep_alive
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # of a prompt
@@ -31,11 +32,7 @@ class StreamOptions(Part):
 class OpenAIBody(Body):
     """The fields of both."""
 
-    REFUSED: ClassVar = {
-        **Body.REFUSED,
-        "functions": ([[]], "send tools"),
-        "function_call": (["auto", "none"], "send tools"),
-    }
+    REFUSED: ClassVar = refused.OPENAI
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -131,7 +128,7 @@ class OpenAIWriter:
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        return f": keepalive {n_read}/{n_prompt}\n\n".encode()
+        return keep_alive(n_read, n_prompt)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]

@@ -22,11 +22,13 @@ from ..answers.thinking import Effort
 from ..engine.delta import Delta
 from ..engine.prompt import NO_LIMIT
 from ..request import ApiError, Request
-from .body import OF_CHATS, Body, Part, Positive, Short, read
+from . import refused
+from .blocks import BlockWriter
+from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
-from .writer import Json, Usage, event
+from .writer import Json, Usage, event, keep_alive
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 
@@ -74,14 +76,7 @@ class ReasoningOptions(Part):
 
 
 class ResponsesBody(Body):
-    REFUSED: ClassVar = {
-        **Body.REFUSED,
-        **OF_CHATS,
-        "previous_response_id": ([], "send the whole conversation as input"),
-        "conversation": ([], "send the whole conversation as input"),
-        "prompt": ([], "send instructions and input"),
-        "background": ([False], "leave it out"),
-    }
+    REFUSED: ClassVar = refused.RESPONSES
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
@@ -202,94 +197,66 @@ def _reasoning(item: Item, where: str) -> str:
     return ""
 
 
-class ResponsesWriter:
+class ResponsesWriter(BlockWriter):
     """
     Args:
         body (ResponsesBody): The request's.
     """
 
     def __init__(self, body: ResponsesBody):
+        super().__init__()
         self.body, self.tools = body, body.named_tools
-        self.output: list[Json] = []
-        self.is_open = False  # whether the last item goes on
-        self.finish_reason: str | None = None
-        self.n_reasoning = self.n_events = 0
+        self.n_reasoning = 0
         self.steps: list[Delta] = []  # where their log probabilities are asked for
+        self.event = Events()
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
 
     def begin(self, usage: Usage) -> bytes:
-        response = self._response("in_progress", None)
-        return self._event("created", response=response) + self._event("in_progress", response=response)
+        response = self.message(None, "in_progress")
+        return self.event("created", response=response) + self.event("in_progress", response=response)
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        return f": keepalive {n_read}/{n_prompt}\n\n".encode()
+        return keep_alive(n_read, n_prompt)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
-        self.finish_reason = step.finish_reason or self.finish_reason
         if self.body.top is not None:
             self.steps.append(step)
         self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
-        return b"".join(self._add(e) for e in step.events)
+        return super().add(step, choice)
 
-    def _add(self, e: Any) -> bytes:
-        if isinstance(e, Text):
-            item: Json = {
-                "type": "message",
-                "id": _new("msg"),
-                "status": "in_progress",
-                "role": "assistant",
-                "content": [],
-            }
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            tokens = e.tokens if self.body.top is not None else []
-            return self._extend(item, part, e.text, logprobs=[logprob_of(self.steps[i]) for i in tokens])
-        if isinstance(e, Reasoning):
-            item = {"type": "reasoning", "id": _new("rs"), "status": "in_progress", "summary": [], "content": []}
-            return self._extend(item, {"type": "reasoning_text", "text": ""}, e.text)
-        if isinstance(e, CallBegins):
-            return self._begin(self._call(e))
-        if isinstance(e, CallArguments):
-            item = self.output[-1]
-            item["arguments"] += e.text
-            is_custom = item["type"] == "custom_tool_call"  # whose text is known at the end
-            return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=e.text)
-        return self._close()
+    def text(self, piece: Text) -> bytes:
+        item = {"type": "message", "id": _new("msg"), "status": "in_progress", "role": "assistant", "content": []}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        tokens = piece.tokens if self.body.top is not None else []
+        return self._extend(item, part, piece.text, logprobs=[logprob_of(self.steps[i]) for i in tokens])
 
-    def _call(self, e: CallBegins) -> Json:
-        tool, space = self.tools.get(e.name, (Tool(type="function", name=e.name), None))
+    def reasoning(self, piece: Reasoning) -> bytes:
+        item = {"type": "reasoning", "id": _new("rs"), "status": "in_progress", "summary": [], "content": []}
+        return self._extend(item, {"type": "reasoning_text", "text": ""}, piece.text)
+
+    def call(self, call: CallBegins) -> Json:
+        tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
         kind = "custom_tool_call" if tool.type == "custom" else "function_call"
         item = {
             "type": kind,
             "id": _new("fc" if kind == "function_call" else "ctc"),
-            "call_id": e.id or _new("call"),
+            "call_id": call.id or _new("call"),
             "name": tool.name,
             "arguments": "",
             "status": "in_progress",
         }
         return item if space is None else {**item, "namespace": space}
 
-    def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
-        """Add to the last item's only part, or begin one."""
-        begun = b""
-        if not (self.is_open and self.output[-1]["type"] == item["type"]):
-            begun = self._begin(item) + self._item_event("content_part.added", content_index=0, part=part)
-            self.output[-1]["content"] = [json.loads(json.dumps(part))]
-        whole = self.output[-1]["content"][0]
-        whole["text"] += text
-        for name, more in fields.items():
-            whole[name] += more
-        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
+    def arguments(self, piece: CallArguments) -> bytes:
+        item = self.blocks[-1]
+        item["arguments"] += piece.text
+        is_custom = item["type"] == "custom_tool_call"  # whose text is known at the end
+        return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=piece.text)
 
-    def _begin(self, item: Json) -> bytes:
-        closed = self._close()
-        self.output.append(item)
-        self.is_open = True
-        return closed + self._event("output_item.added", output_index=len(self.output) - 1, item=_shown(item))
+    def opened(self, item: Json) -> bytes:
+        return self.event("output_item.added", output_index=len(self.blocks) - 1, item=_shown(item))
 
-    def _close(self) -> bytes:
-        if not self.is_open:
-            return b""
-        item, self.is_open = self.output[-1], False
+    def closed(self, item: Json) -> bytes:
         item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
         if item["type"] == "function_call":
             arguments = item["arguments"]
@@ -305,24 +272,36 @@ class ResponsesWriter:
             done += self._item_event("content_part.done", content_index=0, part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
-        return done + self._event("output_item.done", output_index=len(self.output) - 1, item=_shown(item))
+        return done + self.event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
+
+    def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
+        """Add to the only part of the last item, or begin this one."""
+        begun = b""
+        if not self.goes_on(item["type"]):
+            begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
+            self.blocks[-1]["content"] = [json.loads(json.dumps(part))]
+        whole = self.blocks[-1]["content"][0]
+        whole["text"] += text
+        for name, more in fields.items():
+            whole[name] += more
+        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
+
+    def _item_event(self, kind: str, **data: Any) -> bytes:
+        return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
 
     def end(self, usage: Usage) -> bytes:
-        closed = self._close()
-        response = self.whole(usage)
-        return closed + self._event(response["status"], response=response)
-
-    def whole(self, usage: Usage) -> Json:
-        self._close()
-        return self._response("incomplete" if self.finish_reason == "length" else "completed", usage)
+        closed = self.close()
+        response = self.message(usage)
+        return closed + self.event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        response = self._response("failed", None)
+        response = self.message(None, "failed")
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
+        return self.event("failed", response={**response, "error": {"code": code, "message": error.message}})
 
-    def _response(self, status: str, usage: Usage | None) -> Json:
-        body = self.body
+    def message(self, usage: Usage | None, status: str | None = None) -> Json:
+        """The response. Default: with the status of one that has ended."""
+        body, status = self.body, status or ("incomplete" if self.finish_reason == "length" else "completed")
         return {
             "id": self.id,
             "object": "response",
@@ -333,7 +312,7 @@ class ResponsesWriter:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
-            "output": [_shown(item) for item in self.output],
+            "output": [_shown(item) for item in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": body.reasoning.model_dump(),
@@ -345,26 +324,31 @@ class ResponsesWriter:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": None if usage is None else self._usage(usage),
+            "usage": None if usage is None else _usage(usage, self.n_reasoning),
             "metadata": body.metadata or {},
         }
 
-    def _usage(self, usage: Usage) -> Json:
-        return {
-            "input_tokens": usage.n_prompt,
-            "input_tokens_details": {"cached_tokens": usage.n_cached},
-            "output_tokens": usage.n_generated,
-            "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
-            "total_tokens": usage.n_prompt + usage.n_generated,
-        }
 
-    def _item_event(self, kind: str, **data: Any) -> bytes:
-        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **data)
+class Events:
+    """The events of a stream, which are numbered."""
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        name, number = f"response.{kind}", self.n_events
-        self.n_events += 1
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, kind: str, **data: Any) -> bytes:
+        name, number = f"response.{kind}", self.n
+        self.n += 1
         return event({"type": name, "sequence_number": number, **data}, name)
+
+
+def _usage(usage: Usage, n_reasoning: int) -> Json:
+    return {
+        "input_tokens": usage.n_prompt,
+        "input_tokens_details": {"cached_tokens": usage.n_cached},
+        "output_tokens": usage.n_generated,
+        "output_tokens_details": {"reasoning_tokens": n_reasoning},
+        "total_tokens": usage.n_prompt + usage.n_generated,
+    }
 
 
 def _new(prefix: str) -> str:

@@ -60,3 +60,8 @@ def event(data: Json, name: str | None = None) -> bytes:
     """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def keep_alive(n_read: int, n_prompt: int) -> bytes:
+    """A comment in a stream, which clients skip: how much of a prompt is read."""
+    return f": keepalive {n_read}/{n_prompt}\n\n".encode()

@@ -134,7 +134,7 @@ class Admission:
         request.pieces = Pieces(tokenizer) if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
-            prompt.initial_state == "reasoning",
+            prompt.in_reasoning,
             request.tools,
             args.stop_words,
             is_chat=request.request_type == "chat",
@@ -174,14 +174,10 @@ class Admission:
             acceptance=self.options.acceptance,
         )
 
-    def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int], kind: str) -> None:
-        """Keep a prompt cache of these tokens for later requests.
-
-        Args:
-            kind (str): mlx-lm's name for what the text ends with.
-        """
+    def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
+        """Keep a prompt cache of these tokens for later requests."""
         if tokens and request.encoded is not None:
-            self.caches.insert(request.encoded, tokens, prompt_cache, kind)
+            self.caches.insert(request.encoded, tokens, prompt_cache)
             self.make_room()
 
     def make_room(self) -> None:

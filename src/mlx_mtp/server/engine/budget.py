@@ -25,11 +25,10 @@ def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[Lo
         asked.frequency_penalty,
         asked.frequency_context_size,
     )
-    in_reasoning = prompt.initial_state == "reasoning"
-    processors += make_form(tokenizer, request, in_reasoning)
+    processors += make_form(tokenizer, request, prompt.in_reasoning)
     budget = request.thinking.limit(tokenizer)
     if budget is not None:
-        processors.append(make_budget(tokenizer, len(prompt.tokens), in_reasoning, budget))
+        processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
     return processors
 
 

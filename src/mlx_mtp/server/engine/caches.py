@@ -34,14 +34,13 @@ class Caches(Protocol):
         """A prompt of this model will be fetched. In any thread: what takes long is done here."""
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        """The prompt cache to go on from, if there is one, and the tokens in it; leaves the prompt's segments behind these."""
+        """The prompt cache to go on from, if there is one, and the tokens in it. Sets where the prompt is cut behind these."""
 
-    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
+    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         """Keep a prompt cache of a prompt, as far as it is read, and of its answer.
 
         Args:
             tokens (List[int]): All of the tokens in the cache.
-            kind (str): mlx-lm's name for what the text ends with.
         """
 
     def trim_to(self, n_bytes: int) -> None:
@@ -113,8 +112,7 @@ class Stores:
             if all(n == most for n, _ in known):
                 break
             cache, n, n_common = self._fetch(prompt, most)
-        prompt.cut(self.reader.cuts(tokens, n_common))
-        prompt.skip(n)
+        prompt.cuts, prompt.n_cached = [cut for cut in self.reader.cuts(tokens, n_common) if cut > n], n
         return cache, n
 
     def _fetch(self, prompt: Prompt, most: int) -> tuple[list[Any] | None, int, int]:
@@ -127,7 +125,7 @@ class Stores:
             logging.exception("The prompt cache has failed, and a prompt is read from its beginning.")
             return None, 0, 0
 
-    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any], kind: str) -> None:
+    def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         try:
             prompt.handle = self.reader.insert(prompt.key_of(tokens), prompt_cache, prompt.handle)
         except Exception:

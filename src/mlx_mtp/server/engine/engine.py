@@ -168,10 +168,11 @@ class Engine:
         """A part of a prompt is read."""
         request = self.running[progress.uid]
         request.client.put(Waiting(*progress.progress))
-        kinds = request.encoded.segment_types if request.encoded is not None else []
-        if progress.end_of_segment and not progress.end_of_prompt and kinds:
+        cuts = request.encoded.cuts if request.encoded is not None else []
+        if progress.end_of_segment and not progress.end_of_prompt and cuts:
             prompt_cache, tokens = self.admission.batch.extract_cache([progress.uid])[progress.uid]
-            self.admission.keep(request, prompt_cache, tokens, kinds.pop(0))
+            cuts.pop(0)
+            self.admission.keep(request, prompt_cache, tokens)
 
     def _answer(self, response: Response, last: Response | None, finish_reason: str | None) -> None:
         """Send a token to the client; ``last`` is the response that ends the sequence in this step, if one does."""
@@ -199,7 +200,7 @@ class Engine:
         """End a request whose sequence has left the batch generator, and keep its cache for the next turn."""
         request = self.running.pop(uid)
         request.client.put(None)
-        self.admission.keep(request, prompt_cache, tokens, "assistant")
+        self.admission.keep(request, prompt_cache, tokens)
         self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
 
     def _end(self) -> None:

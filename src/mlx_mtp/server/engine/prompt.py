@@ -157,7 +157,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
     tokenizer.complete(request.args)
     tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
     make_form(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
-    return Prompt(tokens, [tokens], ["assistant"], "reasoning" if in_reasoning else "normal", pictured=pictured)
+    return Prompt(tokens, in_reasoning, pictured=pictured)
 
 
 def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:

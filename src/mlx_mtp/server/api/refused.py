@@ -1,0 +1,57 @@
+"""Fields that would have to change an answer and are not supported, by API.
+
+Each has the values that change nothing, and what to do instead. Other fields that an API does not know are left aside.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Refused = Mapping[str, tuple[Sequence[Any], str]]
+
+NO_FORM = "docs/server.md lists the forms that an answer can have"
+ALL: Refused = {
+    "modalities": ([["text"]], "answers are texts"),
+    "audio": ([], "answers are texts"),
+    "web_search_options": ([], "let the client search"),
+    "structured_outputs": ([{}], NO_FORM),
+    "guided_choice": ([[]], NO_FORM),
+    "grammar": ([""], NO_FORM),
+    "continue_final_message": ([False], "a last message of the assistant is continued without it"),
+}
+# /v1/chat/completions and /v1/completions.
+OPENAI: Refused = {
+    **ALL,
+    "functions": ([[]], "send tools"),
+    "function_call": (["auto", "none"], "send tools"),
+}
+COMPLETIONS: Refused = {
+    **OPENAI,
+    "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
+    "echo": ([False], "put the prompt before the text yourself"),
+    "suffix": ([""], "write the model's own marks of a gap into the prompt"),
+    "best_of": ([1], "send n, and choose"),
+    "top_logprobs": ([], "send logprobs, a number"),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking_budget", "reasoning_effort"),
+        ([], "a text without a chat template has no thinking: leave it out"),
+    ),
+}
+# Of those two, which would change the answers of the others as well.
+OF_OPENAI: Refused = {
+    "n": ([1], "an answer is one"),
+    "response_format": ([{"type": "text"}], NO_FORM),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], NO_FORM)),
+}
+RESPONSES: Refused = {
+    **ALL,
+    **OF_OPENAI,
+    "previous_response_id": ([], "send the whole conversation as input"),
+    "conversation": ([], "send the whole conversation as input"),
+    "prompt": ([], "send instructions and input"),
+    "background": ([False], "leave it out"),
+}
+MESSAGES: Refused = {
+    **ALL,
+    **OF_OPENAI,
+    "mcp_servers": ([[]], "let the client call the tools"),
+}
