@@ -24,7 +24,7 @@ from ..decoding.planner import Planner
 from ..decoding.sequence import Sequence
 from ..decoding.window import Step, Token
 from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
-from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
+from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
 from .insert import Defaults, check_count, check_entries
 from .prompts import Prompts
@@ -94,7 +94,7 @@ class BatchGenerator:
         if kv.kv_bits is not None:
             self.completion_batch_size = 1
         check_count("prefill_step_size", prefill_step_size)
-        self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
+        self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.prompts = Prompts(self.model, kv)
         self.defaults = Defaults(
             self.model,
@@ -111,7 +111,7 @@ class BatchGenerator:
         self.planner = Planner(self.model, timing_of(self.model).of_batches)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
-                self.planner.exchange.align(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
         p_min, exchange = resolve(self.model).p_min, self.planner.exchange
         self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=exchange, stream=self.stream)
         self.return_prompt_caches = return_prompt_caches
@@ -265,11 +265,11 @@ class BatchGenerator:
         with mx.stream(self.stream):
             n_running = sum(s.end is None for s in self.decoder.sequences)
             ready = self.prompts.ready(self.completion_batch_size - n_running)
-            read = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
-            if chunks := self.prompts.read(self.prefill, bool(ready) or n_running > 0):
+            finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
+            if chunks := self.prompts.prefill(self.prefill_budget, bool(ready) or n_running > 0):
                 self.planner.interrupt()
-            self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_read, self.prompts.seconds
-            return read + chunks, self._step(ready)
+            self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_prefilled, self.prompts.seconds
+            return finished + chunks, self._step(ready)
 
     def next_generated(self) -> list[Response]:
         """Generated tokens alone: reads prompts until there are some. Empty when no sequence is left."""
@@ -302,7 +302,7 @@ class BatchGenerator:
         self._counters.decode_time += seconds
         self._counters.generation_steps += len(responses) > 0
         if responses:
-            self.prefill.record_step(seconds)
+            self.prefill_budget.record_step(seconds)
         return responses
 
 
@@ -310,7 +310,7 @@ def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
     """Whether a sequence has tokens to come, or is still to be given its prompt cache."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
-    return s.max_tokens > s.n_unread
+    return s.max_tokens > s.n_unobserved
 
 
 def _drain(moves: Generator[Token, None, T]) -> T:

@@ -12,7 +12,7 @@ from ..caches.single import KVOptions, SingleCache
 from ..decoding.prefill import prefill_chunk
 from ..decoding.sequence import Sequence
 from ..models.protocol import MTPModel
-from ..pacing.prefill import PrefillPace
+from ..pacing.prefill import PrefillBudget
 from .responses import PromptResponse
 
 
@@ -24,14 +24,14 @@ class Prompts:
         kv (KVOptions): When and how to quantize keys and values.
 
     Attributes:
-        n_read (int): Tokens read so far, of all prompts.
+        n_prefilled (int): Tokens read so far, of all prompts.
         seconds (float): What that took.
     """
 
     def __init__(self, model: MTPModel, kv: KVOptions):
         self.model, self.kv = model, kv
         self.sequences: deque[Sequence] = deque()
-        self.n_read, self.seconds = 0, 0.0
+        self.n_prefilled, self.seconds = 0, 0.0
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -49,35 +49,35 @@ class Prompts:
 
     def ready(self, most: int) -> list[Sequence]:
         """The first sequences whose prompts are read but for the last token."""
-        return [s for s in self.sequences if _is_read(s)][: max(most, 0)]
+        return [s for s in self.sequences if _is_prefilled(s)][: max(most, 0)]
 
     def take(self, ready: list[Sequence]) -> None:
         """These begin to generate, from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
-            s.read(s.segments.pop())
+            s.add_prompt_tokens(s.segments.pop())
 
-    def read(self, pace: PrefillPace, is_running: bool) -> list[PromptResponse]:
+    def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Read as much as the pace says between two steps, with sequences that generate meanwhile or not."""
-        waiting = [s for s in self.sequences if not _is_read(s)]
+        waiting = [s for s in self.sequences if not _is_prefilled(s)]
         if not waiting:
             return []
         n_cached = waiting[0].cache.n_tokens
-        n_left = n = pace.next(n_cached, is_running)
+        n_left = n = budget.next(n_cached, is_running)
         start = time.perf_counter()
         responses: list[PromptResponse] = []
         for s in waiting:
             if n_left > 0:
-                n_before = s.n_read
-                responses.append(self._read(s, n_left))
-                n_left -= s.n_read - n_before
+                n_before = s.n_prefilled
+                responses.append(self._prefill(s, n_left))
+                n_left -= s.n_prefilled - n_before
         if responses:
             seconds = time.perf_counter() - start
-            pace.record_chunk(n - n_left, n_cached, seconds)
-            self.n_read, self.seconds = self.n_read + n - n_left, self.seconds + seconds
+            budget.record_chunk(n - n_left, n_cached, seconds)
+            self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
 
-    def _read(self, s: Sequence, most: int) -> PromptResponse:
+    def _prefill(self, s: Sequence, most: int) -> PromptResponse:
         """Read up to ``most`` tokens of a prompt, at most to the end of a segment."""
         segment, cache = s.segments[0], s.cache
         tokens, s.segments[0] = segment[:most], segment[most:]
@@ -86,15 +86,15 @@ class Prompts:
             embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
         cache.images = s.images
         prefill_chunk(self.model, SingleCache(cache, self.kv), mx.array(tokens, mx.uint32), embeddings)
-        s.read(tokens)
-        s.n_read += len(tokens)
+        s.add_prompt_tokens(tokens)
+        s.n_prefilled += len(tokens)
         cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))
         is_end = not s.segments[0]
         if is_end:
             s.segments.pop(0)
-        return PromptResponse(s.uid, (s.n_read, s.n_prompt), is_end, False)
+        return PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), is_end, False)
 
 
-def _is_read(s: Sequence) -> bool:
+def _is_prefilled(s: Sequence) -> bool:
     """Whether its prompt is read, but for the last token."""
     return len(s.segments) == 1

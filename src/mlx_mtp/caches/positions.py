@@ -66,24 +66,24 @@ class Positions:
     """
     Args:
         images (Tuple[ImageSpan]): Of the text, in order.
-        first (int): The text's token that counts as index 0, where a cache lacks the ones before.
+        start (int): The text's token that counts as index 0, where a cache lacks the ones before.
     """
 
     images: tuple[ImageSpan, ...]
-    first: int = 0
+    start: int = 0
 
     @property
     def shift(self) -> int:
         """What to add to an index behind all images to have the position."""
-        return self.first + sum(image.shift for image in self.images)
+        return self.start + sum(image.shift for image in self.images)
 
     def are_plain(self, begin: int) -> bool:
         """Whether all images end before an index."""
-        return not self.images or self.first + begin >= self.images[-1].end
+        return not self.images or self.start + begin >= self.images[-1].end
 
     def ids(self, begin: int, n: int) -> np.ndarray:
         """The positions of n tokens from an index on, [3, n]."""
-        begin, shift = self.first + begin, 0
+        begin, shift = self.start + begin, 0
         tokens = np.arange(begin, begin + n)
         ids = np.tile(tokens, (3, 1))
         for image in self.images:

@@ -142,14 +142,14 @@ class PromptCache:
         return Positions(tuple(self.images)).shift
 
     @property
-    def first_row(self) -> int:
+    def first_position(self) -> int:
         """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
     @property
     def head_positions(self) -> Positions | None:
         """Those of the head's rows, each at its hidden state's; ``None`` where these are plain."""
-        return Positions(tuple(self.images), self.first_row) if self.images else None
+        return Positions(tuple(self.images), self.first_position) if self.images else None
 
 
 def _images_of(last: Any) -> list[ImageSpan]:

@@ -273,10 +273,10 @@ class RowsCache:
         model (nn.Module): A model of ``mlx_mtp.load``.
 
     Attributes:
-        before (None): Several sequences cannot go back to before a pass.
+        before_pass (None): Several sequences cannot go back to before a pass.
     """
 
-    before: list[Any] | None = None
+    before_pass: list[Any] | None = None
 
     def __init__(self, model: Any):
         self.rows = Rows()

@@ -39,14 +39,15 @@ class SingleCache:
         kv (KVOptions): When and how to quantize keys and values.
 
     Attributes:
-        before (List[Any], optional): Where the caches were before the last pass, until its first token is final. Of keys and
-          values that is a number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
+        before_pass (List[Any], optional): The ``recurrent.snapshot`` of the caches before the last pass, until its first token
+          is final. It has the number of keys and values, and the arrays of recurrent layers, which costs their memory and, as
+          measured, no time.
     """
 
     def __init__(self, cache: PromptCache, kv: KVOptions):
         self.cache, self.kv = cache, kv
         self.n_tokens = [cache.n_tokens]
-        self.before: list[Any] | None = None
+        self.before_pass: list[Any] | None = None
         self.n_in_flight = 0  # tokens of a pass that is not rolled back
         self.is_rolling_back = False
 
@@ -65,17 +66,17 @@ class SingleCache:
 
     def start_pass(self, n: int) -> None:
         """Remember where the caches are."""
-        self.before, self.n_in_flight = snapshot(self.cache.entries), n
+        self.before_pass, self.n_in_flight = snapshot(self.cache.entries), n
 
     def keep_pass(self) -> None:
         """All tokens of the pass are final, as those of a prompt."""
-        self.n_tokens, self.before, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
+        self.n_tokens, self.before_pass, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
 
     def restore(self) -> bool:
         """Go back to before the last pass, if its first token is not final -> whether it was not."""
-        if self.before is None:
+        if self.before_pass is None:
             return False
-        restore(self.cache.entries, self.before)
+        restore(self.cache.entries, self.before_pass)
         return True
 
     def quantize(self) -> None:

@@ -65,7 +65,7 @@ class PromptLookup:
     def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
         self.text, self.fixed = [*text], fixed
         self.index = NGramIndex(self.text)
-        self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
+        self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
         self.followed: int | None = None
         self.left: int | None = None  # where the last match was wrong
@@ -86,38 +86,39 @@ class PromptLookup:
             self.length = 0 if self.followed is None else self._match_length(self.followed)
         return self.followed
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         """Take decided tokens as the host learns of them."""
         for token in tokens:
             at = self.at
             if at is not None:
                 is_copy = self.text[at] == token
                 self.left = self.left if is_copy else at
-                self.rates.count(self._rank(self.length), is_copy)
+                self.rates.count(self._bucket(self.length), is_copy)
                 self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
             else:
                 self.is_lost = True
             self.text.append(token)
 
-    def acceptance(self, n_unread: int) -> list[float]:
+    def acceptance(self, n_unobserved: int) -> list[float]:
         """How likely each copied draft is accepted given that those before it are, up to [MAX_COPY_TOKENS]; without a match [].
 
         Args:
-            n_unread (int): The number of decided tokens that ``read`` was not given yet. They are taken to be copies, too.
+            n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet. They are assumed to be
+              copies, too.
         """
         if self.at is None:
             return []
-        n = len(self._copy(self.at, n_unread + MAX_COPY_TOKENS))
-        if n <= n_unread:
+        n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))
+        if n <= n_unobserved:
             return []
-        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n)]
-        return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
+        rates = [self.rates.estimate[self._bucket(self.length + i)] for i in range(n)]
+        return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
-    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[None]]:
         """Up to k drafts for the tokens after the unread ones, and their records: proposed with probability one."""
         at = self.at
         assert at is not None
-        drafts = self._copy(at, n_unread + k)[n_unread:]
+        drafts = self._copy(at, n_unobserved + k)[n_unobserved:]
         return mx.array(drafts, mx.uint32), [None] * len(drafts)
 
     def _copy(self, at: int, n: int) -> list[int]:
@@ -139,6 +140,6 @@ class PromptLookup:
         starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
         return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
 
-    def _rank(self, length: int) -> int:
+    def _bucket(self, length: int) -> int:
         """Lengths count as equal from 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
         return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()

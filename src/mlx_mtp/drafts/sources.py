@@ -26,23 +26,23 @@ class Source(Protocol):
     name: str
     fixed: int | None
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         """Take decided tokens as the host learns of them."""
         ...
 
-    def acceptance(self, n_unread: int) -> list[float]:
+    def acceptance(self, n_unobserved: int) -> list[float]:
         """The probability that each draft is accepted given that those before it are; empty where there is none now.
 
         Args:
-            n_unread (int): The number of decided tokens that ``read`` was not given yet.
+            n_unobserved (int): The number of decided tokens that ``observe`` was not given yet.
         """
         ...
 
-    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[Any]]:
         """
         Args:
             k (int): The number of drafts that the step has room for.
-            n_unread (int): As for ``acceptance``.
+            n_unobserved (int): As for ``acceptance``.
 
         Returns:
             Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unread ones; and ``None`` for each, which is

@@ -178,7 +178,7 @@ class VisionTower(nn.Module):
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
         h = self.patch_embed(pixel_values.reshape(-1, self.args.patch_dim))
-        h = h + self._position_rows(y, x, rows, columns).astype(h.dtype)
+        h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
         cos, sin = self._angles(y, x)
         for block in self.blocks:
             h = block(h, cos, sin)
@@ -196,7 +196,7 @@ class VisionTower(nn.Module):
             )
         return shape[0], shape[1]
 
-    def _position_rows(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
+    def _position_embeddings(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
         """The square position table at each patch, bilinear between its corners and an image's: [N, D] in float32."""
         m, side = self.args.spatial_merge_size, math.isqrt(self.args.num_position_embeddings)
         total: Any = 0

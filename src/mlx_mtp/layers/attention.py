@@ -13,12 +13,12 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.base import scaled_dot_product_attention
 
-FUSED_ROWS, FUSED_QUERIES = 8, 32  # of MLX's fused attention: rows, and rows times query heads per key-value head
+FUSED_QUERIES, FUSED_HEADS = 8, 32  # of MLX's fused attention: rows, and rows times query heads per key-value head
 
 
-def fused_rows(layer: Any) -> int:
+def fused_queries(layer: Any) -> int:
     """The most rows that MLX's fused attention on Metal takes with the heads of an attention layer."""
-    return max(1, min(FUSED_ROWS, FUSED_QUERIES * layer.num_key_value_heads // layer.num_attention_heads))
+    return max(1, min(FUSED_QUERIES, FUSED_HEADS * layer.num_key_value_heads // layer.num_attention_heads))
 
 
 def attend(

@@ -30,8 +30,8 @@ class DraftLMHead:
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
         self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
-        self._known = frozenset(ids or ())
-        self._more: tuple[int, ...] = ()
+        self._loaded = frozenset(ids or ())
+        self._added: tuple[int, ...] = ()
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
 
@@ -49,13 +49,13 @@ class DraftLMHead:
         Returns:
             DraftLMHead: This one if it has them all. New tokens come last in ``ids``.
         """
-        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._known and i not in self._more)
+        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._loaded and i not in self._added)
         if self.ids is None or not new:
             return self
         head = copy.copy(self)
-        head._more = self._more + new
-        more = mx.array(head._more, mx.uint32)
-        head.ids = mx.concatenate([self.ids[: len(self._known)], more])
+        head._added = self._added + new
+        more = mx.array(head._added, mx.uint32)
+        head.ids = mx.concatenate([self.ids[: len(self._loaded)], more])
         head.layers = [self.layers[0], self._rows(more)]
         return head
 
@@ -78,7 +78,7 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
-class QuantizedRows(nn.Module):
+class QuantizedLinear(nn.Module):
     """A quantized linear layer made from arrays: ``nn.QuantizedLinear`` draws random numbers when it is constructed.
 
     Args:
@@ -102,7 +102,7 @@ class QuantizedRows(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
+def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
@@ -110,7 +110,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedRows(weight, layer.get("bias"), _group_size(weight), bits)
+    return QuantizedLinear(weight, layer.get("bias"), _group_size(weight), bits)
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:

@@ -17,7 +17,7 @@ class Settings:
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)  # of a step, by depth: what auto begins with
-    attention_rows: int | None = None  # as in Drafting, like those that follow
+    attention_rows: int | None = None  # as in DraftConfig, like those that follow
     compiled: bool = True
     pieces: int | None = None
 
@@ -39,7 +39,7 @@ class Settings:
 
 
 @dataclass
-class Drafting:
+class DraftConfig:
     """
     Args:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.

@@ -110,7 +110,7 @@ def _embed(embed_tokens: Any, tokens: mx.array) -> mx.array:
     return embed_tokens(tokens)
 
 
-def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
+def append_keys_and_values(layer: Any, x: mx.array, cache: Any) -> None:
     """Append the keys and values of x [B, T, H] to the cache."""
     keys, values = keys_and_values_of(layer.self_attn, layer.input_layernorm(x))
     cache.update_and_fetch(layer.self_attn.rope(keys, offset=cache.offset), values)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..caches.positions import plain_position
 from .compiled import run
-from .drafting import Drafting
+from .drafting import DraftConfig
 
 MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
 
@@ -54,7 +54,7 @@ class Pass:
             mx.async_eval(x)
 
 
-def pass_over(T: int, drafting: Drafting, n_confirmed: int, exact: bool) -> Pass:
+def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, exact: bool) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts and exact windows run as in mlx-lm."""
     if exact or (n_confirmed == 0 and T > 1):
         return Pass()
@@ -62,7 +62,7 @@ def pass_over(T: int, drafting: Drafting, n_confirmed: int, exact: bool) -> Pass
     return Pass(drafting.compiled and T <= MOST_TOKENS, rows, drafting.pieces)
 
 
-def pass_of_head(drafting: Drafting, T: int) -> Pass:
+def pass_of_head(drafting: DraftConfig, T: int) -> Pass:
     """A pass of the head over T tokens of each sequence."""
     return Pass(drafting.compiled and T <= MOST_TOKENS)
 

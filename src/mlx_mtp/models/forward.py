@@ -9,7 +9,7 @@ import mlx.nn as nn
 from ..caches import recurrent as caches
 from ..caches.positions import add_mrope, rope_at
 from ..caches.prompt_cache import positions_of
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.exact import one_by_one
 from ..layers.mtp import MTPModule
 from ..layers.passes import in_pass, pass_over
@@ -36,7 +36,7 @@ def forward(
     inputs: mx.array,
     cache: list[Any] | None,
     *,
-    drafting: Drafting,
+    drafting: DraftConfig,
     return_hidden: bool = False,
     n_confirmed: int = 0,
     exact: bool = False,
@@ -45,7 +45,7 @@ def forward(
     """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
 
     Args:
-        drafting (Drafting): How to run passes.
+        drafting (DraftConfig): How to run passes.
     """
     if n_confirmed > 0:
         caches.open_windows(cache, len(model.layers), n_confirmed, exact)

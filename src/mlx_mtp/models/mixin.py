@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.fingerprint import fingerprint
 from ..caches.recurrent import ArraysCache
 from ..distributed.ranks import Ranks
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.mtp import is_raw, sanitize_head, split_head
 from .draft_model import DraftModel
 
@@ -32,7 +32,7 @@ class MTPMixin:
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
-        self.drafting = Drafting()
+        self.drafting = DraftConfig()
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..distributed.ranks import Ranks
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.mtp import MTPModule
 
 
@@ -19,10 +19,10 @@ class PassCaches(Protocol):
     Attributes:
         entries (List[Any]): For the model's call.
         n_tokens (List[int]): The final tokens of each sequence, without those of a pass in flight, [B].
-        before (List[Any], optional): Where the caches were before the pass in flight, until its first token is final.
+        before_pass (List[Any], optional): Where the caches were before the pass in flight, until its first token is final.
     """
 
-    before: list[Any] | None
+    before_pass: list[Any] | None
 
     @property
     def entries(self) -> list[Any]: ...
@@ -56,7 +56,7 @@ class MTPModel(Protocol):
 
     args: Any
     model: Any  # the backbone, with ``embed_tokens``
-    drafting: Drafting
+    drafting: DraftConfig
     ranks: Ranks | None  # who runs the model together
     vision: Any  # the checkpoint's ``images.vision.Vision``, or None
     head_prefix: str  # of the names of the head's parameters

@@ -27,7 +27,7 @@ class JointRates(Rates):
         self.estimate = joint(rows)
 
     @property
-    def is_known(self) -> bool:
+    def has_counts(self) -> bool:
         return True
 
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
@@ -74,11 +74,11 @@ class BatchTimes:
             self.by_size[batch_size] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
         return self.by_size[batch_size]
 
-    def follow(self, other: "BatchTimes") -> None:
+    def copy_from(self, other: "BatchTimes") -> None:
         """Know what another knows, such as rank 0's."""
         self.by_size = {n: self.by_size.get(n, times) for n, times in other.by_size.items()}
         for n, times in other.by_size.items():
-            self.by_size[n].follow(times)
+            self.by_size[n].copy_from(times)
 
     def _guess(self, batch_size: int) -> dict[int, float]:
         """The times of a size that is new: on the line through the sizes beside it, at the depths that both know."""

@@ -70,7 +70,14 @@ class Depth:
         rates (Rates, optional): The acceptance of the head's drafts, to read and to feed. Default: ``None``, a new text's.
     """
 
-    FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
+    FIRST_DEPTHS = (
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+    )  # the first step at a depth is not counted, and the others show whether it was slow
     PROBING = 0.02  # of the time, at most, lost to probing
     FIRST_LOSS = 1.0  # plain steps that probing may lose besides, so that it can begin
     MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
@@ -108,8 +115,8 @@ class Depth:
         if self.only is not None:
             return []
         if len(self.times.seconds) < 2:  # nothing says what a draft costs
-            return [Plan(k) for k in self.FIRST]
-        return [] if self.rates.is_known else [Plan(k) for k in self.FIRST if k > 0]
+            return [Plan(k) for k in self.FIRST_DEPTHS]
+        return [] if self.rates.has_counts else [Plan(k) for k in self.FIRST_DEPTHS if k > 0]
 
     def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
         """
@@ -146,7 +153,7 @@ class Depth:
         Where other generations run in between, nothing can be measured, and a plain step would not tell more.
         """
         is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
-        return self.times.is_known(PLAIN_PLAN) or is_slower or not self.is_alone
+        return self.times.is_fresh(PLAIN_PLAN) or is_slower or not self.is_alone
 
     def _best_source(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
         """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
@@ -161,7 +168,7 @@ class Depth:
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
         """Three steps with two drafts, where their time is a guess and they would be best if the second took no time."""
-        if best > 1 or self.most < 2 or self.times.is_known(Plan(2)):
+        if best > 1 or self.most < 2 or self.times.is_fresh(Plan(2)):
             return []
         tokens = expected_tokens(self.rates.estimate)
         would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]

@@ -14,7 +14,7 @@ MAX_TOKEN_GAP = 0.5  # seconds
 MIN_DECODE_SHARE = 0.33
 
 
-class PrefillPace:
+class PrefillBudget:
     """Chooses the size of each chunk, from what the chunks and steps before took.
 
     A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are read faster,
@@ -32,8 +32,8 @@ class PrefillPace:
         ValueError: An argument is out of range.
     """
 
-    SHORTEST, FIRST = 16, 64  # tokens of a chunk, where the step size is not less
-    UNHEARD = 0.7  # seconds of a chunk while no answer runs: a client that hangs up is noticed within a second
+    SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, where the step size is not less
+    IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs: a client that hangs up is noticed within a second
     CHOOSE_EVERY = 8  # steps on several ranks, which wait for each other where they choose
     FADING = 0.8  # of the mean time of a step
 
@@ -47,12 +47,12 @@ class PrefillPace:
         check_max_token_gap(max_token_gap)
         check_min_decode_share(min_decode_share)
         self.max_token_gap, self.ranks = max_token_gap, ranks
-        self.decode_per_read = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of reading
+        self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of reading
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
         self.sizes = [n for n in sizes if n >= min(self.SHORTEST, prefill_step_size)]  # the greatest first
         self.chunk = 0  # the size chosen last
         self.seconds_per_token: float | None = None
-        self.n_known = 0  # tokens of the text up to the chunk that showed the speed
+        self.n_measured = 0  # tokens of the text up to the chunk that showed the speed
         self.step_seconds = 0.0  # of a step, in the mean
         self.owed = 0.0  # seconds of decoding, before more is read
         self.n_steps = 0  # before the next choice
@@ -71,7 +71,7 @@ class PrefillPace:
             self.n_steps -= 1
             return 0
         choice = self._choose(n_cached, is_running)
-        self.chunk, self.n_steps = choice if self.ranks is None else self.ranks.share(choice)
+        self.chunk, self.n_steps = choice if self.ranks is None else self.ranks.broadcast(choice)
         return self.chunk
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
@@ -79,23 +79,23 @@ class PrefillPace:
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
-        seconds = self.max_token_gap - self.step_seconds if is_running else max(self.UNHEARD, self.max_token_gap)
+        seconds = self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
         return self._size(seconds, n_cached), 0
 
     def _size(self, seconds: float, n_cached: int) -> int:
         """The greatest size that is read in so many seconds."""
         if seconds == math.inf:
             return self.sizes[0]
-        if self.seconds_per_token is None or n_cached > 2 * max(self.n_known, self.sizes[0]):
-            return next((n for n in self.sizes if n <= self.FIRST), self.sizes[-1])
+        if self.seconds_per_token is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
+            return next((n for n in self.sizes if n <= self.UNMEASURED), self.sizes[-1])
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
         """So many tokens were read in so many seconds, behind ``n_cached`` others."""
-        self.owed = seconds * self.decode_per_read
+        self.owed = seconds * self.decode_per_prefill
         # A short rest of a prompt takes longer for each token than a chunk.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
-            self.seconds_per_token, self.n_known = seconds / n, n_cached + n
+            self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
 
     def record_step(self, seconds: float) -> None:
         """A step of the running answers took so many seconds."""

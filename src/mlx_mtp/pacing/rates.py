@@ -22,14 +22,14 @@ class Rates:
         self.estimate = self._estimate()
 
     @property
-    def is_known(self) -> bool:
+    def has_counts(self) -> bool:
         """Whether anything was counted."""
         return any(self.n_verified)
 
-    def count(self, rank: int, accepted: bool) -> None:
+    def count(self, bucket: int, accepted: bool) -> None:
         """Count one draft; earlier ones of the same rank fade."""
-        self.n_verified[rank] = self.FADING * self.n_verified[rank] + 1
-        self.n_accepted[rank] = self.FADING * self.n_accepted[rank] + accepted
+        self.n_verified[bucket] = self.FADING * self.n_verified[bucket] + 1
+        self.n_accepted[bucket] = self.FADING * self.n_accepted[bucket] + accepted
         self.estimate = self._estimate()
 
     def count_window(self, n_drafted: int, n_accepted: int) -> None:

@@ -60,7 +60,7 @@ class StepTimes:
         """Measure all times anew: another context, or another state of the machine."""
         self._begin({})
 
-    def follow(self, other: "StepTimes") -> None:
+    def copy_from(self, other: "StepTimes") -> None:
         """Know what another knows, such as rank 0's; whoever feeds this one goes on feeding it."""
         vars(self).update(vars(other))
 
@@ -121,12 +121,12 @@ class StepTimes:
             self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
             self.n_counted = {plan: 1}
 
-    def is_known(self, plan: Plan) -> bool:
+    def is_fresh(self, plan: Plan) -> bool:
         """Whether such steps were measured, not long ago and since times last shrank."""
         return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
 
     def _update(self) -> None:
-        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
+        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_fresh(plan)}
         head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
         self.estimate = _estimates(head, self.n)
         self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for

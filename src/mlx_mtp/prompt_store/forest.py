@@ -46,7 +46,7 @@ class Forest:
             # What is not quantized yet serves both.
             end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
             for node in root.prefixes(text[: max(end, 0)]):
-                if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
+                if node.snapshot is not None and (best is None or _preference(format, node) > _preference(*best)):
                     best = format, node
         return best
 
@@ -129,13 +129,13 @@ def in_memory(node: Node) -> bool:
     return node.snapshot is not None and node.snapshot.in_memory
 
 
-def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
+def _preference(format: Format, node: Node) -> tuple[int, bool, int]:
     return node.length, format.head, node.used
 
 
-def above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
+def above(node: Node, matches: Callable[[Node], bool]) -> Node:
     """The next node above for which this is so, or the root."""
-    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
+    return next(n for n in node.path()[-2::-1] if n.parent is None or matches(n))
 
 
 def only_for(node: Node) -> list[Node]:

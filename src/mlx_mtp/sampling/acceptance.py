@@ -81,8 +81,8 @@ class TokenMatch:
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
         choices: list[mx.array] = []
         states: list[mx.array] = []
-        for row in logprobs:  # one at a time, as mlx-lm hands them to samplers
-            choices.append(self.sampler(row))
+        for at_position in logprobs:  # one at a time, as mlx-lm hands them to samplers
+            choices.append(self.sampler(at_position))
             if self.sampler is not greedy_sampler:
                 states.append(mx.random.state[0])  # type: ignore[index]
         tokens = mx.concatenate(choices)
@@ -127,7 +127,7 @@ class Coupled:
     keeps_state = False
 
     def __init__(self, sampler: TextSampler):
-        self.sampler, self.first = sampler.sampler, sampler.first
+        self.sampler, self.start = sampler.sampler, sampler.start
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
         noise = self._noise(position, logprobs.shape[-1])
@@ -138,17 +138,17 @@ class Coupled:
     ) -> Verdict:
         k, T = len(drafts), len(logprobs)
         V = logprobs[0].shape[-1]
-        known = [*records, *[None] * (T - k)]
-        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(known)])  # [T, V]
+        every = [*records, *[None] * (T - k)]
+        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(every)])  # [T, V]
         log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
         tokens = mx.argmax(log_p + noise, axis=-1)
         return Verdict(tokens, tokens[:k] == drafts, [])
 
     def _noise(self, position: int, size: int) -> mx.array:
-        return gumbel(self.sampler.seed, self.first + position, size)
+        return gumbel(self.sampler.seed, self.start + position, size)
 
     def _coins(self, position: int, n: int) -> mx.array:
-        return mx.array([[uniform(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
+        return mx.array([[uniform(self.sampler.seed, self.start + position + t)] for t in range(n)])  # [n, 1]
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
