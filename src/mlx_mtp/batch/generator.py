@@ -120,7 +120,7 @@ class BatchGenerator:
         self._old_wired_limit = maybe_set_recommended_wired_limit()
 
     def close(self) -> None:
-        """Let go of all sequences, and restore the wired limit."""
+        """Remove all sequences, and restore the wired limit."""
         self.prompts.sequences.clear()
         self.decoder.clear()
         if self.planner.exchange is not None:
@@ -141,7 +141,7 @@ class BatchGenerator:
 
     @contextlib.contextmanager
     def stats(self) -> Generator[BatchStats, None, None]:
-        """The work this generator does while the block runs, as in mlx-lm."""
+        """A context that counts the work of this generator, as in mlx-lm."""
         stats = BatchStats()
         start = BatchCountersSnapshot(**asdict(self._counters))
         try:
@@ -159,7 +159,7 @@ class BatchGenerator:
     # Sequences come and go
 
     def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:
-        """As ``insert_segments``, for prompts that are not cut in segments."""
+        """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
         return self.insert_segments([[prompt] for prompt in prompts], **kwargs)
 
     def insert_segments(
@@ -184,10 +184,10 @@ class BatchGenerator:
             segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
             max_tokens (List[int], optional): The maximum number of tokens of each.
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied.
-            all_tokens (List[List[int]], optional): The tokens in the caches, which logits processors are shown.
+            all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
-            stop_sequences (List[StopSequences], optional): What ends each.
+            stop_sequences (List[StopSequences], optional): The stop sequences of each.
             num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
               the most of all; ``None`` for the generator's.
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
@@ -236,7 +236,7 @@ class BatchGenerator:
             return self.prompts.caches(uids, copied=True) | caches
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
-        """Take sequences out -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
+        """Remove sequences -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
         caches = self.prompts.caches(uids, copied=False)
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
@@ -257,7 +257,7 @@ class BatchGenerator:
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """
-        Read a part of the prompts that wait, and do a step of the sequences that generate.
+        Prefill a part of the waiting prompts, and make a step of the sequences that generate.
 
         Returns:
             Tuple of prompt processing responses and generation responses.
@@ -272,14 +272,14 @@ class BatchGenerator:
             return finished + chunks, self._step(ready)
 
     def next_generated(self) -> list[Response]:
-        """Generated tokens alone: reads prompts until there are some. Empty when no sequence is left."""
+        """Return the next generated tokens, prefilling prompts until there are some. Empty when no sequence is left."""
         while len(self) > 0:
             if generated := self.next()[1]:
                 return generated
         return []
 
     def _step(self, ready: list[Sequence]) -> list[Response]:
-        """A step of the sequences that generate, and of those that are ready to."""
+        """Make a step of the sequences that generate, after the ready ones have joined."""
         start, decoder = time.perf_counter(), self.decoder
         running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
         cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
@@ -307,14 +307,17 @@ class BatchGenerator:
 
 
 def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
-    """Whether a sequence has tokens to come, or is still to be given its prompt cache."""
+    """Whether a sequence has tokens to come, or its prompt cache is still to be extracted."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
     return s.max_tokens > s.n_unobserved
 
 
 def _drain(moves: Generator[Token, None, T]) -> T:
-    """Make moves that yield tokens in between -> what they return: all tokens of a step are handed over together."""
+    """Run a generator of moves to its end, ignoring the tokens that it yields -> its return value.
+
+    A batch hands over all tokens of a step at once.
+    """
     while True:
         try:
             next(moves)

@@ -1,4 +1,4 @@
-"""The prompts of a batch, until their sequences generate."""
+"""The waiting prompts of a batch, which are prefilled until their sequences generate."""
 
 import copy
 import time
@@ -17,15 +17,15 @@ from .responses import PromptResponse
 
 
 class Prompts:
-    """They are read one after the other, as far as the last token of each.
+    """Prefills prompts one after the other, each except for its last token.
 
     Args:
-        model (MTPModel): Reads them.
+        model (MTPModel): The model to prefill with.
         kv (KVOptions): When and how to quantize keys and values.
 
     Attributes:
-        n_prefilled (int): Tokens read so far, of all prompts.
-        seconds (float): What that took.
+        n_prefilled (int): The number of tokens prefilled so far, of all prompts.
+        seconds (float): The time that this took.
     """
 
     def __init__(self, model: MTPModel, kv: KVOptions):
@@ -43,22 +43,27 @@ class Prompts:
         self.sequences = deque(s for s in self.sequences if s.uid not in uids)
 
     def caches(self, uids: Collection[int], copied: bool) -> dict[int, tuple[list[Any], list[int]]]:
-        """The prompt caches of sequences at this moment, and the tokens in them; themselves, or copies."""
+        """The prompt caches of waiting sequences at this moment, or copies of them, and the tokens in each."""
         found = {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
         return copy.deepcopy(found) if copied else found
 
     def ready(self, most: int) -> list[Sequence]:
-        """The first sequences whose prompts are read but for the last token."""
+        """The first sequences, at most this many, whose prompts are prefilled except for the last token."""
         return [s for s in self.sequences if _is_prefilled(s)][: max(most, 0)]
 
     def take(self, ready: list[Sequence]) -> None:
-        """These begin to generate, from the last token of their prompts."""
+        """Remove sequences that begin to generate, from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
             s.add_prompt_tokens(s.segments.pop())
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
-        """Read as much as the pace says between two steps, with sequences that generate meanwhile or not."""
+        """Prefill as many tokens between two steps as the budget allows.
+
+        Args:
+            budget (PrefillBudget): The number of tokens to prefill, which observes the time that they take.
+            is_running (bool): Whether other sequences generate.
+        """
         waiting = [s for s in self.sequences if not _is_prefilled(s)]
         if not waiting:
             return []
@@ -78,7 +83,7 @@ class Prompts:
         return responses
 
     def _prefill(self, s: Sequence, most: int) -> PromptResponse:
-        """Read up to ``most`` tokens of a prompt, at most to the end of a segment."""
+        """Prefill up to ``most`` tokens of a prompt, at most to the end of a segment."""
         segment, cache = s.segments[0], s.cache
         tokens, s.segments[0] = segment[:most], segment[most:]
         n_cached, embeddings = cache.n_tokens, s.embeddings
@@ -96,5 +101,5 @@ class Prompts:
 
 
 def _is_prefilled(s: Sequence) -> bool:
-    """Whether its prompt is read, but for the last token."""
+    """Whether a sequence's prompt is prefilled except for the last token."""
     return len(s.segments) == 1
