@@ -1,9 +1,9 @@
-"""Copy drafts: where the text's last tokens stood in it before, what followed them is drafted again.
+"""Copy drafts: where the text's last tokens occurred before, the tokens that followed them are drafted.
 
 This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
 a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
-least ``N_GRAM`` tokens long. It is followed for as long as the text goes on as it did there, and the longer it is, the likelier
-the next token is a copy, too:
+least ``N_GRAM`` tokens long. It is followed while the text repeats the earlier passage, and the longer it is, the likelier the
+next token is a copy, too:
 
     ... a b c d e f g ...            a match of a b c d e, then of f, ...
     ... a b c d e  ->  f g ...       the drafts
@@ -12,10 +12,10 @@ the next token is a copy, too:
 Where the text then differs, as behind a name that was changed, it often rejoins the copied passage: ``N_REJOIN`` tokens are
 enough for a match a little further on.
 
-Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
+Every token shows whether a copy would have been right, even if it was drafted by the head or not drafted at all. So the
 acceptance rate of copies is known without trying them.
 
-This module knows nothing of models. All of it runs on the host.
+This module does not depend on models, and runs on the host.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ import mlx.core as mx
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 
-N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
-N_REJOIN, NEAR = 2, 32  # tokens of such a match, and how far on it is looked for
-LONGEST = 64  # tokens; longer matches are as good
+N_GRAM = 5  # the length of a new match: shorter ones are often chance, and displace drafts of the head
+N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
+LONGEST = 64  # the greatest length that is told apart: longer matches are no better
 
 
 class NGramIndex:
-    """Where each n-gram of a text ended last; the text may grow at its end."""
+    """The last end of each n-gram in a text, which may grow."""
 
     def __init__(self, text: list[int]):
         self.text = text
-        self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the position after it
+        self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
         self.n_indexed = 0  # n-grams
 
     def find(self) -> int | None:
@@ -50,14 +50,14 @@ class NGramIndex:
 
 
 class PromptLookup:
-    """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
+    """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
     Args:
         text (Sequence[int]): The text so far, as far back as it is known. Numbers below 0 are not copied.
         fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
-        text (List[int]): This, and the tokens decided.
+        text (List[int]): The text, with the tokens observed since.
     """
 
     name = "copies"
@@ -72,13 +72,13 @@ class PromptLookup:
         self.is_lost = True  # whether a match must be looked for
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
+        """Add a part of the prompt. Its repetitions are not counted, since they say little about those of the answer."""
         self.text += tokens
         self.is_lost = True
 
     @property
     def at(self) -> int | None:
-        """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
+        """The index of the next token's copy, if the text ends in a match."""
         if self.is_lost:
             self.followed, self.is_lost = self.index.find(), False
             if self.followed is None and self.left is not None:
@@ -87,7 +87,7 @@ class PromptLookup:
         return self.followed
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Take decided tokens as the host learns of them."""
+        """Add decided tokens when the host learns them, and count the copies among them."""
         for token in tokens:
             at = self.at
             if at is not None:
@@ -100,7 +100,9 @@ class PromptLookup:
             self.text.append(token)
 
     def acceptance(self, n_unobserved: int) -> list[float]:
-        """How likely each copied draft is accepted given that those before it are, up to [MAX_COPY_TOKENS]; without a match [].
+        """The probability that each copy is accepted, given that the copies before it are: up to [MAX_COPY_TOKENS].
+
+        Empty without a match.
 
         Args:
             n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet. They are assumed to be
@@ -115,18 +117,18 @@ class PromptLookup:
         return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
     def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[None]]:
-        """Up to k drafts for the tokens after the unread ones, and their records: proposed with probability one."""
+        """Up to k copies for the tokens after the unobserved ones, and their records: ``None``, for probability one."""
         at = self.at
         assert at is not None
         drafts = self._copy(at, n_unobserved + k)[n_unobserved:]
         return mx.array(drafts, mx.uint32), [None] * len(drafts)
 
     def _copy(self, at: int, n: int) -> list[int]:
-        """The n tokens from a position on, fewer where an image begins."""
+        """The n tokens from an index on, fewer if an image begins before."""
         copy = self.text[at : at + n]
         period = len(self.text) - at
         while len(copy) < n:
-            copy.append(copy[-period])  # at the end of the text the copy goes on in itself
+            copy.append(copy[-period])  # at the end of the text the copy continues with its own tokens
         return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:

@@ -1,9 +1,9 @@
-"""How much of the waiting prompts to read before the next step: running answers go on meanwhile, and nothing waits for long.
+"""The number of prompt tokens to prefill between two steps, so that running answers go on while prompts are prefilled.
 
-Reading and generating share one device. While answers are generated, a chunk of a prompt is as long as the target for the gap
-between two of their tokens allows, and steps follow it until they have had their share of the time. A prompt that is alone
-is read at full speed, in chunks after which a client that has hung up is noticed in time. Sizes are a power of two apart, so
-that shapes repeat. Nothing here reads a clock.
+Prefill and decoding share one device. While answers run, a chunk of a prompt is as long as the target for the gap between two
+of their tokens allows, and steps follow until decoding has had its share of the time. A prompt that is alone is prefilled at
+full speed, in chunks short enough to notice within a second that a client has hung up. Sizes are a power of two apart, so that
+shapes repeat. Nothing here reads a clock.
 """
 
 import math
@@ -15,18 +15,18 @@ MIN_DECODE_SHARE = 0.33
 
 
 class PrefillBudget:
-    """Chooses the size of each chunk, from what the chunks and steps before took.
+    """Chooses the number of prompt tokens to prefill before each step, by the times of the chunks and steps so far.
 
-    A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are read faster,
-    never slower, so the size grows as far as it fits. A speed holds for texts up to twice as long as the one that it was
-    measured on; where none is known, the first chunk is a short one.
+    A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are prefilled
+    faster, never slower, so the size grows as far as it fits. A speed holds for texts up to twice as long as the one that it
+    was measured on. Without a measured speed the chunk is short.
 
     Args:
         prefill_step_size (int): The most tokens of a chunk.
         max_token_gap (float): The target for the time between two tokens of a running answer, in seconds; ``math.inf`` for
           none.
-        min_decode_share (float): The share of the time that running answers get while prompts are read, from 0 to below 1.
-        ranks (Ranks, optional): Where several run the model, rank 0 chooses. Default: ``None``.
+        min_decode_share (float): The share of the time for running answers while prompts are prefilled, from 0 to below 1.
+        ranks (Ranks, optional): The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
     Raises:
         ValueError: An argument is out of range.
@@ -59,10 +59,10 @@ class PrefillBudget:
 
     def next(self, n_cached: int, is_running: bool) -> int:
         """
-        The number of prompt tokens to read before the next step; 0 where a step comes first.
+        The number of prompt tokens to prefill before the next step; 0 if a step comes first.
 
         Args:
-            n_cached (int): The number of tokens before them, in the prompt cache.
+            n_cached (int): The number of tokens in the prompt cache.
             is_running (bool): Whether answers are being generated.
         """
         if not is_running:
@@ -75,7 +75,7 @@ class PrefillBudget:
         return self.chunk
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
-        """(tokens to read, steps until the next choice)"""
+        """(tokens to prefill, steps until the next choice)"""
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
@@ -83,7 +83,7 @@ class PrefillBudget:
         return self._size(seconds, n_cached), 0
 
     def _size(self, seconds: float, n_cached: int) -> int:
-        """The greatest size that is read in so many seconds."""
+        """The greatest size that is prefilled in this time."""
         if seconds == math.inf:
             return self.sizes[0]
         if self.seconds_per_token is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
@@ -91,14 +91,14 @@ class PrefillBudget:
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
-        """So many tokens were read in so many seconds, behind ``n_cached`` others."""
+        """Record the time of a prefilled chunk of n tokens, behind ``n_cached`` others."""
         self.owed = seconds * self.decode_per_prefill
-        # A short rest of a prompt takes longer for each token than a chunk.
+        # The short last chunk of a prompt takes longer for each token than a full one.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
             self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
 
     def record_step(self, seconds: float) -> None:
-        """A step of the running answers took so many seconds."""
+        """Record the time of a step of the running answers."""
         self.owed -= seconds
         is_first = self.step_seconds == 0
         self.step_seconds = seconds if is_first else self.FADING * self.step_seconds + (1 - self.FADING) * seconds
