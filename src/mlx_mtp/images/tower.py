@@ -1,6 +1,6 @@
-"""The vision tower of Qwen3.5, 3.6 and 3.8: an image's patches become rows in place of its tokens' embeddings.
+"""The vision tower of Qwen3.5, 3.6 and 3.8: it turns an image's patches into the embeddings of its tokens.
 
-    patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 row
+    patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 embedding
 
 Names are those of the published checkpoints, and layouts those of MLX conversions: the kernel of ``patch_embed`` has its
 channels last. Roundings are transformers': norms, RoPE and GELU are computed in float32 and rounded once.
@@ -102,15 +102,15 @@ class Attention(nn.Module):
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-    """Full attention, [1, H, N, d], of some rows after the others, so that the scores of a few alone are in memory."""
+    """Full attention, [1, H, N, d], of a group of queries at a time, so that only the scores of one group are in memory."""
     _, H, N, _ = q.shape
     n = max(1, SCORE_BYTES // (4 * H * N))
     out: list[mx.array] = []
     for i in range(0, N, n):
-        rows = q[:, :, i : i + n]
+        queries = q[:, :, i : i + n]
         if out:
-            rows = mx.depends([rows], [out[-1]])[0]  # else MLX computes the scores of all first
-        out.append(mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale))
+            queries = mx.depends([queries], [out[-1]])[0]  # otherwise MLX computes the scores of all groups first
+        out.append(mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale))
     return mx.concatenate(out, axis=2)
 
 
@@ -163,7 +163,7 @@ class VisionTower(nn.Module):
         self.merger = Merger(args)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
-        """The rows of one image.
+        """The embeddings of one image.
 
         Args:
             pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of

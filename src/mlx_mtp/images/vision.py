@@ -1,4 +1,4 @@
-"""What a model needs for images beside its language model. Nothing is read before the first image."""
+"""The vision tower and the image processor of a checkpoint. No file is read before the first image."""
 
 import hashlib
 import json
@@ -99,14 +99,18 @@ class Vision:
         return {}
 
     def encode(self, pixel_values: mx.array) -> mx.array:
-        """The rows of an image, [n, H], evaluated; ``pixel_values`` is what ``processor.preprocess_image`` returns."""
-        rows = self.tower(pixel_values)
-        mx.eval(rows)
-        return rows
+        """The embeddings of an image, [n, H], evaluated.
+
+        Args:
+            pixel_values (mx.array): The patches of the image, from ``processor.preprocess_image``.
+        """
+        embeddings = self.tower(pixel_values)
+        mx.eval(embeddings)
+        return embeddings
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """What tells the tower from others, see ``caches/fingerprint.py``."""
+        """The digest that tells this tower from others, see ``caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

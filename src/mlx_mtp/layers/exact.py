@@ -31,7 +31,7 @@ def one_by_one(
         model (nn.Module): A model with the backbone as ``model`` and the output layer as ``logits``.
         inputs (mx.array): Token ids, [B, T].
         cache (List[Any]): One entry for each layer.
-        input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
+        input_embeddings (mx.array, optional): Embeddings to use in place of ``inputs``, [B, T, H].
 
     Returns:
         Tuple[mx.array, mx.array]: Logits [B, T, V], and hidden states after the final norm, [B, T, H].

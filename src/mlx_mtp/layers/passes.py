@@ -1,4 +1,4 @@
-"""How a pass is run: what its layers have to know of it, and no caller of mlx-lm's forward can hand them."""
+"""The configuration of a pass for its layers. It is a context variable, since mlx-lm's forward has no argument for it."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -11,7 +11,7 @@ from ..caches.positions import plain_position
 from .compiled import run
 from .drafting import DraftConfig
 
-MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
+MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
 
 
 @dataclass
@@ -21,23 +21,25 @@ class Pass:
         compiled (bool): Whether layers are compiled. Default: ``False``, they are called as mlx-lm calls them.
         attention_rows (int, optional): The most tokens that attention takes at a time, see ``attention.py``. Default: ``None``,
           all.
-        pieces (int, optional): Hand the device what was built so far behind every so many attention layers, while the rest is
-          built. Default: ``None``, all at once.
+        pieces (int, optional): The number of attention layers after which the graph built so far is given to the device, while
+          the host builds the rest. Default: ``None``, the whole graph at once.
     """
 
     compiled: bool = False
     attention_rows: int | None = None
     pieces: int | None = None
-    n_attended: int = 0  # attention layers that were built
-    starts: dict[int, mx.array | None] = field(default_factory=dict)  # what ``start`` returned, which all layers share
+    n_attended: int = 0  # attention layers built so far
+    starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
         """``function(module, *inputs, **numbers)``, as ``compiled.run`` says."""
         return (run if self.compiled else _call)(function, module, *inputs, **numbers)
 
     def start(self, cache: Any) -> tuple[mx.array, ...]:
-        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace. Nothing where
-        positions have three axes."""
+        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace.
+
+        Empty where positions have three axes.
+        """
         offset = cache.offset
         if isinstance(offset, mx.array):
             return (offset,)
@@ -68,7 +70,7 @@ def pass_of_head(drafting: DraftConfig, T: int) -> Pass:
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_OUTSIDE = Pass()  # of a layer that is called by itself
+_OUTSIDE = Pass()  # for a layer that is called outside ``in_pass``
 
 
 def current_pass() -> Pass:
@@ -76,7 +78,7 @@ def current_pass() -> Pass:
 
 
 class in_pass:
-    """A context in which layers run as a pass says."""
+    """A context in which layers run with the configuration of a pass."""
 
     def __init__(self, this: Pass):
         self.this = this

@@ -3,8 +3,8 @@
     draft_model = model.make_draft_model()
     mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
 
-That loop makes the target's cache and then the draft's, prefills the draft model before the target, hands it nothing but
-tokens, and rolls back rejected ones by trimming both caches. So the target is the model behind an adapter:
+That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
+hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model:
 
 - The draft's cache is made with the target's: the target's passes leave their hidden states in it. Tokens wait in it until
   their hidden states are known.
@@ -12,8 +12,8 @@ tokens, and rolls back rejected ones by trimming both caches. So the target is t
   recorded. Inside that window, and while it is empty, a recurrent layer's cache says that it can be trimmed. Trimming beyond
   the window raises.
 
-So a cache serves one generation here: mlx-lm refuses it for a second, since it cannot be trimmed then. For prompt caches over
-turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache serves a single generation: mlx-lm refuses to use it for a second one, since it cannot be trimmed then. To keep
+prompt caches over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
 """
 
 import weakref
@@ -31,7 +31,7 @@ from ..layers.mtp import run_head
 class ArraysCache(caches.ArraysCache):
     """A recurrent layer's cache that can be trimmed inside the target's last window.
 
-    The class has its parent's name because a prompt cache file names the classes it is made of.
+    The class has its parent's name because a prompt cache file has the names of its classes.
     """
 
     def __init__(self, draft: "DraftCache"):
@@ -45,7 +45,7 @@ class ArraysCache(caches.ArraysCache):
         """Take back the last ``n`` tokens of the open window, and close it.
 
         Raises:
-            ValueError: They are not in the window, or there is none.
+            ValueError: The tokens are not in the window, or no window is open.
         """
         if self.empty():
             return 0
@@ -98,7 +98,7 @@ class DraftCache(stock._BaseCache):
         return n
 
     def see(self, tokens: mx.array) -> None:
-        """Take tokens [N] that the draft model was given."""
+        """Add tokens [N] that the draft model was given."""
         self.tokens = mx.concatenate([self.tokens, tokens if self.n_seen > 0 else tokens[1:]])
         self.n_seen += tokens.size
 
@@ -110,7 +110,7 @@ class DraftCache(stock._BaseCache):
         self.n_final, self.n_tokens = self.n_tokens, self.n_verified + hidden.shape[1]
         self.verified = verifies
         if not verifies:
-            # At once, so that the hidden states of a long prompt are not kept.
+            # Now, so that the hidden states of a long prompt are freed.
             self.catch_up(model)
             mx.async_eval(self.kv.state, self.hidden)
 
@@ -119,7 +119,7 @@ class DraftCache(stock._BaseCache):
         self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
-        """Make the rows whose token and hidden state are both known."""
+        """Run the head over the pairs whose token and hidden state are both known."""
         n = min(self.n_tokens, self.n_seen - 1) - self.n_verified
         if n > 0:
             assert self.hidden is not None

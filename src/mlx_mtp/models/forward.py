@@ -1,4 +1,4 @@
-"""What every model with a head does beside mlx-lm's forward: it is built with one, records windows, and feeds the head."""
+"""The construction and the forward pass of every model with a head, which records windows and returns hidden states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from ..layers.passes import in_pass, pass_over
 
 
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
-    """Replace a model's layers by those that can roll back; give it its head if it has one.
+    """Replace a model's layers by layers that can roll back, and add the head if its arguments have one.
 
     Args:
         args: The text arguments.

@@ -61,10 +61,11 @@ class Depth:
     them when all were accepted.
 
     Args:
-        most (int): The greatest depth. seconds (Mapping[int, float], optional): The time of a step, by depth, as measured
-        before on this machine. times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``,
-        new ones, with ``seconds``. only (int, optional): Always draft this many tokens with the head, and choose only when
-        another source drafts. Default:
+        most (int): The greatest depth.
+        seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
+        times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
+          ``seconds``.
+        only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
           ``None``.
         rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, those
           of a new text.

@@ -1,4 +1,4 @@
-"""Which drafts are accepted, and what takes the place of the first that is rejected.
+"""The acceptance of drafts, and the token that replaces the first rejected one.
 
 p is the target's distribution and q the draft's. There are three ways, and all emit tokens of exactly the distribution p:
 
@@ -17,7 +17,7 @@ decoding with the same random state.
 A draft that is copied from the text is a proposal of probability one, q(x) = 1: rejection sampling accepts it with probability
 p(x), and the residual is p without x.
 
-This module knows nothing of models and caches.
+This module does not depend on models or caches.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from .sampler import Sampler, TextSampler, for_one_text
 
 
 class Verdict(NamedTuple):
-    """On a window of T positions with k drafts, at the first k of them."""
+    """The tokens of a window of T positions with k drafts, and which of the drafts are accepted."""
 
     tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
     accepted: mx.array  # [k], bool; those after the first False mean nothing
@@ -52,7 +52,7 @@ class Acceptance(Protocol):
         """
         Args:
             logprobs (mx.array): The head's log probabilities, [1, V].
-            position (int): Of the draft, counted from the first generated token.
+            position (int): The position of the draft, counted from the first generated token.
 
         Returns:
             Tuple[mx.array, Any]: A draft [1], and the record of it that ``accept`` needs.
@@ -64,8 +64,8 @@ class Acceptance(Protocol):
         Args:
             logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
             drafts (mx.array): [k], with k <= T.
-            records (Sequence[Any]): What ``draft`` returned with each; ``None`` for a copy.
-            position (int): Of the first.
+            records (Sequence[Any]): The record that ``draft`` returned with each draft; ``None`` for a copy.
+            position (int): The position of the first, counted from the first generated token.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Samplers that can say what distribution they draw from, which rejection sampling and coupled drafts need."""
+"""Samplers with a method for the distribution that they draw from, which rejection sampling and coupled drafts need."""
 
 import secrets
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Sampler:
 
         Args:
             logprobs (mx.array): Log probabilities, [B, V].
-            uniforms (mx.array): A uniform number for each row, [B, 1].
+            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
 
         Returns:
             mx.array: Log probabilities after all filters and the temperature, float32, [B, V]; -inf where filtered out.
@@ -121,7 +121,7 @@ class TextSampler:
         """Log probabilities [1, V] -> the next token, [1].
 
         Raises:
-            ValueError: There are several rows, which are several texts.
+            ValueError: The log probabilities are of several texts.
         """
         if len(logprobs) != 1:
             raise ValueError(
