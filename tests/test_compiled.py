@@ -215,7 +215,7 @@ def test_a_step_that_was_traced_is_not_timed(monkeypatch):
     for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
         n += made
         clock.record(step, True)
-    assert [step for step, seconds, _ in clock.known() if seconds is not None] == [1, 2, 3, 5, 6, 7]
+    assert [step for step, seconds, _ in clock.timed() if seconds is not None] == [1, 2, 3, 5, 6, 7]
 
 
 def test_the_demo_is_compiled(monkeypatch):

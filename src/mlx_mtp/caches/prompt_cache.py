@@ -74,9 +74,7 @@ class PromptCache:
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
         if not any(hasattr(c, "offset") for c in self.backbone):
-            return (
-                self.n_recorded
-            )  # a pipeline stage without attention: recurrent states do not tell their number of tokens
+            return self.n_recorded  # a pipeline stage without attention: its states do not tell their length
         return n_tokens(self.backbone)
 
     @property

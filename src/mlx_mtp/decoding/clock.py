@@ -32,9 +32,8 @@ class Clock(Generic[T]):
         # Steps that wait for their seconds: (step, whether its time is clear, whether no other generation ran in between).
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
-        self.received = (
-            self.unsent if exchange is None else exchange.received
-        )  # one process uses its own seconds at once
+        # One process uses its own seconds at once.
+        self.received = self.unsent if exchange is None else exchange.received
 
     def take_turn(self) -> None:
         """Call after giving the device work, before the caller can turn to another generation."""

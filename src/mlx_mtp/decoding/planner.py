@@ -27,9 +27,8 @@ class Planner:
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
         self.clock: Clock[tuple[Depth, Plan, float]] = Clock(timing_of(model), self.exchange)
         self.of_several = BatchDepth(timing_of(model).of_batches)
-        self.of_copies = BatchDepth(
-            BatchTimes()
-        )  # for copies without a head's drafts: such steps have times of their own
+        # For copies without drafts of the head: such steps have times of their own.
+        self.of_copies = BatchDepth(BatchTimes())
         self.latest: list[Drafts] = []  # the drafts of the latest windows
 
     def next(self, decoder: Decoder) -> Drafts:

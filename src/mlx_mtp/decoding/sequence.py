@@ -65,9 +65,8 @@ class Sequence:
         self.end: str | Exception | None = None
         self.cached_text = [] if self.tokens else self.cache.text
         self.images = self.cache.images
-        self.text_start = (
-            self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
-        )  # the index of the first of these
+        # The index of the first known token.
+        self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors

@@ -14,10 +14,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.base import scaled_dot_product_attention
 
-FUSED_QUERIES, FUSED_HEADS = (
-    8,
-    32,
-)  # limits of MLX's fused attention: queries, and queries times query heads per key-value head
+# Limits of MLX's fused attention: queries, and queries times query heads per key-value head.
+FUSED_QUERIES, FUSED_HEADS = 8, 32
 
 
 def fused_queries(layer: Any) -> int:

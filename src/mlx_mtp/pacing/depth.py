@@ -71,14 +71,8 @@ class Depth:
           of a new text.
     """
 
-    FIRST_DEPTHS = (
-        0,
-        0,
-        0,
-        0,
-        1,
-        1,
-    )  # the first step at a depth is not counted, and the others show whether it was slow
+    # The first step at a depth is not counted, and the others show whether it was slow.
+    FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.02  # of the time, at most, lost to probing
     FIRST_LOSS = 1.0  # the time, in plain steps, that probing may lose in addition, so that it can begin
     MARGIN = (

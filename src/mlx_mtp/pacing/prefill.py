@@ -47,14 +47,14 @@ class PrefillBudget:
         check_max_token_gap(max_token_gap)
         check_min_decode_share(min_decode_share)
         self.max_token_gap, self.ranks = max_token_gap, ranks
-        self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of reading
+        self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
         self.sizes = [n for n in sizes if n >= min(self.SHORTEST, prefill_step_size)]  # the greatest first
         self.chunk = 0  # the size chosen last
         self.seconds_per_token: float | None = None
         self.n_measured = 0  # tokens of the text up to the chunk that showed the speed
         self.step_seconds = 0.0  # of a step, in the mean
-        self.owed = 0.0  # seconds of decoding, before more is read
+        self.owed = 0.0  # seconds of decoding due before the next chunk
         self.n_steps = 0  # before the next choice
 
     def next(self, n_cached: int, is_running: bool) -> int:

@@ -5,8 +5,8 @@
                              └─ "another question" ── "answer"
                                        c                 c
 
-A node has the tokens between two cuts of a text, at which its prefill was interrupted, and a snapshot (c), from which a text
-can be resumed. Two texts share the nodes above the token at which they differ. Nodes are never split: keys and values depend,
+A node has the tokens between two cuts, at which the prefill of a text paused, and a snapshot (c), from which a text can be
+resumed. Two texts share the nodes above the token at which they differ. Nodes are never split: keys and values depend,
 by rounding, on the chunks in which they were prefilled.
 """
 
