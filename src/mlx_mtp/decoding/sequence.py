@@ -44,9 +44,9 @@ class Sequence:
         end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or the exception of its sampler or a
           processor; ``None`` while it goes on.
         cached_text (List[int]): The tokens of its prompt cache before these, as far back as they are known.
-        images (List[ImageSpan]): Of its text.
-        n_generated (int): Generated tokens, which the host may not know yet.
-        n_observed (int): Those that it knows.
+        images (List[ImageSpan]): The images of its text.
+        n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
+        n_observed (int): The number of generated tokens that the host knows.
     """
 
     cache: PromptCache
