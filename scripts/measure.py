@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mlx_mtp import DEMO, __version__, cli
-from mlx_mtp.benchmark.row import HEAD_DEPTHS, describe_machine, read_row
-from mlx_mtp.benchmark.runs import AUTO, NO_COPIES
+from mlx_mtp.benchmark.row import describe_machine, read_row
+from mlx_mtp.benchmark.runs import AUTO
 from scripts.draw_measurements import PICTURES, draw_all
 
 ROOT = Path(__file__).parents[1]
@@ -209,27 +208,15 @@ def write_page() -> str:
 
 
 def demo_rows() -> list[str]:
-    """The demo's rows of the README's table, as of docs/results and of the kept outputs."""
-    rows, link = [], "us: [command](docs/develop/measurements.md#{})"
+    """The demo's rows of the README's table: the default settings, from the reports in docs/results."""
+    rows = []
     for file in sorted(
         (ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda file: len(file.name)
     ):  # 4 bits last
         row = read_row(file)
-        *fixed, auto = (f"{row['runs'][str(run)]['ratio']:.2f}" for run in (*HEAD_DEPTHS, NO_COPIES))
-        model, drafts = f"{DEMO_ROW}, {row['model']['backbone']}", "the head alone: 1 to 4 in each step; auto"
         section = "the-demo-with-a-4-bit-backbone" if "4bit" in file.name else "the-demo-head-and-copies-apart"
-        ratios = f"{' '.join(fixed)}; {auto}"
-        rows.append([model, row["machine"]["chip"], drafts, ratios, link.format(section)])
-    copying = KEPT / "demo-copying.txt"
-    if copying.exists():
-        facts, _, output = read_kept(copying)
-        table = output.partition("overall: plain")[2]
-        alone, both = (re.search(rf"^  {run} +[\d.]+ +([\d.]+)", table, re.MULTILINE)[1] for run in (NO_COPIES, AUTO))
-        drafts, command = (
-            "on prompts to copy from: the head alone; both",
-            link.format("prompts-that-an-answer-copies-from"),
-        )
-        rows.append([f"{DEMO_ROW}, bfloat16", facts["machine"].partition(",")[0], drafts, f"{alone}; {both}", command])
+        model, ratio = f"{DEMO_ROW}, {row['model']['backbone']}", f"{row['runs'][AUTO]['ratio']:.2f}"
+        rows.append([model, row["machine"]["chip"], ratio, f"[command](docs/develop/measurements.md#{section})"])
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 

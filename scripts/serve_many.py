@@ -79,7 +79,7 @@ def plain_text(body: dict, model, tokenizer) -> str:
     prompt = tokenizer.encode(body["prompt"])
     sampler = make_sampler(body.get("temperature", 0.0), body.get("top_p", 0.0), seed=body.get("seed"))
     tokens = plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors, sampler=sampler)
-    return text_of(tokenizer, tokens)
+    return text_of(tokenizer, tokens, prompt)
 
 
 def run(

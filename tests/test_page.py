@@ -1,42 +1,132 @@
-"""The page at /: one file that asks this server alone; and where each token of a stream came from, which it shows."""
+"""The page at /: it loads its own files alone, and each token of a stream has a source, which it shows."""
 
 import json
 import re
+from hashlib import sha256
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp.server.__main__ import make_engine
-from mlx_mtp.server.app import PAGE, make_app
+from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.frontend import Frontend
 from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.page_files import FOLDER
 
 PROMPT = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
+OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
+VENDORED = sorted(FOLDER.glob("vendor/*.js"))
+# Each turns a text into HTML or code.
+SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|srcdoc|createContextualFragment|\beval\(|Function\("
 
 
 @pytest.fixture(scope="module")
 def client():
     options = check(make_parser().parse_args(["--mtp"]))
     engine = make_engine(options, None)
+    engine.loaded.result()
     yield TestClient(make_app(Frontend(options, engine), None, ["*"]))
     engine.stop_and_join()
 
 
-def test_page_asks_nobody_else(client):
+class Elements(HTMLParser):
+    """The elements of a page: their attributes, and the text in scripts and styles."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.inline = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.found and self.found[-1][0] in ("script", "style"):
+            self.inline += data.strip()
+
+
+def test_page_loads_every_file_that_it_names(client):
     answer = client.get("/")
-    assert (answer.status_code, answer.text) == (200, PAGE)
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    assert not re.search(r"https?://|\bsrc=|@import|innerHTML|eval\(", PAGE)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    elements = Elements(answer.text).found
+    named = [a.get("src") or a.get("href") for tag, a in elements if tag in ("script", "link")]
+    named = [name for name in named if name != "data:,"]  # the empty icon
+    named += [f"page/{name}" for path in OWN for name in re.findall(r'from "\./(.*)"', path.read_text())]
+    assert {f"page/{path.relative_to(FOLDER)}" for path in [*OWN, *VENDORED]} - set(named) == {"page/page.html"}
+    for name in set(named):
+        file = client.get(f"/{name}")
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        assert (file.status_code, file.headers["content-type"].partition(";")[0]) == (200, kind), name
     assert (client.head("/").status_code, client.head("/").content) == (200, b"")
+    assert client.get("/page/%2e%2e/app.py").status_code == 404
+
+
+def test_page_runs_its_own_scripts_alone_and_asks_nobody_else(client):
+    for path in ("/", "/page/page.html", "/page/main.js"):
+        headers = client.get(path).headers
+        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+        assert {policy[name] for name in ("connect-src", "script-src", "style-src")} == {"'self'"}
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
+        assert (policy["img-src"], policy["require-trusted-types-for"]) == ("'self' data:", "'script'")
+        assert headers["x-content-type-options"] == "nosniff"
+    page = Elements((FOLDER / "page.html").read_text())
+    assert page.inline == ""
+    assert not [name for _, attributes in page.found for name in attributes if name.startswith("on") or name == "style"]
+    for path in OWN:
+        assert not re.search(rf"https?://|@import|url\(|{SINKS}", path.read_text()), path.name
+
+
+def test_text_of_the_model_becomes_html_in_one_place():
+    users = [path.name for path in OWN if re.search(r"markdownit\(|DOMPurify\.", path.read_text())]
+    assert users == ["markdown.js"]
+    text = (FOLDER / "markdown.js").read_text()
+    assert "markdownit({ html: false," in text
+    assert re.findall(r"markdown\.render\(.*", text) == ["markdown.render(text), ALLOWED);"]
+    allowed = set(re.findall(r'"(\w+)"', text.partition("ALLOWED_TAGS")[2].partition("ALLOWED_ATTR")[0]))
+    assert {"pre", "code", "table"} <= allowed
+    assert not allowed & {
+        "script",
+        "style",
+        "img",
+        "svg",
+        "math",
+        "iframe",
+        "object",
+        "form",
+        "input",
+        "base",
+        "template",
+    }
+
+
+def test_vendored_libraries_are_those_of_the_list_and_have_licences():
+    rows = re.findall(r"^\| (\S+\.js) .*`([0-9a-f]{64})` \|$", (FOLDER / "vendor" / "README.md").read_text(), re.M)
+    assert dict(rows) == {path.name: sha256(path.read_bytes()).hexdigest() for path in VENDORED}
+    for path in VENDORED:
+        assert "opyright" in path.with_name(path.name.replace(".min.js", ".LICENSE.txt")).read_text()
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 400_000
 
 
 def test_no_page_with_no_ui():
     options = check(make_parser().parse_args(["--no-ui"]))
     generator = SimpleNamespace(options=options, metrics=Metrics())
-    assert TestClient(make_app(generator, None, ["*"])).get("/").json()["name"] == "mlx_mtp"
+    client = TestClient(make_app(generator, None, ["*"]))
+    assert client.get("/").json()["name"] == "mlx_mtp"
+    assert client.get("/page/main.js").status_code == 404
+
+
+def test_api_is_described_without_pages_of_a_cdn(client):
+    assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
+    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+
+
+def test_demo_says_that_it_completes_python_only(client):
+    model = client.get("/v1/models").json()["data"][0]
+    assert (model["description"], model["has_chat_template"]) == ("Demo model: completes Python only", False)
 
 
 def stream(client, **body) -> list[dict]:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_measurements, draw_step, measure
+from scripts import draw_measurements, draw_step, draw_tokens, measure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("convert/*.md"), *ROOT.glob("tests/**/*.md")]
@@ -66,6 +66,12 @@ def test_pictures_are_what_the_scripts_draw():
             assert all(
                 0 <= low <= value <= high <= chart.top for value, (low, high) in zip(series.values, series.errors)
             )
+
+
+def test_the_picture_of_tokens_is_that_of_a_run():
+    tokens = draw_tokens.generate()
+    assert {source for _, source in tokens} == {"model", "head", "copies"}
+    assert draw_tokens.FILE.read_text(encoding="utf-8") == draw_tokens.draw(tokens)
 
 
 def test_sections_are_kept_under_their_names():

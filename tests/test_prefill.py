@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
@@ -11,8 +13,6 @@ from mlx_mtp.pacing.prefill import PrefillBudget
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
-from tests.test_batch import run as run_scheduler
-from tests.test_batch import scheduler_of, sequence_of
 
 
 @dataclass
@@ -221,18 +221,80 @@ def test_batch_reads_what_the_budget_says():
     assert run(generator, texts)[1].tokens == plain([5] * 12, model, max_tokens=4)
 
 
-@pytest.mark.parametrize("mtp", [True, False])
-def test_server_reads_what_the_budget_says(mtp):
-    """Alone, beside a running answer, and several prompts at once in mlx-lm's batches."""
+@pytest.mark.parametrize("k", ["auto", 0])
+def test_batch_reads_prompts_beside_running_sequences(k):
+    """Alone, then several prompts at once beside one that generates."""
     model = tiny_model("qwen3_5")
-    scheduler = scheduler_of(model, mtp=mtp)
-    scheduler.batch.prefill_budget = budget = Told(*[3, 3] * 2, *[0, 8] * 20)
-    first, *others = (sequence_of(scheduler, [i] * 5, 30) for i in (1, 2, 3))
-    tokens, *_ = run_scheduler(scheduler, {0: [first], 8: others}, {})
+    generator = BatchGenerator(model, num_draft_tokens=k)
+    generator.prefill_budget = budget = Told(*[3, 3] * 2, *[0, 8] * 20)
+    texts = {}
+    generator.insert([[1] * 5], max_tokens=[30])
+    run(generator, texts, 8)
+    generator.insert([[2] * 5, [3] * 5], max_tokens=[30, 30])
+    run(generator, texts)
     assert budget.asked[:2] == [(0, False), (3, False)]
     assert all(is_running for _, is_running in budget.asked[3:])
     assert sum(n for n, _ in budget.chunks) == 3 * 4  # a prompt's last token is no part of them
     assert all(n <= 8 for n, _ in budget.chunks)
     assert budget.n_steps > 0
-    for i, s in enumerate((first, *others), 1):
-        assert tokens[s] == plain([i] * 5, model, max_tokens=30)
+    for uid, text in texts.items():
+        assert text.tokens == plain([uid + 1] * 5, model, max_tokens=30)
+
+
+class Pending:
+    """Embeddings that are complete at the n-th call, which notes the tokens that the others have by then."""
+
+    def __init__(self, array, n, texts):
+        self.array, self.n, self.texts, self.calls = array, n, texts, []
+
+    def __len__(self):
+        return len(self.array)
+
+    def advance(self, seconds):
+        assert 0 < seconds <= 0.7
+        self.calls.append(sum(len(text.tokens) for text in self.texts.values()))
+        return len(self.calls) == self.n
+
+
+def embeddings_of(model, prompt):
+    """Others than the tokens', but for the last one's, which is generated from."""
+    scale = mx.array([0.9] * (len(prompt) - 1) + [1.0])[:, None]
+    return model.model.embed_tokens(mx.array(prompt)) * scale
+
+
+def test_embeddings_are_computed_between_steps():
+    model, prompt = tiny_model("qwen3_5"), [4, 5, 6, 7]
+    generator, texts = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}
+    generator.insert([[1] * 5], max_tokens=[30])
+    run(generator, texts, 6)
+    embeddings = embeddings_of(model, prompt)
+    generator.insert([prompt], max_tokens=[6], input_embeddings=[pending := Pending(embeddings, 5, texts)])
+    run(generator, texts)
+    # A step of the running sequence is between two pieces.
+    assert all(after == before + 1 for before, after in pairwise(pending.calls))
+    assert len(pending.calls) == 5
+    assert texts[0].tokens == plain([1] * 5, model, max_tokens=30)
+    assert texts[1].tokens == plain(prompt, model, max_tokens=6, input_embeddings=embeddings)
+
+
+def test_prompts_behind_pending_embeddings_are_read_with_theirs():
+    model, prompts = tiny_model("qwen3_5"), [[4, 5, 6, 7], [8, 9, 10], [3, 1, 2]]
+    embeddings = [embeddings_of(model, prompt) for prompt in prompts[:2]]
+    generator, texts = BatchGenerator(model), {}
+    pending = [Pending(array, n, texts) for array, n in zip(embeddings, (1, 4))]
+    generator.insert([prompts[2], *prompts[:2]], max_tokens=[6] * 3, input_embeddings=[None, *pending])
+    run(generator, texts)
+    assert texts[0].tokens == plain(prompts[2], model, max_tokens=6)
+    for uid, (prompt, array) in enumerate(zip(prompts, embeddings), 1):
+        assert texts[uid].tokens == plain(prompt, model, max_tokens=6, input_embeddings=array)
+
+
+def test_a_sequence_can_leave_before_its_embeddings_are_complete():
+    model = tiny_model("qwen3_5")
+    generator, texts = BatchGenerator(model), {}
+    embeddings = model.model.embed_tokens(mx.array([4, 5, 6]))
+    generator.insert([[4, 5, 6]], max_tokens=[6], input_embeddings=[Pending(embeddings, math.inf, texts)])
+    run(generator, texts, 3)
+    assert len(generator) == 1
+    generator.remove([0])
+    assert len(generator) == 0

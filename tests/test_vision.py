@@ -57,23 +57,41 @@ def test_bfloat16_rounds_as_transformers(name):
     assert np.std(ours) < 1.25 * np.std(noise)
 
 
-def test_attention_in_pieces_is_the_same(monkeypatch):
+@pytest.mark.parametrize("size", [1, 10_000, 300_000, 5_000_000])
+def test_an_image_in_pieces_is_the_same(size):
+    """Of one patch of a layer or of many."""
     args, tensors, reference = stored("wide")
     tower = make_tower(args, in_float32(tensors))
-    whole = run(tower, reference, 4)
-    n = 4 * 5 * 7
-    monkeypatch.setattr(vision, "SCORE_BYTES", 4 * args.num_heads * n * 3)  # 3 rows at once; the last piece has 2
-    np.testing.assert_allclose(run(tower, reference, 4), whole, atol=1e-5)
+    whole, (rows, columns) = run(tower, reference, 4), reference["grid_4"].tolist()
+    pixels = mx.array(reference["pixels_4"]).reshape(rows, columns, 4, -1)
+    costs, rows_of_pieces = [], None
+    pieces = tower.pieces(pixels, lambda: size)
+    while rows_of_pieces is None:
+        try:
+            costs.append(next(pieces))
+        except StopIteration as end:
+            rows_of_pieces = end.value
+    np.testing.assert_allclose(np.array(rows_of_pieces), whole, atol=1e-5)
+    n, D = rows * columns * 4, args.hidden_size
+    patch = 2 * n * D + D * D + 2 * D * args.intermediate_size  # of a layer, behind the queries, keys and values
+    merged = D * args.spatial_merge_size**2
+    assert max(costs) <= max(size, patch, merged * (merged + args.out_hidden_size))
+    if size == 1:
+        assert len(costs) == n * (1 + 2 * args.depth) + rows * columns
 
 
 def test_scores_are_never_all_in_memory(monkeypatch):
-    q, k, v = mx.random.normal((3, 1, 8, 512, 8))
-    mx.eval(q, k, v)
-    scores = 4 * 8 * 512**2
+    args, tensors, _ = stored("wide")
+    tower = make_tower(args, in_float32(tensors))
+    rows, columns = 32, 32
+    pixels = mx.random.normal((rows, columns, 4, args.patch_dim))
+    mx.eval(pixels, tower.parameters())
+    n = rows * columns * 4
+    scores = 4 * args.num_heads * n * n
     monkeypatch.setattr(vision, "SCORE_BYTES", scores // 64)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(vision._attend(q, k, v, 1.0))
+    tower(pixels)
     assert mx.get_peak_memory() - before < scores / 3
 
 

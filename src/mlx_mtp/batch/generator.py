@@ -21,7 +21,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
 from ..decoding.loop import make_step
 from ..decoding.planner import Planner
-from ..decoding.sequence import Sequence
+from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Step, Token
 from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
@@ -174,7 +174,7 @@ class BatchGenerator:
         num_draft_tokens: abc.Sequence[NumDraftTokens | None] | None = None,
         copy_drafts: abc.Sequence[CopyDrafts | None] | None = None,
         counts: list[DraftCounts] | None = None,
-        input_embeddings: abc.Sequence[mx.array | None] | None = None,
+        input_embeddings: abc.Sequence[mx.array | PendingEmbeddings | None] | None = None,
         images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
     ) -> list[int]:
         """
@@ -193,7 +193,8 @@ class BatchGenerator:
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
               the generator's, or ``"off"`` where a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
-            input_embeddings (List[mx.array], optional): Of each prompt, [T, H]; ``None`` for the tokens'.
+            input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): Of each, [T, H], or to be computed between
+              steps; ``None`` for the tokens'.
             images (List[List[ImageSpan]], optional): The images of each text, as for ``mtp_generate_step``.
 
         Returns:

@@ -15,7 +15,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import check_embeddings
-from ..decoding.sequence import Sequence
+from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import CopyDrafts, DraftOptions, NumDraftTokens, resolve
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 
@@ -90,7 +90,7 @@ class Defaults:
         num_draft_tokens: NumDraftTokens | None,
         copy_drafts: CopyDrafts | None,
         counts: DraftCounts,
-        input_embeddings: mx.array | None,
+        input_embeddings: mx.array | PendingEmbeddings | None,
         images: abc.Sequence[ImageSpan],
     ) -> Sequence:
         """Make the sequence of a call's prompt i. Each argument is its entry of an argument of ``insert_segments``."""
@@ -121,6 +121,7 @@ class Defaults:
             counts=counts,
             segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
             tokens=list(all_tokens),
-            embeddings=input_embeddings,
+            embeddings=input_embeddings if isinstance(input_embeddings, mx.array) else None,
+            pending=None if isinstance(input_embeddings, mx.array) else input_embeddings,
             uid=uid,
         )

@@ -67,12 +67,14 @@ class Prompts:
         waiting = [s for s in self.sequences if not _is_prefilled(s)]
         if not waiting:
             return []
+        if waiting[0].pending is not None:
+            return self._embed(waiting[0], budget, is_running)
         n_cached = waiting[0].cache.n_tokens
         n_left = n = budget.next(n_cached, is_running)
         start = time.perf_counter()
         responses: list[PromptResponse] = []
         for s in waiting:
-            if n_left > 0:
+            if n_left > 0 and s.pending is None:
                 n_before = s.n_prefilled
                 responses.append(self._prefill(s, n_left))
                 n_left -= s.n_prefilled - n_before
@@ -81,6 +83,17 @@ class Prompts:
             budget.record_chunk(n - n_left, n_cached, seconds)
             self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
+
+    def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
+        """Compute the pending embeddings of a prompt for as long as the budget allows before the next step."""
+        assert s.pending is not None
+        if (seconds := budget.seconds(is_running)) <= 0:
+            return []
+        start = time.perf_counter()
+        if s.pending.advance(seconds):
+            s.embeddings, s.pending = s.pending.array, None
+        budget.record(time.perf_counter() - start)
+        return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
 
     def _prefill(self, s: Sequence, most: int) -> PromptResponse:
         """Prefill up to ``most`` tokens of a prompt, at most to the end of a segment."""
@@ -102,4 +115,4 @@ class Prompts:
 
 def _is_prefilled(s: Sequence) -> bool:
     """Whether a sequence's prompt is prefilled except for the last token."""
-    return len(s.segments) == 1
+    return len(s.segments) == 1 and s.pending is None

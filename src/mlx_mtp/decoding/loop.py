@@ -23,7 +23,7 @@ This module is the loop. ``decoder.Decoder`` has its moves. ``planner.Planner`` 
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sized
 from typing import Any
 
 import mlx.core as mx
@@ -240,7 +240,7 @@ def check_arguments(
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
 
 
-def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: mx.array) -> None:
+def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
     """
     Raises:
         ValueError: The model does not take embeddings, or their number is not that of the prompt's tokens.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -23,6 +24,18 @@ from ..text.grammar import Grammar
 from .counts import DraftCounts
 
 
+class PendingEmbeddings(Protocol):
+    """Embeddings of a prompt that are computed a piece at a time, such as ``images.prompt.ImageEmbeddings``."""
+
+    array: mx.array  # [T, H], complete once ``advance`` has returned ``True``
+
+    def __len__(self) -> int: ...
+
+    def advance(self, seconds: float) -> bool:
+        """Compute for about so many seconds -> whether the array is complete."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """
@@ -38,6 +51,8 @@ class Sequence:
         tokens (List[int]): The tokens that the host knows: the prefilled part of the prompt, and generated tokens.
         embeddings (mx.array, optional): The embeddings of the part of its prompt that is not prefilled yet, [T, H].
           Default: ``None``, the tokens'.
+        pending (PendingEmbeddings, optional): The source of ``embeddings`` that are still computed.
+          Default: ``None``, they are complete.
         uid (int): Its id in ``BatchGenerator``.
 
     Attributes:
@@ -59,6 +74,7 @@ class Sequence:
     segments: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     embeddings: mx.array | None = None
+    pending: PendingEmbeddings | None = None
     uid: int = 0
 
     def __post_init__(self) -> None:

@@ -1,8 +1,10 @@
 """A prompt with images: its tokens, the spans of the images, their embeddings, and its key in a prompt store."""
 
+import math
 import re
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,14 +52,59 @@ class ImagePrompt:
         return key
 
     def embed(self, model: Any, begin: int = 0) -> mx.array:
-        """The embeddings of the tokens from index ``begin`` on, [T, H]. Images that end before it are not encoded."""
-        embeddings = model.model.embed_tokens(mx.array(self.tokens[begin:]))
-        for image, pixels in zip(self.images, self.pixel_values):
-            if image.end > begin:
-                own = self.vision.encode(pixels)[max(begin - image.start, 0) :]
-                embeddings[max(image.start - begin, 0) : image.end - begin] = own.astype(embeddings.dtype)
-        mx.eval(embeddings)  # here, not in the thread and stream that prefill the prompt
-        return embeddings
+        """The embeddings of the tokens from one on, [T, H]. Images before it are not looked at."""
+        embeddings = ImageEmbeddings(self, model, begin)
+        embeddings.advance(math.inf)
+        return embeddings.array
+
+
+class ImageEmbeddings:
+    """The embeddings of a prompt with images, which the vision tower computes between two steps of running answers.
+
+    Args:
+        prompt (ImagePrompt): The prompt.
+        model (nn.Module): The language model.
+        begin (int): The first token; images before it are not looked at. Default: ``0``.
+
+    Attributes:
+        array (mx.array): [T, H], complete once ``advance`` has returned ``True``.
+    """
+
+    FIRST = 1 << 24  # multiplications of the first piece, where the speed is not known
+    GROWTH = 1.2  # of the speed from one piece to the next: a linear layer is faster than the attention that follows
+    PIECES = 4  # in the time of a call: how well the time is kept, against how often the device is waited for
+
+    def __init__(self, prompt: ImagePrompt, model: Any, begin: int = 0):
+        self.prompt, self.begin = prompt, begin
+        self.array: mx.array = model.model.embed_tokens(mx.array(prompt.tokens[begin:]))
+        self.size = 0.0  # multiplications of the next piece
+        self.speed: float | None = None  # multiplications a second
+        self.pieces = self._pieces()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def advance(self, seconds: float) -> bool:
+        """Compute for about so many seconds -> whether the array is complete."""
+        now = time.perf_counter()
+        end, share = now + seconds, seconds / self.PIECES
+        while seconds == math.inf or now <= end - share:
+            self.size = self.FIRST if self.speed is None else self.speed * share
+            done = next(self.pieces, None)
+            if done is None:
+                return True
+            start, now = now, time.perf_counter()
+            speed = done / max(now - start, 1e-9)
+            self.speed = speed if self.speed is None else min(speed, self.GROWTH * self.speed)
+        return False
+
+    def _pieces(self) -> Iterator[int]:
+        for image, pixels in zip(self.prompt.images, self.prompt.pixel_values):
+            if image.end > self.begin:
+                rows = yield from self.prompt.vision.tower.pieces(pixels, lambda: self.size)
+                rows = rows[max(self.begin - image.start, 0) :].astype(self.array.dtype)
+                self.array[max(image.start - self.begin, 0) : image.end - self.begin] = rows
+        mx.eval(self.array)  # here, not in the thread and stream that read the prompt
 
 
 def read_images(

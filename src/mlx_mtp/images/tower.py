@@ -7,7 +7,7 @@ channels last. Roundings are transformers': norms, RoPE and GELU are computed in
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,12 +18,13 @@ from mlx_lm.models.base import BaseModelArgs
 from ..caches.positions import rotate
 
 T = TypeVar("T")
+Size = Callable[[], float]  # the multiplications of the next piece
 
 PREFIX = "vision_tower."  # of its tensors in MLX conversions
 RAW_PREFIX = "model.visual."  # in Hugging Face checkpoints
 PATCH_KERNEL = "patch_embed.proj.weight"
 FUSED_HEAD_DIMS = (64, 80, 128)  # of MLX's fused attention on Metal
-SCORE_BYTES = 1 << 27  # of a piece of attention where it is not fused; MLX has about ten pieces in flight
+SCORE_BYTES = 1 << 27  # of a piece of attention where it is not fused
 MAX_PATCHES = 65_536  # of the processor's largest image: 16.8 megapixels, 16,384 tokens
 
 
@@ -90,28 +91,19 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size)
         self.proj = nn.Linear(args.hidden_size, args.hidden_size)
 
-    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        N, D = x.shape
-        q, k, v = self.qkv(x).reshape(1, N, 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)  # [1, H, N, d]
+    def heads(self, qkv: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries, keys and values of N patches, [N, 3 D] -> [1, H, N, d] each, as wide as MLX's fused attention takes them"""
+        q, k, v = qkv.reshape(1, len(qkv), 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (fused := next((d for d in FUSED_HEAD_DIMS if d >= self.head_dim), self.head_dim)) > self.head_dim:
             zeros = [(0, 0)] * 3 + [(0, fused - self.head_dim)]
             q, k, v = (mx.pad(a, zeros) for a in (q, k, v))  # changes neither scores nor sums
-        heads = _attend(q, k, v, self.head_dim**-0.5)[..., : self.head_dim]
-        return self.proj(heads.transpose(0, 2, 1, 3).reshape(N, D))
+        return q, k, v
 
-
-def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-    """Full attention, [1, H, N, d], of a group of queries at a time, so that only the scores of one group are in memory."""
-    _, H, N, _ = q.shape
-    n = max(1, SCORE_BYTES // (4 * H * N))
-    out: list[mx.array] = []
-    for i in range(0, N, n):
-        queries = q[:, :, i : i + n]
-        if out:
-            queries = mx.depends([queries], [out[-1]])[0]  # otherwise MLX computes the scores of all groups first
-        out.append(mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale))
-    return mx.concatenate(out, axis=2)
+    def __call__(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """Some queries [1, H, n, d] over all keys and values -> [n, D]"""
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)[..., : self.head_dim]
+        return self.proj(out.transpose(0, 2, 1, 3).reshape(q.shape[2], -1))
 
 
 class MLP(nn.Module):
@@ -133,9 +125,20 @@ class Block(nn.Module):
         self.attn = Attention(args)
         self.mlp = MLP(args)
 
-    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        x = x + self.attn(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
+    def pieces(self, x: mx.array, cos: mx.array, sin: mx.array, size: Size) -> Generator[int, None, mx.array]:
+        """As ``VisionTower.pieces``, from x [N, D] to x."""
+        N, D = x.shape
+        qkv = yield from _in_pieces(N, size, 3 * D * D, lambda i: self.attn.qkv(self.norm1(x[i])))  # [N, 3 D]
+        q, k, v = self.attn.heads(qkv, cos, sin)
+        mx.eval(q, k, v)
+
+        def rest(i: slice) -> mx.array:
+            y = x[i] + self.attn(q[:, :, i], k, v)
+            return y + self.mlp(self.norm2(y))
+
+        I = self.mlp.linear_fc1.weight.shape[0]
+        most = max(1, SCORE_BYTES // (4 * self.attn.num_heads * N))
+        return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, most))
 
 
 class Merger(nn.Module):
@@ -163,26 +166,47 @@ class VisionTower(nn.Module):
         self.merger = Merger(args)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
-        """The embeddings of one image.
+        """The rows of one image, evaluated, [rows * columns, H] of the language model; ``pixel_values`` as in ``pieces``."""
+        pieces = self.pieces(pixel_values, lambda: math.inf)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                rows: mx.array = end.value
+                return rows
+
+    def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
+        """
+        A generator computing the rows of one image, a piece at a time, so that other work can go on in between.
 
         Args:
             pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
               m x m, row by row, and their values, channels * frames * height * width.
+            size (Callable[[], float]): The multiplications of the next piece, at most where a patch of a layer takes fewer.
+
+        Yields:
+            int: The multiplications of the piece that was computed.
 
         Returns:
-            mx.array: [rows * columns, H] of the language model.
+            mx.array: [rows * columns, H] of the language model, evaluated.
 
         Raises:
             ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
         """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
-        h = self.patch_embed(pixel_values.reshape(-1, self.args.patch_dim))
+        patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size
+        h = yield from _in_pieces(
+            len(patches), size, self.args.patch_dim * D, lambda i: self.patch_embed(patches[i])
+        )  # [N, D]
         h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
         cos, sin = self._angles(y, x)
         for block in self.blocks:
-            h = block(h, cos, sin)
-        return self.merger(h)
+            h = yield from block.pieces(h, cos, sin, size)
+        n = self.merger.merged
+        tokens = h.reshape(rows * columns, -1, D)
+        cost = n * (n + self.args.out_hidden_size)
+        return (yield from _in_pieces(len(tokens), size, cost, lambda i: self.merger(tokens[i])))
 
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
         shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
@@ -211,6 +235,20 @@ class VisionTower(nn.Module):
         frequencies = 1 / self.args.rope_theta ** (mx.arange(0, half, 2, dtype=mx.float32) / half)
         angles = mx.concatenate([y[:, None] * frequencies, x[:, None] * frequencies], axis=-1)
         return mx.cos(angles), mx.sin(angles)
+
+
+def _in_pieces(
+    n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], most: int = MAX_PATCHES
+) -> Generator[int, None, mx.array]:
+    """Compute n rows, of which each takes ``cost`` multiplications, at most so many at a time -> all of them, [n, ...]"""
+    out, i = [], 0
+    while i < n:
+        k = min(n, i + most, i + max(int(min(size() / cost, n)), 1))
+        out.append(compute(slice(i, k)))
+        mx.eval(out[-1])
+        yield cost * (k - i)
+        i = k
+    return mx.concatenate(out) if len(out) > 1 else out[0]
 
 
 def _positions(rows: int, columns: int, m: int) -> tuple[mx.array, mx.array]:

@@ -99,14 +99,9 @@ class Vision:
         return {}
 
     def encode(self, pixel_values: mx.array) -> mx.array:
-        """The embeddings of an image, [n, H], evaluated.
-
-        Args:
-            pixel_values (mx.array): The patches of the image, from ``processor.preprocess_image``.
-        """
-        embeddings = self.tower(pixel_values)
-        mx.eval(embeddings)
-        return embeddings
+        """The rows of an image, [n, H], evaluated; ``pixel_values`` is what ``processor.preprocess_image`` returns."""
+        rows: mx.array = self.tower(pixel_values)
+        return rows
 
     @cached_property
     def fingerprint(self) -> bytes:

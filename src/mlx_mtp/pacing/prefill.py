@@ -79,8 +79,16 @@ class PrefillBudget:
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
-        seconds = self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
-        return self._size(seconds, n_cached), 0
+        return self._size(self._allowed(is_running), n_cached), 0
+
+    def seconds(self, is_running: bool) -> float:
+        """The seconds that the images of a prompt may take before the next step; 0 where a step comes first."""
+        if not is_running:
+            self.owed = 0.0
+        return 0.0 if self.owed > 0 else self._allowed(is_running)
+
+    def _allowed(self, is_running: bool) -> float:
+        return self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
 
     def _size(self, seconds: float, n_cached: int) -> int:
         """The greatest size that is prefilled in this time."""
@@ -91,11 +99,15 @@ class PrefillBudget:
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
-        """Record the time of a prefilled chunk of n tokens, behind ``n_cached`` others."""
-        self.owed = seconds * self.decode_per_prefill
-        # The short last chunk of a prompt takes longer for each token than a full one.
+        """So many tokens were read in so many seconds, behind ``n_cached`` others."""
+        self.record(seconds)
+        # A short rest of a prompt takes longer for each token than a chunk.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
             self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
+
+    def record(self, seconds: float) -> None:
+        """Work on a prompt took so many seconds."""
+        self.owed = seconds * self.decode_per_prefill
 
     def record_step(self, seconds: float) -> None:
         """Record the time of a step of the running answers."""

@@ -7,13 +7,12 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
-from importlib import resources
 from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -23,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
+from ..checkpoint.load import DEMO
 from .api import chat_completions, completions, messages, responses
 from .api.body import MAX_BODY, Body, Json, parse_json
 from .api.writer import Usage, Writer
@@ -30,13 +30,12 @@ from .browsers import ANY, Browsers
 from .choices import choices_of, generate
 from .engine.delta import Delta
 from .engine.frontend import Frontend, in_thread
+from .page_files import PageFiles, page_response
 from .request import ApiError, Request, Waiting
 
 MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
 LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
-PAGE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
 
@@ -81,7 +80,7 @@ def make_app(
         origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
         hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
     """
-    app = FastAPI(title="mlx_mtp", version=__version__)
+    app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # those load scripts from a CDN
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add(app, path, "POST", endpoints.generate(api), api.body)
@@ -94,7 +93,13 @@ def make_app(
         ("/v1/models", endpoints.models),
         ("/v1/models/{name:path}", endpoints.model),
     ):
-        app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None, operation_id=get.__name__)
+        for method in ("GET", "HEAD"):
+            is_listed = method == "GET"  # a description has an operation's name once
+            app.add_api_route(
+                path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
+            )
+    if not frontend.options.no_ui:
+        app.mount("/page", PageFiles())
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
@@ -197,7 +202,7 @@ class Endpoints:
         """The page to chat, or where there is none, what this is."""
         if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
-        return HTMLResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
+        return page_response()
 
     async def health(self) -> Response:
         is_healthy = self.frontend.is_healthy
@@ -231,10 +236,14 @@ class Endpoints:
 
     def _describe(self, name: str) -> Json:
         """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
-        created, length = self.frontend.created, self.frontend.models.context_length(name)
+        created, (path, tokenizer) = self.frontend.created, self.frontend.models.find(name)
+        length = None if tokenizer is None else tokenizer.context_length
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
+        if path == str(DEMO):
+            theirs["description"] = "Demo model: completes Python only"  # as OpenRouter's list has it
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
+        ours["has_chat_template"] = None if tokenizer is None else tokenizer.has_chat_template
         return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:

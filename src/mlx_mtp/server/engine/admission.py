@@ -13,6 +13,7 @@ from ...batch.generator import BatchGenerator
 from ...caches.memory import cache_budget, memory_left
 from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
+from ...images.prompt import ImageEmbeddings
 from ...sampling import sampler as sampling
 from ...text.tokens import Pieces
 from ..answers.answer import make_answer
@@ -148,7 +149,7 @@ class Admission:
             num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
             copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
             counts=[request.counts],
-            input_embeddings=[None if pictured is None else pictured.embed(self.models.model, n_cached)],
+            input_embeddings=[None if pictured is None else ImageEmbeddings(pictured, self.models.model, n_cached)],
             images=[() if pictured is None else pictured.images],
         )
         return int(uid)

@@ -61,10 +61,10 @@ class ModelProvider:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.default
 
-    def context_length(self, name: str) -> int | None:
-        """Of the model of this name, if it was loaded and its config says it."""
-        tokenizer = self.tokenizers.get(self.resolve(ModelDescription(name, DEFAULT, None)))
-        return None if tokenizer is None else tokenizer.context_length
+    def find(self, name: str) -> tuple[str, BoundedTokenizer | None]:
+        """The path or repo of the model of this name, and its tokenizer if it was loaded."""
+        key = self.resolve(ModelDescription(name, DEFAULT, None))
+        return key[0], self.tokenizers.get(key)
 
     def load(self, key: ModelKey) -> None:
         """Load a model in place of the one before.
