@@ -15,7 +15,7 @@ N_TOKENS = 2000  # of the answer
 def per_token(copies: PromptLookup, answer: Sequence[int]) -> float:
     start = time.perf_counter()
     for token in answer:
-        copies.read([token])
+        copies.observe([token])
         copies.acceptance(0)
     return (time.perf_counter() - start) / len(answer)
 

@@ -1,7 +1,7 @@
 """What each constant of Depth is worth: its speed on the simulated machines and texts of tests/depth_simulation.py without it.
 
     python -m scripts.ablate_depth                       all constants, 24 seeds: the table of docs/develop/depth.md
-    python -m scripts.ablate_depth --seeds 6 --only FIRST
+    python -m scripts.ablate_depth --seeds 6 --only FIRST_DEPTHS
 
 Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
@@ -25,7 +25,7 @@ WITHOUT = [
     (step_times.StepTimes, "STALE", 10**9),
     (step_times.StepTimes, "_shrink", lambda *args: None),
     (step_times.StepTimes, "BEYOND_NOISE", 1e30),
-    (depth.Depth, "FIRST", (0, 0, 1, 1)),
+    (depth.Depth, "FIRST_DEPTHS", (0, 0, 1, 1)),
     (depth.Depth, "PROBING", 0.0),
     (depth.Depth, "MARGIN", 0.0),
     (depth.Depth, "DOUBT", 0.0),

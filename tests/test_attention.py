@@ -7,7 +7,7 @@ from mlx_lm.models import base
 
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
-from mlx_mtp.layers.attention import fused_rows
+from mlx_mtp.layers.attention import fused_queries
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import deep_model
 
@@ -123,4 +123,4 @@ def test_plain_decoding_keeps_its_operations(queries):
 )
 def test_rows_of_fused_attention(heads, kv_heads, rows):
     model = deep_model("qwen3_5", num_attention_heads=heads, num_key_value_heads=kv_heads)
-    assert fused_rows(model.layers[1].self_attn) == rows
+    assert fused_queries(model.layers[1].self_attn) == rows

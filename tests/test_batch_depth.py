@@ -1,4 +1,4 @@
-"""One depth for all rows: the fewest seconds per token, in the mean of the rows."""
+"""One depth for all sequences: the fewest seconds per token, in the mean of the sequences."""
 
 import random
 from statistics import median
@@ -17,20 +17,20 @@ from tests.support.scripted import scripted
 RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
 
 
-@given(rows=st.lists(RATES, min_size=1, max_size=8))
-def test_joint_acceptance_takes_the_mean_seconds_per_token_of_the_rows(rows):
-    means = [sum(1 / n for n in tokens) / len(rows) for tokens in zip(*map(expected_tokens, rows))]
-    assert [1 / n for n in expected_tokens(joint(rows))] == pytest.approx(means)
-    assert all(-1e-9 <= a <= 1 + 1e-9 for a in joint(rows))
+@given(sequences=st.lists(RATES, min_size=1, max_size=8))
+def test_joint_acceptance_takes_the_mean_seconds_per_token_of_the_sequences(sequences):
+    means = [sum(1 / n for n in tokens) / len(sequences) for tokens in zip(*map(expected_tokens, sequences))]
+    assert [1 / n for n in expected_tokens(joint(sequences))] == pytest.approx(means)
+    assert all(-1e-9 <= a <= 1 + 1e-9 for a in joint(sequences))
 
 
-def simulate(depth: BatchDepth, seconds, rows, n_steps: int) -> list[int]:
-    """The depths of steps with these rows, where a step of B rows with k drafts takes ``seconds(B, k)``."""
-    asked, B, coins = [], len(rows), random.Random(0)
+def simulate(depth: BatchDepth, seconds, sequences, n_steps: int) -> list[int]:
+    """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``."""
+    asked, B, coins = [], len(sequences), random.Random(0)
     for _ in range(n_steps):
-        k = depth.next(B, [[rate] * 8 for rate in rows])
+        k = depth.next(B, [[rate] * 8 for rate in sequences])
         accepted = []
-        for rate in rows:
+        for rate in sequences:
             coin = [coins.random() < rate for _ in range(k)]
             accepted.append(coin.index(False) if False in coin else k)
         depth.of(B).observe(Plan(k), sum(accepted) / B, seconds(B, k))
@@ -61,8 +61,8 @@ def test_rows_of_different_texts_share_a_depth():
     """Rows of which every draft is right are worth drafts for the batch, but fewer beside one that is never right."""
     right, wrong = 1.0, 0.0
 
-    def usual(rows):
-        return median(simulate(BatchDepth(BatchTimes()), linear, rows, 100)[60:])
+    def usual(sequences):
+        return median(simulate(BatchDepth(BatchTimes()), linear, sequences, 100)[60:])
 
     # Seconds per token, in the mean: (1.3 + 0.4 k) (3 / (k + 1) + 1) / 4, which is least at k = 2.
     assert (usual([right] * 4), usual([right, right, right, wrong])) == (8, 2)

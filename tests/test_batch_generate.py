@@ -207,10 +207,10 @@ def test_running_rows_wait_for_one_chunk_at_most():
     run(generator, texts := {}, 3)
     generator.insert([[5] * 60, [6] * 60], max_tokens=[3, 3])
     for _ in range(10):
-        before, n_read = len(texts[first].tokens), sum(p.n_read for p in generator.prompts)
+        before, n_prefilled = len(texts[first].tokens), sum(p.n_prefilled for p in generator.prompts)
         run(generator, texts, 1)
         assert len(texts[first].tokens) == before + 1
-        assert sum(p.n_read for p in generator.prompts) - n_read <= 8
+        assert sum(p.n_prefilled for p in generator.prompts) - n_prefilled <= 8
     run(generator, texts)
     assert [texts[uid].tokens for uid in (first + 1, first + 2)] == [
         plain([i] * 60, model, max_tokens=3) for i in (5, 6)

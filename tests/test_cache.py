@@ -175,13 +175,13 @@ def test_head_begins_after_tokens_it_lacks(family):
         assert cache[len(model.layers) - 1].offset == n
         assert cache[-2].empty()
         assert cache[-1].empty()
-        assert open_prompt_cache(model, cache).first_row == n
+        assert open_prompt_cache(model, cache).first_position == n
         assert len(list(mtp_generate_step(tokens([7])[0], model, max_tokens=4, prompt_cache=cache))) == 4
         assert cache[-2].offset == 4
         # From there on it is in step, whoever adopts it.
         open_prompt_cache(model, cache)
         assert cache[-2].offset == 4
-        assert open_prompt_cache(model, cache).first_row == n
+        assert open_prompt_cache(model, cache).first_position == n
 
 
 def test_rejects_the_cache_of_another_model():

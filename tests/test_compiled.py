@@ -15,7 +15,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.draft_lm_head import quantize_head
-from mlx_mtp.layers.drafting import Drafting
+from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
 from tests.support.decoding import PROMPT, mtp
 from tests.support.models import arrays_equal, deep_model, tiny_model, trace_anew
@@ -210,12 +210,12 @@ def test_mlx_can_disable_it():
 
 
 def test_a_step_that_was_traced_is_not_timed(monkeypatch):
-    clock, n = Clock(Drafting(), None), 0
+    clock, n = Clock(DraftConfig(), None), 0
     monkeypatch.setattr("mlx_mtp.decoding.clock.n_traces", lambda: n)
     for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
         n += made
         clock.record(step, True)
-    assert [step for step, seconds, _ in clock.known() if seconds is not None] == [1, 2, 3, 5, 6, 7]
+    assert [step for step, seconds, _ in clock.timed() if seconds is not None] == [1, 2, 3, 5, 6, 7]
 
 
 def test_the_demo_is_compiled(monkeypatch):

@@ -70,7 +70,7 @@ def test_follows_a_match_while_it_is_right(prompt, answer):
         at = copies.at
         is_right = at is not None and text[at] == token
         left = at if at is not None and not is_right else left
-        copies.read([token])
+        copies.observe([token])
         text.append(token)
         found = last_match(text)
         assert copies.at == (at + 1 if is_right else rejoined(text, left) if found is None else found)
@@ -81,22 +81,22 @@ def test_follows_a_match_while_it_is_right(prompt, answer):
 
 
 @given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
-def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unread):
+def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unobserved):
     copies = PromptLookup()
     copies.prefill(text)
     if copies.at is None:
-        assert copies.acceptance(n_unread) == []
+        assert copies.acceptance(n_unobserved) == []
         return
     followed = text[copies.at :]
-    assert copies.propose(k, n_unread)[0].tolist() == (followed * 20)[n_unread : n_unread + k]
-    assert copies.propose(k, n_unread)[1] == [None] * k
+    assert copies.propose(k, n_unobserved)[0].tolist() == (followed * 20)[n_unobserved : n_unobserved + k]
+    assert copies.propose(k, n_unobserved)[1] == [None] * k
 
 
 def test_rejoins_a_passage_behind_an_edit():
     page = list(range(100, 200))
     copies = PromptLookup()
     copies.prefill(page)
-    copies.read([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
+    copies.observe([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
     assert copies.propose(4, 0)[0].tolist() == page[34:38]
     assert copies.length == 2
 
@@ -105,13 +105,13 @@ def test_learns_how_often_copies_are_right_without_drafting():
     copies, rng = PromptLookup(), random.Random(0)
     page = [rng.randrange(1000) for _ in range(300)]
     copies.prefill(page)
-    copies.read(page[100:250])
+    copies.observe(page[100:250])
     assert min(copies.acceptance(0)) > 0.9
     for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
-        copies.read([*page[i : i + 16], 2000])
-    copies.read(page[40:56])
+        copies.observe([*page[i : i + 16], 2000])
+    copies.observe(page[40:56])
     assert copies.acceptance(0)[0] < 0.5  # after sixteen
-    copies.read(page[120:126])
+    copies.observe(page[120:126])
     assert copies.acceptance(0)[0] > 0.9  # after six
     assert copies.acceptance(1)[0] < copies.acceptance(0)[0]  # an unread token must be a copy, too
     assert len(copies.acceptance(0)) == len(copies.acceptance(1)) == MAX_COPY_TOKENS
@@ -297,7 +297,7 @@ def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) 
             before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
         )
         choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
-        copies.read(answer[n : n + n_accepted + 1])
+        copies.observe(answer[n : n + n_accepted + 1])
         total, n, before = total + seconds, n + n_accepted + 1, plan
     return total
 
@@ -438,17 +438,17 @@ def test_images_are_never_copied(data):
     n_gram = data.draw(st.lists(st.integers(0, 1), min_size=N_GRAM, max_size=9))
     follows = data.draw(st.lists(st.integers(0, 1) | st.integers(-9, -1), min_size=1, max_size=20))
     drafter = PromptLookup([*n_gram, *follows])
-    drafter.read(n_gram)
-    n_unread = data.draw(st.integers(0, 2))
-    offered = drafter.acceptance(n_unread)
+    drafter.observe(n_gram)
+    n_unobserved = data.draw(st.integers(0, 2))
+    offered = drafter.acceptance(n_unobserved)
     for k in range(1, len(offered) + 1):
-        drafts, records = drafter.propose(k, n_unread)
+        drafts, records = drafter.propose(k, n_unobserved)
         assert len(drafts) == len(records) == k
         assert max(drafts.tolist()) <= 1
     if drafter.at is not None:
         rest = drafter.text[drafter.at :]
-        whole = next((i for i, t in enumerate(rest) if t < 0), MAX_COPY_TOKENS + n_unread)
-        assert len(offered) == max(min(whole, MAX_COPY_TOKENS + n_unread) - n_unread, 0)
+        whole = next((i for i, t in enumerate(rest) if t < 0), MAX_COPY_TOKENS + n_unobserved)
+        assert len(offered) == max(min(whole, MAX_COPY_TOKENS + n_unobserved) - n_unobserved, 0)
 
 
 def test_a_sequence_has_numbers_below_0_for_its_images():

@@ -107,7 +107,7 @@ def test_known_times_hold_until_contradicted():
     assert depth.next() == Plan(2)
     depth.observe(Plan(2), 2, 1.4)
     assert PLAIN_PLAN not in depth.times.seconds
-    assert [depth.next().k for _ in Depth.FIRST] == list(Depth.FIRST)
+    assert [depth.next().k for _ in Depth.FIRST_DEPTHS] == list(Depth.FIRST_DEPTHS)
 
 
 def test_a_doubtful_copy_is_not_repeated():
@@ -159,7 +159,7 @@ def test_steps_beside_others_tell_nothing_of_times():
         plan = depth.next()
         depth.observe(plan, plan.k, 9.0, is_alone=False)
     assert depth.times.seconds == before
-    assert depth.times.is_known(PLAIN_PLAN)
+    assert depth.times.is_fresh(PLAIN_PLAN)
     assert depth.next() == Plan(MOST)
 
 

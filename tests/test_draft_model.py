@@ -107,13 +107,13 @@ def test_head_rows_come_from_verified_hidden_states(family, depth):
     tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
     draft = prompt_cache[-1]
     text = mx.array([PROMPT + tokens])
-    n = draft.n_rows
+    n = draft.n_verified
     assert len(PROMPT) < n < text.size
     cache = model.make_cache()
     _, hidden = model(text[:, :n], cache=cache, return_hidden=True)
     rows = mlx_mtp.make_prompt_cache(model)[-2]
     model.mtp_forward(hidden, text[:, 1 : n + 1], rows)
-    for a, b in zip(draft.rows.state[:2], rows.state[:2]):
+    for a, b in zip(draft.kv.state[:2], rows.state[:2]):
         assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
     # And the target's cache is that of the tokens yielded but the last.
     n_tokens = text.size - 1

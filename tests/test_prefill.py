@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
-from mlx_mtp.pacing.prefill import PrefillPace
+from mlx_mtp.pacing.prefill import PrefillBudget
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
@@ -36,34 +36,34 @@ MACHINES = {"cpu": CPU, "laptop": LAPTOP, "gpu": GPU, "long": LONG}
 every_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 
 
-def read(pace, machine, n_prompt, is_running, n_cached=0):
+def read(budget, machine, n_prompt, is_running, n_cached=0):
     """Read a prompt as a batch does -> its chunks as (tokens, seconds, seconds of steps behind it)."""
     chunks, end = [], n_cached + n_prompt
     while n_cached < end:
-        n = min(pace.next(n_cached, is_running), end - n_cached)
+        n = min(budget.next(n_cached, is_running), end - n_cached)
         if n > 0:
             seconds = machine.seconds(n, n_cached)
-            pace.record_chunk(n, n_cached, seconds)
+            budget.record_chunk(n, n_cached, seconds)
             chunks.append([n, seconds, 0.0])
             n_cached += n
         if is_running:
-            pace.record_step(machine.step)
+            budget.record_step(machine.step)
             if chunks:  # steps before the first are owed to a prompt before
                 chunks[-1][2] += machine.step
     return chunks
 
 
-def next_chunk(pace, machine, n_cached, is_running):
-    while (n := pace.next(n_cached, is_running)) == 0:
-        pace.record_step(machine.step)
+def next_chunk(budget, machine, n_cached, is_running):
+    while (n := budget.next(n_cached, is_running)) == 0:
+        budget.record_step(machine.step)
     return n
 
 
 @every_machine
 def test_gap_and_share_of_running_answers(machine):
-    pace = PrefillPace(2048)
-    chunks = read(pace, machine, 60_000, is_running=True)
-    least = machine.seconds(pace.sizes[-1], 60_000)
+    budget = PrefillBudget(2048)
+    chunks = read(budget, machine, 60_000, is_running=True)
+    least = machine.seconds(budget.sizes[-1], 60_000)
     # A chunk is chosen by the speed of the one before, while the text before it grows.
     longest = 1.1 * max(0.5, least) if machine is not LAPTOP else max(0.5, machine.seconds(64, 0))
     assert max(seconds + machine.step for _, seconds, _ in chunks) <= longest
@@ -74,16 +74,16 @@ def test_gap_and_share_of_running_answers(machine):
 
 @every_machine
 def test_shapes_repeat(machine):
-    pace = PrefillPace(2048)
-    sizes = {n for n, *_ in read(pace, machine, 60_001, is_running=True)[:-1]}
-    sizes |= {n for n, *_ in read(pace, machine, 60_001, is_running=False)[:-1]}
+    budget = PrefillBudget(2048)
+    sizes = {n for n, *_ in read(budget, machine, 60_001, is_running=True)[:-1]}
+    sizes |= {n for n, *_ in read(budget, machine, 60_001, is_running=False)[:-1]}
     assert sizes <= {2048 >> i for i in range(8)}
 
 
 @every_machine
 def test_alone_at_full_speed(machine):
-    pace = PrefillPace(2048)
-    chunks = read(pace, machine, 60_000, is_running=False)
+    budget = PrefillBudget(2048)
+    chunks = read(budget, machine, 60_000, is_running=False)
     assert max(seconds for _, seconds, _ in chunks) < 0.75
     # Once the speed is known, no chunk is smaller than it must be: twice as long, it would take longer than is allowed.
     n_cached = 0
@@ -93,60 +93,60 @@ def test_alone_at_full_speed(machine):
 
 
 def test_reads_all_that_is_allowed_on_a_fast_machine():
-    pace = PrefillPace(2048)
-    assert [n for n, *_ in read(pace, GPU, 64 + 3 * 2048, is_running=False)] == [64, 2048, 2048, 2048]
-    assert [n for n, *_ in read(pace, GPU, 3 * 2048, is_running=True)] == [2048, 2048, 2048]
+    budget = PrefillBudget(2048)
+    assert [n for n, *_ in read(budget, GPU, 64 + 3 * 2048, is_running=False)] == [64, 2048, 2048, 2048]
+    assert [n for n, *_ in read(budget, GPU, 3 * 2048, is_running=True)] == [2048, 2048, 2048]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_slow_moment_is_forgotten(is_running):
-    pace = PrefillPace(2048)
-    read(pace, LONG, 4096, is_running)
-    before = next_chunk(pace, LONG, 0, is_running)
-    pace.record_chunk(before, 0, 30.0)
-    n = next_chunk(pace, LONG, before, is_running)
+    budget = PrefillBudget(2048)
+    read(budget, LONG, 4096, is_running)
+    before = next_chunk(budget, LONG, 0, is_running)
+    budget.record_chunk(before, 0, 30.0)
+    n = next_chunk(budget, LONG, before, is_running)
     assert n == 16
-    pace.record_chunk(n, before, LONG.seconds(n, before))
-    assert before in [n for n, *_ in read(pace, LONG, 4096, is_running)][:4]
+    budget.record_chunk(n, before, LONG.seconds(n, before))
+    assert before in [n for n, *_ in read(budget, LONG, 4096, is_running)][:4]
 
 
 def test_much_longer_text_begins_with_a_short_chunk():
-    pace = PrefillPace(2048)
+    budget = PrefillBudget(2048)
     slow = Machine(overhead=0.0, token=1e-4, context=1e-8)
-    read(pace, slow, 4096, is_running=True)
-    assert next_chunk(pace, slow, 4096, is_running=True) == 2048
-    chunks = read(pace, slow, 6000, is_running=True, n_cached=200_000)
+    read(budget, slow, 4096, is_running=True)
+    assert next_chunk(budget, slow, 4096, is_running=True) == 2048
+    chunks = read(budget, slow, 6000, is_running=True, n_cached=200_000)
     assert chunks[0][0] == 64
     assert max(seconds for _, seconds, _ in chunks) <= 0.5
 
 
 def test_rest_of_a_prompt_does_not_count_as_slow():
-    pace = PrefillPace(2048)
-    read(pace, LAPTOP, 1000, is_running=True)
-    before = pace.seconds_per_token
-    read(pace, LAPTOP, 3, is_running=True)
-    assert pace.seconds_per_token == before
+    budget = PrefillBudget(2048)
+    read(budget, LAPTOP, 1000, is_running=True)
+    before = budget.seconds_per_token
+    read(budget, LAPTOP, 3, is_running=True)
+    assert budget.seconds_per_token == before
 
 
 def test_nothing_is_owed_once_no_answer_runs():
-    pace = PrefillPace(2048)
-    pace.record_chunk(pace.next(0, True), 0, 1.0)
-    assert pace.next(64, True) == 0
-    assert pace.next(64, False) > 0
+    budget = PrefillBudget(2048)
+    budget.record_chunk(budget.next(0, True), 0, 1.0)
+    assert budget.next(64, True) == 0
+    assert budget.next(64, False) > 0
 
 
 def test_no_target_and_no_share_read_as_mlx_lm_does():
-    pace = PrefillPace(512, math.inf, 0.0)
+    budget = PrefillBudget(512, math.inf, 0.0)
     for is_running in (True, False):
-        assert [n for n, *_ in read(pace, CPU, 1200, is_running)] == [512, 512, 176]
+        assert [n for n, *_ in read(budget, CPU, 1200, is_running)] == [512, 512, 176]
 
 
 @pytest.mark.parametrize("step_size", [1, 8, 48, 100, 2000])
 def test_small_step_sizes(step_size):
-    pace = PrefillPace(step_size)
-    assert pace.sizes[0] == step_size
-    assert all(n >= min(16, step_size) for n in pace.sizes)
-    assert sum(n for n, *_ in read(pace, CPU, 321, is_running=True)) == 321
+    budget = PrefillBudget(step_size)
+    assert budget.sizes[0] == step_size
+    assert all(n >= min(16, step_size) for n in budget.sizes)
+    assert sum(n for n, *_ in read(budget, CPU, 321, is_running=True)) == 321
 
 
 @every_machine
@@ -158,12 +158,12 @@ def test_ranks_read_alike(machine):
         shared.append(value)
         return value
 
-    leader = PrefillPace(2048, ranks=SimpleNamespace(share=share))
+    leader = PrefillBudget(2048, ranks=SimpleNamespace(broadcast=share))
     want = read(leader, machine, 4000, is_running=True)
     n_turns = len(want) + sum(round(seconds / machine.step) for *_, seconds in want)
     assert len(shared) < 0.6 * n_turns + 2 * len(want)
     told = iter(shared)
-    other = PrefillPace(2048, ranks=SimpleNamespace(share=lambda value: next(told)))
+    other = PrefillBudget(2048, ranks=SimpleNamespace(broadcast=lambda value: next(told)))
     clock = Machine(overhead=1.0, token=0.1, step=machine.step)
     assert [n for n, *_ in read(other, clock, 4000, is_running=True)] == [n for n, *_ in want]
     assert next(told, None) is None
@@ -181,11 +181,11 @@ def test_ranks_read_alike(machine):
 )
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        PrefillPace(2048, **kwargs)
+        PrefillBudget(2048, **kwargs)
 
 
 class Told:
-    """A pace that is told what to choose, and takes down what it hears."""
+    """A budget that is told what to choose, and takes down what it hears."""
 
     def __init__(self, *sizes):
         self.sizes, self.asked, self.chunks, self.n_steps = [*sizes], [], [], 0
@@ -203,10 +203,10 @@ class Told:
         self.n_steps += 1
 
 
-def test_batch_reads_what_the_pace_says():
+def test_batch_reads_what_the_budget_says():
     model = tiny_model("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=0)
-    generator.prefill = pace = Told(2, 0, 5, 0, 0, 9)
+    generator.prefill_budget = budget = Told(2, 0, 5, 0, 0, 9)
     generator.insert([[1, 2, 3], [5] * 12], max_tokens=[40, 4])
     texts, n_generated = {}, []
     for _ in range(8):
@@ -214,10 +214,10 @@ def test_batch_reads_what_the_pace_says():
         run(generator, texts, 1)
         n_generated.append(sum(len(text.tokens) for text in texts.values()) - before)
     # Turn 0 reads the first prompt's two tokens, so it is ready in turn 1, from which on it waits for no chunk.
-    assert pace.asked == [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True)]
-    assert pace.chunks == [(2, 0), (5, 0), (6, 5)]
+    assert budget.asked == [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True)]
+    assert budget.chunks == [(2, 0), (5, 0), (6, 5)]
     assert n_generated[2:] == [1, 1, 1, 1, 1, 2]
-    assert pace.n_steps == 6
+    assert budget.n_steps == 6
     assert run(generator, texts)[1].tokens == plain([5] * 12, model, max_tokens=4)
 
 
@@ -226,17 +226,17 @@ def test_batch_reads_prompts_beside_running_sequences(k):
     """Alone, then several prompts at once beside one that generates."""
     model = tiny_model("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=k)
-    generator.prefill = pace = Told(*[3, 3] * 2, *[0, 8] * 20)
+    generator.prefill_budget = budget = Told(*[3, 3] * 2, *[0, 8] * 20)
     texts = {}
     generator.insert([[1] * 5], max_tokens=[30])
     run(generator, texts, 8)
     generator.insert([[2] * 5, [3] * 5], max_tokens=[30, 30])
     run(generator, texts)
-    assert pace.asked[:2] == [(0, False), (3, False)]
-    assert all(is_running for _, is_running in pace.asked[3:])
-    assert sum(n for n, _ in pace.chunks) == 3 * 4  # a prompt's last token is no part of them
-    assert all(n <= 8 for n, _ in pace.chunks)
-    assert pace.n_steps > 0
+    assert budget.asked[:2] == [(0, False), (3, False)]
+    assert all(is_running for _, is_running in budget.asked[3:])
+    assert sum(n for n, _ in budget.chunks) == 3 * 4  # a prompt's last token is no part of them
+    assert all(n <= 8 for n, _ in budget.chunks)
+    assert budget.n_steps > 0
     for uid, text in texts.items():
         assert text.tokens == plain([uid + 1] * 5, model, max_tokens=30)
 

@@ -186,7 +186,7 @@ def rank_1(monkeypatch):
     """What rank 1 of 2 knows of the clients, while a request runs; and what each rank's numbers at the exchanges are."""
     request = Request("text", "a prompt", [], None, None)
     request.client = SimpleNamespace(put=None)
-    ranks = SimpleNamespace(rank=1, group=None, share=lambda _: pickle.loads(pickle.dumps(Changes([request], {5}))))
+    ranks = SimpleNamespace(rank=1, group=None, broadcast=lambda _: pickle.loads(pickle.dumps(Changes([request], {5}))))
     clients = SharedClients(ranks)
     clients.checksum = 7
     clients.numbers, clients.n_exchanges = [[0, 0, 7], [0, 0, 7]], 0

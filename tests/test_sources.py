@@ -28,16 +28,16 @@ class Oracle:
     def __init__(self, text, truths):
         self.text, self.truths, self.proposed = [*text], truths, []
 
-    def read(self, tokens):
+    def observe(self, tokens):
         self.text += tokens
 
-    def acceptance(self, n_unread):
-        n = len(self.text) + n_unread
+    def acceptance(self, n_unobserved):
+        n = len(self.text) + n_unobserved
         return [0.99] * (4 - n % 4) if n // 4 % 2 == 0 else []
 
-    def propose(self, k, n_unread):
+    def propose(self, k, n_unobserved):
         truth = next(t for t in self.truths if t[: len(self.text)] == self.text)
-        first = len(self.text) + n_unread
+        first = len(self.text) + n_unobserved
         k = min(k, self.most)
         self.proposed.append(k)
         return mx.array(truth[first : first + k], mx.uint32), [None] * k

@@ -258,7 +258,7 @@ def test_a_rank_that_is_lost_before_all_are_connected_is_named(size, who):
         raise RuntimeError("[ring] connection to a peer was lost")
 
     with ExitStack() as sockets, pytest.raises(ConnectionError, match=who):
-        connect(SimpleNamespace(rank=0, size=size, share=share), sockets, 1.0)
+        connect(SimpleNamespace(rank=0, size=size, broadcast=share), sockets, 1.0)
 
 
 def test_strangers_are_turned_away():

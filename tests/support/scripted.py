@@ -120,12 +120,12 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
     """
 
     class ScriptedCopies(PromptLookup):
-        def acceptance(self, n_unread):
-            return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unread) is not None else []
+        def acceptance(self, n_unobserved):
+            return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unobserved) is not None else []
 
-        def propose(self, k, n_unread):
+        def propose(self, k, n_unobserved):
             text = next((t for t in texts if t[: len(self.text)] == self.text), texts[0])
-            first = len(self.text) + n_unread
+            first = len(self.text) + n_unobserved
             tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
             return mx.array(tokens, mx.uint32), [None] * k
 

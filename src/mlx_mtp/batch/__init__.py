@@ -1,1 +1,1 @@
-"""Several sequences in one pass, each with its own drafts: the rows, their decoder and its depth, and the generator."""
+"""Continuous batching: sequences that generate in one pass, each with its own drafts, and ``batch_generate``."""

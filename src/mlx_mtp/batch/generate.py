@@ -23,8 +23,8 @@ class BatchResponse(StockResponse):
 
     Args:
         counts (List[DraftCounts]): Drafts made and accepted for each prompt, by position in the window.
-        errors (List[Optional[Exception]]): What a prompt's sampler or logits processor raised, which ends that prompt's text
-          alone.
+        errors (List[Optional[Exception]]): The exception of a prompt's sampler or logits processor, which ends its text and no
+          other.
     """
 
     counts: list[DraftCounts] = field(default_factory=list)

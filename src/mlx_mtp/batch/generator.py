@@ -24,7 +24,7 @@ from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Step, Token
 from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
-from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillPace
+from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
 from .insert import Defaults, check_count, check_entries
 from .prompts import Prompts
@@ -94,7 +94,7 @@ class BatchGenerator:
         if kv.kv_bits is not None:
             self.completion_batch_size = 1
         check_count("prefill_step_size", prefill_step_size)
-        self.prefill = PrefillPace(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
+        self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.prompts = Prompts(self.model, kv)
         self.defaults = Defaults(
             self.model,
@@ -111,7 +111,7 @@ class BatchGenerator:
         self.planner = Planner(self.model, timing_of(self.model).of_batches)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
-                self.planner.exchange.align(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
         p_min, exchange = resolve(self.model).p_min, self.planner.exchange
         self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=exchange, stream=self.stream)
         self.return_prompt_caches = return_prompt_caches
@@ -120,7 +120,7 @@ class BatchGenerator:
         self._old_wired_limit = maybe_set_recommended_wired_limit()
 
     def close(self) -> None:
-        """Let go of all sequences, and restore the wired limit."""
+        """Remove all sequences, and restore the wired limit."""
         self.prompts.sequences.clear()
         self.decoder.clear()
         if self.planner.exchange is not None:
@@ -141,7 +141,7 @@ class BatchGenerator:
 
     @contextlib.contextmanager
     def stats(self) -> Generator[BatchStats, None, None]:
-        """The work this generator does while the block runs, as in mlx-lm."""
+        """A context that counts the work of this generator, as in mlx-lm."""
         stats = BatchStats()
         start = BatchCountersSnapshot(**asdict(self._counters))
         try:
@@ -159,7 +159,7 @@ class BatchGenerator:
     # Sequences come and go
 
     def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:
-        """As ``insert_segments``, for prompts that are not cut in segments."""
+        """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
         return self.insert_segments([[prompt] for prompt in prompts], **kwargs)
 
     def insert_segments(
@@ -184,10 +184,10 @@ class BatchGenerator:
             segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
             max_tokens (List[int], optional): The maximum number of tokens of each.
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied.
-            all_tokens (List[List[int]], optional): The tokens in the caches, which logits processors are shown.
+            all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
-            stop_sequences (List[StopSequences], optional): What ends each.
+            stop_sequences (List[StopSequences], optional): The stop sequences of each.
             num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
               the most of all; ``None`` for the generator's.
             copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
@@ -237,7 +237,7 @@ class BatchGenerator:
             return self.prompts.caches(uids, copied=True) | caches
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
-        """Take sequences out -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
+        """Remove sequences -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
         caches = self.prompts.caches(uids, copied=False)
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
@@ -258,7 +258,7 @@ class BatchGenerator:
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """
-        Read a part of the prompts that wait, and do a step of the sequences that generate.
+        Prefill a part of the waiting prompts, and make a step of the sequences that generate.
 
         Returns:
             Tuple of prompt processing responses and generation responses.
@@ -266,21 +266,21 @@ class BatchGenerator:
         with mx.stream(self.stream):
             n_running = sum(s.end is None for s in self.decoder.sequences)
             ready = self.prompts.ready(self.completion_batch_size - n_running)
-            read = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
-            if chunks := self.prompts.read(self.prefill, bool(ready) or n_running > 0):
+            finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
+            if chunks := self.prompts.prefill(self.prefill_budget, bool(ready) or n_running > 0):
                 self.planner.interrupt()
-            self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_read, self.prompts.seconds
-            return read + chunks, self._step(ready)
+            self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_prefilled, self.prompts.seconds
+            return finished + chunks, self._step(ready)
 
     def next_generated(self) -> list[Response]:
-        """Generated tokens alone: reads prompts until there are some. Empty when no sequence is left."""
+        """Return the next generated tokens, prefilling prompts until there are some. Empty when no sequence is left."""
         while len(self) > 0:
             if generated := self.next()[1]:
                 return generated
         return []
 
     def _step(self, ready: list[Sequence]) -> list[Response]:
-        """A step of the sequences that generate, and of those that are ready to."""
+        """Make a step of the sequences that generate, after the ready ones have joined."""
         start, decoder = time.perf_counter(), self.decoder
         running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
         cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
@@ -303,19 +303,22 @@ class BatchGenerator:
         self._counters.decode_time += seconds
         self._counters.generation_steps += len(responses) > 0
         if responses:
-            self.prefill.record_step(seconds)
+            self.prefill_budget.record_step(seconds)
         return responses
 
 
 def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
-    """Whether a sequence has tokens to come, or is still to be given its prompt cache."""
+    """Whether a sequence has tokens to come, or its prompt cache is still to be extracted."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
-    return s.max_tokens > s.n_unread
+    return s.max_tokens > s.n_unobserved
 
 
 def _drain(moves: Generator[Token, None, T]) -> T:
-    """Make moves that yield tokens in between -> what they return: all tokens of a step are handed over together."""
+    """Run a generator of moves to its end, ignoring the tokens that it yields -> its return value.
+
+    A batch hands over all tokens of a step at once.
+    """
     while True:
         try:
             next(moves)

@@ -1,4 +1,4 @@
-"""What the sequences of a batch ask, each for itself or by the generator's defaults."""
+"""The options of a batch's sequences: their own, or the generator's defaults."""
 
 import copy
 from collections import abc
@@ -23,7 +23,7 @@ from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 def check_count(name: str, value: Any) -> int:
     """
     Raises:
-        ValueError: The option of this name is no integer of 1 or more.
+        ValueError: The value is not an integer of 1 or more.
     """
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of 1 or more, not {value}.")
@@ -33,7 +33,7 @@ def check_count(name: str, value: Any) -> int:
 def check_entries(options: abc.Mapping[str, Any], n: int) -> None:
     """
     Raises:
-        ValueError: One of the options has not an entry for each of n prompts.
+        ValueError: An option does not have one entry for each of n prompts.
     """
     for name, values in options.items():
         is_list = isinstance(values, abc.Sequence) and not isinstance(values, str)
@@ -44,10 +44,10 @@ def check_entries(options: abc.Mapping[str, Any], n: int) -> None:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What ``BatchGenerator`` was given for the sequences that do not say it themselves; its arguments.
+    """The options of sequences that have none of their own: arguments of ``BatchGenerator``.
 
     Args:
-        model (MTPModel): Of all.
+        model (MTPModel): The model of all sequences.
         is_quantized (bool): Whether keys and values are to be quantized.
     """
 
@@ -61,7 +61,7 @@ class Defaults:
     is_quantized: bool
 
     def resolve(self, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> DraftOptions:
-        """What a sequence drafts: what it asks for, or else what the generator was given, whose number is the most of all.
+        """Resolve a sequence's options of drafting: its own, or else the generator's, whose number is the upper limit.
 
         Raises:
             ValueError: An option is out of range.
@@ -93,7 +93,7 @@ class Defaults:
         input_embeddings: mx.array | PendingEmbeddings | None,
         images: abc.Sequence[ImageSpan],
     ) -> Sequence:
-        """Prompt i of a call; each argument is its entry of that of ``insert_segments``."""
+        """Make the sequence of a call's prompt i. Each argument is its entry of an argument of ``insert_segments``."""
         segments = [list(segment) for segment in segments if segment]
         if not segments:
             raise ValueError(f"Prompt {i} is empty.")

@@ -16,10 +16,10 @@ CacheOf = Callable[[Sequence], list[Any] | None]  # the prompt cache to return w
 
 @dataclass
 class PromptResponse:
-    """mlx-lm's ``PromptProcessingBatch.Response``: how far a prompt is read."""
+    """mlx-lm's ``PromptProcessingBatch.Response``: the progress of a prompt's prefill."""
 
     uid: int
-    progress: tuple[int, int]  # tokens read, and all
+    progress: tuple[int, int]  # tokens prefilled, and tokens of the prompt
     end_of_segment: bool
     end_of_prompt: bool
 
@@ -29,8 +29,8 @@ class Response:
     """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may yield several of the same one.
 
     Args:
-        uid (int): Of the sequence.
-        token (int): The token; of an error, the last one before it.
+        uid (int): The id of the sequence.
+        token (int): The token; with an error, the last token before it.
         logprobs (mx.array, optional): A vector of log probabilities, [V]; ``None`` with an error.
         finish_reason (str, optional): With the last token ``"stop"`` or ``"length"``. ``"error"`` comes without a token, where
           a sampler or a logits processor of the sequence raised.
@@ -38,7 +38,7 @@ class Response:
         all_tokens (List[int], optional): With the last token, the prompt and the generated tokens.
         from_draft (bool): Whether the token was drafted by the head.
         counts (DraftCounts): Drafts made and accepted for the sequence so far.
-        error (Exception, optional): What was raised.
+        error (Exception, optional): The exception of the sampler or logits processor.
     """
 
     uid: int
@@ -53,7 +53,7 @@ class Response:
 
 
 def tokens_of(step: Step, cache_of: CacheOf) -> list[Response]:
-    """The tokens of a step, sequence by sequence."""
+    """A response for each token of a step, sequence by sequence."""
     responses = []
     for b, (s, tokens) in enumerate(zip(step.sequences, step.tokens or [])):
         for t, token in enumerate(tokens):
@@ -65,7 +65,7 @@ def tokens_of(step: Step, cache_of: CacheOf) -> list[Response]:
 
 
 def failures_of(sequences: list[Sequence], cache_of: CacheOf) -> list[Response]:
-    """The ends of the sequences whose sampler or processor has raised."""
+    """The last response of each sequence whose sampler or processor has raised."""
     responses = []
     for s in sequences:
         if isinstance(s.end, Exception):
@@ -75,7 +75,7 @@ def failures_of(sequences: list[Sequence], cache_of: CacheOf) -> list[Response]:
 
 
 def _end(last: Response, s: Sequence, cache_of: CacheOf) -> None:
-    """This is a sequence's last response."""
+    """Complete a sequence's last response."""
     last.finish_reason, last.all_tokens, last.prompt_cache = s.finish_reason, s.tokens, cache_of(s)
 
 

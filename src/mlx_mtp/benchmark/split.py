@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..layers.attention import fused_rows
+from ..layers.attention import fused_queries
 from .parts import Timer
 from .runs import in_turn
 
@@ -23,7 +23,7 @@ def fastest_rows(model: Any, prompt: mx.array, repeat: int) -> int | None:
         Optional[int]: The rows that MLX's fused attention takes, if groups of as many are faster; ``None`` if not.
     """
     (head,) = model.mtp.layers
-    rows = fused_rows(head.self_attn)
+    rows = fused_queries(head.self_attn)
     seconds = time_windows(model, mx.tile(prompt, -(-CONTEXT // prompt.size))[:CONTEXT], rows, repeat)
     return rows if all(max(seconds[n, rows]) < min(seconds[n, None]) for n in WINDOWS) else None
 

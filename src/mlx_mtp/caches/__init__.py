@@ -1,1 +1,1 @@
-"""Caches of the keys, values and states of texts: of one sequence, of several in rows, and of prompts."""
+"""Caches of keys, values and recurrent states: of one sequence, of several sequences in rows, and of prompts."""

@@ -1,6 +1,6 @@
-"""What a prompt cache must hold to be one of a model. A damaged or alien file would end in a crash, or in another text.
+"""Checks that a prompt cache fits a model. Without them, a damaged or foreign file would end in a crash or a wrong text.
 
-Each error names the entry and what is wrong with it.
+Each error names the entry and its fault.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
         ValueError: One of them does not fit its layer or the others.
     """
     counts: dict[int, int] = {}  # the number of tokens, by entry
-    filled: dict[int, bool] = {}  # whether there are any: of a recurrent layer nothing else is known
+    filled: dict[int, bool] = {}  # whether there are any tokens: a recurrent layer's states do not tell their number
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
             _check_states(i, c, layer.linear_attn)
@@ -44,7 +44,7 @@ def _amount(n: int | bool) -> str:
 
 
 def _check_states(i: int, entry: stock.ArraysCache, layer: Any) -> None:
-    """The convolution's inputs and the state of a recurrent layer."""
+    """Check the convolution's inputs and the state of a recurrent layer."""
     if entry.left_padding is not None or entry.lengths is not None:
         raise misfit(i, "is that of padded prompts")
     if not isinstance(entry.cache, list) or len(entry.cache) != 2:
@@ -62,7 +62,7 @@ def check_keys(i: int, entry: Any, attention: Any) -> None:
     Raises:
         ValueError: They do not fit it.
     """
-    n, heads, S = entry.offset, attention.num_key_value_heads, None  # S: of rows, the same in all arrays
+    n, heads, S = entry.offset, attention.num_key_value_heads, None  # S: the allocated length, the same in all arrays
     if type(n) is not int or n < 0:
         raise misfit(i, f"is of {n} tokens")
     if entry.keys is None and entry.values is None and n == 0:
@@ -75,7 +75,7 @@ def check_keys(i: int, entry: Any, attention: Any) -> None:
 
 
 def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dtype, ...]]]:
-    """The arrays of keys and values: what they are, the array, its last axis, its dtypes."""
+    """The arrays of keys and values: for each its name, the array, the size of its last axis, and its allowed dtypes."""
     both = (("keys", entry.keys), ("values", entry.values))
     if not isinstance(entry, stock.QuantizedKVCache):
         return [(name, x, D, FLOATS) for name, x in both]
@@ -94,13 +94,13 @@ def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dty
 
 def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) -> None:
     """
-    Check the last entry, with what ``PromptCache`` keeps there.
+    Check the arrays that ``PromptCache`` keeps in the last entry.
 
     Args:
         size (int): The number of its arrays.
 
     Raises:
-        ValueError: One of them is none of this model's, or the text has a token that this model does not have.
+        ValueError: An array does not fit this model, or the text has a token that is not in its vocabulary.
     """
     if not isinstance(last, stock.ArraysCache) or not isinstance(last.cache, list) or len(last.cache) != size:
         raise misfit(i, "is not the head's: it needs the hidden state, the tokens and the model")
@@ -128,10 +128,10 @@ def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) 
 def check_array(i: int, name: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[mx.Dtype, ...]) -> None:
     """
     Args:
-        shape (Tuple[int]): ``None`` for any number.
+        shape (Tuple[int]): The shape; ``None`` for an axis of any size.
 
     Raises:
-        ValueError: The array is of another shape or dtype, or no array.
+        ValueError: ``x`` is not an array of this shape and of one of these dtypes.
     """
     fits = isinstance(x, mx.array) and x.dtype in dtypes and x.ndim == len(shape)
     if not fits or any(n not in (None, own) for n, own in zip(shape, x.shape)):

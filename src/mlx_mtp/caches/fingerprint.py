@@ -1,4 +1,4 @@
-"""Tell one model's prompt caches from another's: a digest of a model's weights, of which it reads a few values only."""
+"""A model's fingerprint, which tells its prompt caches from another model's: a digest of a few values of each weight."""
 
 import json
 from collections.abc import Iterable
@@ -10,13 +10,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 SIZE = 16  # bytes of a digest
-N_VALUES = 4  # of a tensor, at least, along each axis that has as many
+N_VALUES = 4  # the least number of values read along each axis of a tensor, if the axis has as many
 
 
 def fingerprint(model: Any) -> bytes:
-    """The digest of the backbone's tensors, [16], and that of the head's, [16].
+    """The digest of the backbone's tensors, [16], followed by the digest of the head's, [16].
 
-    Two, since the backbone decides the text, and a head that is quantized or fitted later drafts for the same one.
+    They are separate since the text depends on the backbone alone: a prompt cache stays valid when the head is quantized or
+    fitted.
     """
     parameters: Any = tree_flatten(model.parameters())
     head = [name.startswith(model.head_prefix) for name, _ in parameters]
@@ -24,7 +25,7 @@ def fingerprint(model: Any) -> bytes:
 
 
 def digest(parameters: Iterable[tuple[str, mx.array]]) -> bytes:
-    """Of named tensors, [16]."""
+    """The digest of named tensors, [16]."""
     parameters = sorted(parameters)
     names = json.dumps([(name, p.shape, str(p.dtype)) for name, p in parameters])
     values = [p[_spread(p.shape)].flatten().view(mx.uint8) for _, p in parameters]

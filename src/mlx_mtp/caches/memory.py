@@ -1,4 +1,4 @@
-"""How much memory prompt caches may take."""
+"""The memory budget of prompt caches."""
 
 import os
 from typing import Any
@@ -10,18 +10,18 @@ SHARE = 0.5  # of the memory that a model leaves; the rest is for what passes co
 
 
 def cache_budget(*models: Any) -> int:
-    """The bytes of prompt caches, those of running requests included: half of the memory that these models leave."""
+    """The bytes that all prompt caches may take, including those of running requests: half of the memory beside the models."""
     return max(int(SHARE * memory_left(*models)), 0)
 
 
 def memory_left(*models: Any) -> int:
-    """The bytes beside these models."""
+    """The device's memory less the weights of these models, in bytes."""
     weights: list[Any] = [pair for model in models for pair in tree_flatten(model.parameters())]
     return device_memory() - sum(w.nbytes for _, w in weights)
 
 
 def device_memory() -> int:
-    """What Metal recommends to use at most, the memory of another GPU, or that of the machine, in bytes."""
+    """Metal's recommended limit, the memory of another GPU, or the memory of the machine, in bytes."""
     info = mx.device_info()
     for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if name in info:

@@ -1,4 +1,4 @@
-"""Where the tokens of a text with images are, in three axes: time, height and width.
+"""The positions of a text with images, in three axes: time, height and width.
 
 A text token is at one position in all axes. An image's tokens are the cells of a grid: their time is the image's, and height
 and width go on from there. The text then resumes behind the longer side, so its positions fall behind the number of tokens:
@@ -8,7 +8,8 @@ and width go on from there. The text then resumes behind the longer side, so its
     height     0   1   2    2    2    3    3    3    5
     width      0   1   2    3    4    2    3    4    5
 
-All of that follows from where the images are. A prompt cache keeps that, and a token's position is a function of its index.
+All positions follow from the spans of the images. A prompt cache keeps the spans, and computes a token's position from its
+index.
 
 These are the positions of Qwen2-VL (arXiv:2409.12191, section 2.1) in Qwen3.5's interleaved layout, as in ``get_rope_index``
 and ``Qwen3_5TextRotaryEmbedding`` of transformers (5.23).
@@ -30,8 +31,8 @@ class ImageSpan(NamedTuple):
     """An image in a text.
 
     Args:
-        start (int): The index of its first token, from the text's first one.
-        rows, columns (int): Its tokens.
+        start (int): The index of its first token in the text.
+        rows, columns (int): The grid of its tokens.
     """
 
     start: int
@@ -44,7 +45,7 @@ class ImageSpan(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What it adds to the positions of the text behind it, less its number of tokens."""
+        """The number of positions that it takes, less its number of tokens."""
         return max(self.rows, self.columns) - self.rows * self.columns
 
 
@@ -65,25 +66,25 @@ def check_images(images: Sequence[ImageSpan]) -> None:
 class Positions:
     """
     Args:
-        images (Tuple[ImageSpan]): Of the text, in order.
-        first (int): The text's token that counts as index 0, where a cache lacks the ones before.
+        images (Tuple[ImageSpan]): The images of the text, in order.
+        start (int): The text's token at index 0 of the cache, which may lack the tokens before it.
     """
 
     images: tuple[ImageSpan, ...]
-    first: int = 0
+    start: int = 0
 
     @property
     def shift(self) -> int:
-        """What to add to an index behind all images to have the position."""
-        return self.first + sum(image.shift for image in self.images)
+        """The difference of position and index behind all images."""
+        return self.start + sum(image.shift for image in self.images)
 
     def are_plain(self, begin: int) -> bool:
         """Whether all images end before an index."""
-        return not self.images or self.first + begin >= self.images[-1].end
+        return not self.images or self.start + begin >= self.images[-1].end
 
     def ids(self, begin: int, n: int) -> np.ndarray:
         """The positions of n tokens from an index on, [3, n]."""
-        begin, shift = self.first + begin, 0
+        begin, shift = self.start + begin, 0
         tokens = np.arange(begin, begin + n)
         ids = np.tile(tokens, (3, 1))
         for image in self.images:
@@ -96,7 +97,7 @@ class Positions:
 
 
 class _Pass:
-    """The positions of one pass, and what all its layers share of them."""
+    """The positions of one pass, computed once for all its layers."""
 
     def __init__(self, positions: Positions):
         self.positions = positions
@@ -113,7 +114,11 @@ _pass: ContextVar[_Pass | None] = ContextVar("positions", default=None)
 
 @contextmanager
 def rope_at(positions: Positions | None) -> Iterator[None]:
-    """Inside, ``MRoPE`` takes its offset as an index of a text with images; ``None`` for positions as they are."""
+    """A context in which ``MRoPE`` takes its offset as an index into a text with images.
+
+    Args:
+        positions (Positions, optional): The positions of the text. ``None`` if indices are positions.
+    """
     token = _pass.set(None if positions is None else _Pass(positions))
     try:
         yield
@@ -122,7 +127,7 @@ def rope_at(positions: Positions | None) -> Iterator[None]:
 
 
 def plain_position(index: int) -> int | None:
-    """The position of the token at an index and of those behind it; ``None`` where they have three."""
+    """The position of the token at an index, if it and all tokens behind it have plain positions; or else ``None``."""
     text = _pass.get()
     if text is None:
         return index
@@ -130,10 +135,10 @@ def plain_position(index: int) -> int | None:
 
 
 class MRoPE(nn.Module):
-    """Rotary embeddings at positions in three axes. At plain ones it is the rope that it is made of.
+    """Rotary embeddings at positions in three axes. At plain positions it calls the rope that it wraps.
 
     Args:
-        rope (nn.RoPE): Of the attention layer.
+        rope (nn.RoPE): The rope of the attention layer.
         sections (Sequence[int]): The number of frequencies of each axis: time, height, width.
     """
 
@@ -150,7 +155,7 @@ class MRoPE(nn.Module):
         Args:
             x (mx.array): [B, H, T, D]
             offset (Union[int, mx.array]): The first token's index, or its position, [B].
-            position_ids (mx.array, optional): In place of the offset, [3, T].
+            position_ids (mx.array, optional): The positions to use in place of the offset, [3, T].
         """
         if position_ids is None and isinstance(offset, int):
             position = plain_position(offset)
@@ -175,7 +180,7 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def add_mrope(attention: Any, rope_parameters: dict[str, Any] | None) -> None:
-    """Have an attention layer take positions in three axes, if its model does."""
+    """Replace the rope of an attention layer by ``MRoPE``, if its model takes positions in three axes."""
     sections = (rope_parameters or {}).get("mrope_section")
     if sections is not None and isinstance(attention.rope, nn.RoPE):
         attention.rope = MRoPE(attention.rope, sections)

@@ -4,11 +4,11 @@ A prompt cache is mlx-lm's list with two more entries: one cache for each layer 
 an ``ArraysCache`` with
 
     the hidden state of the last token, which the head needs once the next token is known
-    the number of tokens that the backbone's caches held then; -1 while a generation is open
-    these tokens, which may be copied
-    whose part of the model's caches this is, where several ranks run it
+    the number of tokens in the backbone's caches when it was written; -1 while a generation is open
+    these tokens, for copy drafts
+    the rank that has this part of the caches and the number of ranks, where several run the model
     the fingerprint of the model
-    where the images of the text are
+    the spans of the text's images
 
 By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache``
 reads it.
@@ -32,10 +32,10 @@ UNFINISHED = -1  # the number of tokens while a generation is open, or where it 
 
 
 class PromptCache:
-    """A prompt cache by name. The list stays the one that the caller holds: this is a view of it.
+    """A view of a prompt cache, which names its entries. The list stays the caller's.
 
     Args:
-        entries (List[Any]): Of ``make_prompt_cache``.
+        entries (List[Any]): A list of ``make_prompt_cache``.
         n_layers (int): The number of the backbone's layers.
     """
 
@@ -74,12 +74,12 @@ class PromptCache:
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
         if not any(hasattr(c, "offset") for c in self.backbone):
-            return self.n_recorded  # a stage of a pipeline without attention: its states do not tell
+            return self.n_recorded  # a pipeline stage without attention: its states do not tell their length
         return n_tokens(self.backbone)
 
     @property
     def n_recorded(self) -> int:
-        """The number of tokens in the backbone's caches when the head was last in step with them."""
+        """The number of tokens in the backbone's caches when ``record`` was last called."""
         count = self._last[1]
         return 0 if count is None else count.item()
 
@@ -90,37 +90,42 @@ class PromptCache:
         return [] if tokens is None else tokens.tolist()
 
     def claim(self, generation: "weakref.ref[Any] | None") -> None:
-        """From now on the last tokens may be drafts that will be rejected: nothing else may use the cache, or a copy of it.
+        """Mark the cache as in use: its last tokens may be drafts, so no other generation may use it or a copy of it.
 
         Args:
-            generation (weakref.ref[Generator]): To the generator that does so.
+            generation (weakref.ref[Generator]): The generator that uses it.
         """
         self._last.generation = generation
         self._last[1] = mx.array(UNFINISHED)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
-        """The caches hold this number of tokens, of which the last ones are known, and the head is in step with them."""
+        """Mark the cache as complete, with the head's keys and values for the same tokens.
+
+        Args:
+            n_tokens (int): The number of tokens in the backbone's caches.
+            text (Sequence[int]): The last of these tokens, as far back as they are known.
+        """
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
-        self.images = [image for image in self.images if image.start < n_tokens]  # read, if in part
+        self.images = [image for image in self.images if image.start < n_tokens]  # also an image prefilled in part
         self._last[1] = mx.array(n_tokens)
         self._last.generation = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a generation goes on with this cache, or with the one that it is a copy of."""
+        """Whether a generation is open on this cache, or on the cache that it was copied from."""
         ref = getattr(self._last, "generation", None)
         generation = None if ref is None else ref()
         return generation is not None and (generation.gi_running or generation.gi_suspended)
 
     @property
     def part(self) -> list[int]:
-        """The rank whose part this is, and the number of ranks; empty for one process."""
+        """The rank that has this part of the caches, and the number of ranks; empty for one process."""
         part = self._last[3]
         return [] if part is None else part.tolist()
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the model that the caches are of; empty where it is not known."""
+        """The fingerprint of the model that filled the caches; empty if it is not known."""
         return b"" if self._last[4] is None else bytes(self._last[4].tolist())
 
     @fingerprint.setter
@@ -129,7 +134,7 @@ class PromptCache:
 
     @property
     def images(self) -> list[ImageSpan]:
-        """Where the images of the text are: those in the caches, and while a prompt is read those that follow."""
+        """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
         return _images_of(self._last)
 
     @images.setter
@@ -138,18 +143,18 @@ class PromptCache:
 
     @property
     def shift(self) -> int:
-        """What to add to the index of the next token to have its position."""
+        """The difference of the next token's position and index."""
         return Positions(tuple(self.images)).shift
 
     @property
-    def first_row(self) -> int:
-        """The position of the head's first row: 0, unless mlx-lm filled the backbone's caches without the head."""
+    def first_position(self) -> int:
+        """The index of the head's first pair: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
     @property
     def head_positions(self) -> Positions | None:
-        """Those of the head's rows, each at its hidden state's; ``None`` where these are plain."""
-        return Positions(tuple(self.images), self.first_row) if self.images else None
+        """The positions of the head's pairs, each that of its hidden state; ``None`` without images."""
+        return Positions(tuple(self.images), self.first_position) if self.images else None
 
 
 def _images_of(last: Any) -> list[ImageSpan]:
@@ -157,7 +162,7 @@ def _images_of(last: Any) -> list[ImageSpan]:
 
 
 def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
-    """Those of the text in a model's caches; ``None`` where they are plain, as without images."""
+    """The positions of the text in a model's caches; ``None`` without images."""
     last = entries[-1] if entries is not None and len(entries) == n_layers + 2 else None
     if not isinstance(last, stock.ArraysCache) or len(last.cache) < N_LAST or last[5] is None:
         return None
@@ -184,7 +189,7 @@ def make_head_cache(model: Any) -> list[Any]:
 
 
 def _head_cache(model: Any) -> list[Any]:
-    """The same, without the fingerprint: the first one takes some time."""
+    """``make_head_cache`` without the fingerprint, which takes some time the first time."""
     last = stock.ArraysCache(N_LAST)
     if part := _part_of(model):
         last[3] = mx.array(part)
@@ -192,13 +197,13 @@ def _head_cache(model: Any) -> list[Any]:
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
-    """Check a prompt cache, make it one of ``make_prompt_cache`` in place, and name its parts.
+    """Check a prompt cache, and complete it in place to one of ``make_prompt_cache``.
 
-    A cache that mlx-lm filled lacks the head's rows, and those of another head are dropped. Only relative positions count in
-    the head: it begins with the tokens that follow, and drafts less well until it has seen some of them.
+    A cache that mlx-lm filled has no keys and values of the head, and those of another head are dropped. Only relative
+    positions matter to the head: it begins with the tokens that follow, and drafts less well until it has seen some of them.
 
     Args:
-        entries (List[Any], optional): Of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
+        entries (List[Any], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
 
     Raises:
         ValueError: The cache is damaged, another model's or another rank's, or a generation is open on it.
@@ -234,14 +239,14 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
 
 
 def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
-    """Say where the images of a text are, before a prompt is read into its cache.
+    """Record the spans of a prompt's images in its cache, before prefill.
 
     Args:
-        images (Iterable[ImageSpan]): Those of the prompt; those of the cache may be among them.
+        images (Iterable[ImageSpan]): The images of the prompt; images of the cache may be among them.
         are_embedded (bool): Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: They overlap, are still to be read without embeddings, or the model takes none.
+        ValueError: Images overlap, or are to be prefilled without embeddings, or the model takes no images.
     """
     both = sorted({*cache.images, *images})
     if not both:
@@ -313,7 +318,7 @@ def has_head(model: Any) -> bool:
 
 
 def _adopt(entry: Any, own: Any, i: int) -> Any:
-    """The entry of layer i, as a cache that can roll back; ``own`` is an empty one of the model's."""
+    """Make the entry of layer i a cache that can roll back. ``own`` is an empty cache of the model's."""
     kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
     if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Caches that can roll back a few tokens.
-
-This module knows nothing of layers, drafts or acceptance.
-"""
+"""Caches that can roll back a few tokens. This module does not depend on layers, drafts or acceptance."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +12,7 @@ from mlx_lm.models.gated_delta import gated_delta_update
 def _rewound(
     n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, gates: Any, inputs: Any
 ) -> tuple[mx.array, mx.array]:
-    """The arrays after n tokens of a window, from those after its confirmed ones: the recurrence is replayed over m others.
+    """The arrays after n tokens of a window, from those after its confirmed tokens, by replaying the recurrence over m others.
 
     Compiled, so that the outputs of the recurrence are not computed. There is a trace for each window and each part of it:
     at most 136 for one sequence and windows of up to 17 tokens.
@@ -29,7 +26,7 @@ def _rewound(
 
 @dataclass
 class _Window:
-    """What is needed to roll back inside one call of a recurrent layer."""
+    """The record of one call of a recurrent layer, from which it can be rolled back in part."""
 
     n_confirmed: int
     n_tokens: int = 0
@@ -44,8 +41,8 @@ class _Window:
 class ArraysCache(stock.ArraysCache):
     """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer, whose last call can be undone in part.
 
-    After ``open_window`` the layer's call records, and ``rollback`` closes the window. In between, ``state`` is that after the
-    whole window. The class has its parent's name because a prompt cache file names the classes it is made of.
+    After ``open_window`` the layer's next call is recorded, and ``rollback`` closes the window. In between, ``state`` is the
+    state after the whole window. The class has its parent's name because a prompt cache file has the names of its classes.
     """
 
     cache: list[Any]
@@ -69,7 +66,7 @@ class ArraysCache(stock.ArraysCache):
 
     @property
     def records_inputs(self) -> bool:
-        """Whether the layer's next call has to record what the recurrence is replayed from."""
+        """Whether the layer's next call has to record the inputs of the recurrence, for a replay."""
         return self.window is not None and self.window.states is None
 
     def keep_state(self) -> None:
@@ -80,7 +77,7 @@ class ArraysCache(stock.ArraysCache):
                 self.window.states.append(list(self.cache))
 
     def rollback(self, n: int) -> None:
-        """Close the window: keep its first ``n`` tokens and release what was recorded.
+        """Close the window: keep its first ``n`` tokens, and free its record.
 
         The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with. In exact mode each
         state was kept, because a replay is not bound to round as the layer's own call did.
@@ -108,7 +105,7 @@ class ArraysCache(stock.ArraysCache):
             inputs = window.inputs if m > 0 else ()
             cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
         self.cache = cache
-        self.window = None  # last: until here it can be done again
+        self.window = None  # last: until here the rollback can be repeated after an interrupt
 
 
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
@@ -132,13 +129,13 @@ def trim(caches: list[Any], n_tokens: int) -> None:
 def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> None:
     """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches.
 
-    With ``again``, after a call that was interrupted: those where the window is closed already stay as they are.
+    With ``again``, repeat a call that was interrupted: caches whose window is closed already stay as they are.
     """
     trim(caches, offset + n)
     for c in caches:
         if isinstance(c, ArraysCache) and not (again and c.window is None):
             c.rollback(n)
-    # So that the device does not wait while the next pass is being built.
+    # Start now, so that the device does not idle while the host builds the next pass.
     mx.async_eval(recurrent_states(caches))
 
 
@@ -148,15 +145,15 @@ def recurrent_states(caches: list[Any]) -> list[list[Any]]:
 
 
 def snapshot(caches: list[Any]) -> list[Any]:
-    """What ``restore`` needs: the number of tokens, or the arrays where tokens cannot be trimmed one by one.
+    """The state of caches for ``restore``: the number of tokens of a key-value cache, the arrays of a recurrent layer's.
 
-    Keys and values are not held: a cache whose arrays are referenced elsewhere is copied when it is next written.
+    Keys and values are not referenced: MLX copies a cache whose arrays are referenced elsewhere when it is next written.
     """
     return [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
 
 
 def restore(caches: list[Any], before: list[Any]) -> None:
-    """Take caches back to a ``snapshot``, whatever part of a pass they have been given since."""
+    """Take caches back to a ``snapshot``, after a pass that may have been interrupted."""
     for c, b in zip(caches, before):
         if hasattr(c, "offset"):
             c.trim(c.offset - b)

@@ -4,8 +4,9 @@
     row 1   g h . . . . . . . .     a window is written behind each row's own last token,
     row 2   i j k l . . . . . .     and what a row rejects is overwritten by its next window
 
-A row goes back by itself: its keys and values by their number alone, its recurrent states by replaying the tokens it keeps.
-A row is made from the caches of one sequence, and back into them. This module knows nothing of layers, drafts or acceptance.
+Each row rolls back by itself: its keys and values by their number alone, its recurrent states by replaying the tokens it
+keeps. A row is made from the caches of one sequence, and can be extracted into such caches. This module does not depend on
+layers, drafts or acceptance.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ from .recurrent import ArraysCache
 
 @mx.compile
 def _replay(mask: mx.array, *inputs: mx.array) -> mx.array:
-    """The states after as many tokens as each row's mask says. Compiled, so that the unused outputs are not computed."""
+    """The state of each row after the tokens in its mask. Compiled, so that the unused outputs are not computed."""
     return gated_delta_update(*inputs, mask)[1]
 
 
 class Rows:
-    """How many tokens each row has, which the caches of all layers share.
+    """The number of tokens in each row, shared by the caches of all layers.
 
     Attributes:
         lengths (list[int]): [B]
         offset (mx.array): The same on the device, [B].
-        shifts (list[int]): What to add to have the position of each row's next token: not 0 in texts with images, [B].
-        positions (mx.array): These, [B].
+        shifts (list[int]): The difference of position and index of each row's next token: not 0 in texts with images, [B].
+        positions (mx.array): The position of each row's next token, [B].
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Rows:
         self.set([])
 
     def set(self, lengths: Sequence[int], shifts: Sequence[int] | None = None) -> None:
-        """``shifts`` stay as they are by default."""
+        """Set the lengths and, if they are given, the shifts."""
         self.lengths = list(lengths)
         self.offset = mx.array(self.lengths, mx.int32)
         self.shifts = self.shifts if shifts is None else list(shifts)
@@ -109,14 +110,14 @@ class RowsKVCache:
         return self.keys[..., :n, :], self.values[..., :n, :]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """The columns that each of N tokens sees: its own row's up to itself, [B, 1, N, n]; ``None`` for all columns."""
+        """The columns that each of N tokens attends to, [B, 1, N, n]: its row's up to itself; ``None`` for all columns."""
         if N == 1 and self.rows.are_equal and not return_array:
             return None
         columns = mx.arange(self.rows.longest + N)
         return (columns <= self.rows.columns(N)[..., None])[:, None]
 
     def join(self, caches: list[Any]) -> None:
-        """Add a row for each ``KVCache``. The rows' lengths are still those before."""
+        """Add a row for each ``KVCache``. Call before ``self.rows`` has the new lengths."""
         B = len(self.rows.lengths)
         n = max([*self.rows.lengths, *(c.offset for c in caches)])
         for name in ("keys", "values"):
@@ -125,7 +126,7 @@ class RowsKVCache:
             setattr(self, name, self._stacked([*own, *new], n))
 
     def filter(self, keep: list[int]) -> None:
-        """Keep these rows. The rows' lengths are already those after."""
+        """Keep these rows. Call after ``self.rows`` has the new lengths."""
         if self.keys is not None and self.values is not None:
             size, rows = self._size(self.rows.longest), mx.array(keep)
             self.keys, self.values = self.keys[rows, :, :size], self.values[rows, :, :size]
@@ -145,7 +146,7 @@ class RowsKVCache:
         return (n // self.step + 1) * self.step
 
     def _grown(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
-        """What is held, with space for n tokens."""
+        """The held array, enlarged to hold n tokens if needed."""
         size = 0 if held is None else held.shape[2]
         if held is not None and n <= size:
             return held
@@ -154,7 +155,7 @@ class RowsKVCache:
         return space if held is None else mx.concatenate([held, space], axis=2)
 
     def _stacked(self, parts: list[tuple[mx.array | None, int, int]], n: int) -> mx.array | None:
-        """Parts (array [B, H, S, D], its B, the tokens in it) below each other, with space for n tokens."""
+        """Concatenate parts (array [B, H, S, D], its B, its number of tokens) along B, with space for n tokens."""
         like = next((x for x, *_ in parts if x is not None), None)
         if like is None:
             return None
@@ -213,7 +214,7 @@ class RowsArraysCache(ArraysCache):
     """The states of a recurrent layer. A window is recorded as for one sequence, with one confirmed token."""
 
     def join(self, caches: list[ArraysCache], B: int) -> None:
-        """Add a row for each cache to the B that are there."""
+        """Add a row for each cache to the B present rows."""
         parts = [(self.cache, B), *((c.cache, 1) for c in caches)] if B else [(c.cache, 1) for c in caches]
         self.cache = [_stacked([(arrays[i], n) for arrays, n in parts]) for i in range(2)]
 
@@ -225,9 +226,9 @@ class RowsArraysCache(ArraysCache):
         """Close the window, if one is open: keep the first tokens of each row.
 
         Args:
-            kept (List[int]): How many, from 1 on, [B].
-            ends (mx.array): Where the convolution's last inputs then are, [B, K - 1, 1].
-            mask (mx.array): Which of the tokens after the first are kept, [B, max(kept) - 1].
+            kept (List[int]): The number of tokens to keep in each row, at least 1, [B].
+            ends (mx.array): The indices of the convolution's last inputs after these tokens, [B, K - 1, 1].
+            mask (mx.array): Whether each token after the first is kept, [B, max(kept) - 1].
         """
         window = self.window
         if window is not None and min(kept) < window.n_tokens:
@@ -259,7 +260,7 @@ def after_first(cache: ArraysCache) -> list[Any]:
 
 
 def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
-    """Parts (array [B, ...], its B) below each other; zeros, the state before any token, for those that are missing."""
+    """Concatenate parts (array [B, ...], its B) along B; a missing array is zeros, the state before any token."""
     like = next((x for x, _ in parts if x is not None), None)
     if like is None:
         return None
@@ -273,14 +274,14 @@ class RowsCache:
         model (nn.Module): A model of ``mlx_mtp.load``.
 
     Attributes:
-        before (None): Several sequences cannot go back to before a pass.
+        before_pass (None): Several sequences cannot be restored to the state before a pass.
     """
 
-    before: list[Any] | None = None
+    before_pass: list[Any] | None = None
 
     def __init__(self, model: Any):
         self.rows = Rows()
-        self.n_in_flight = 0  # tokens of each row, of a pass that is not rolled back
+        self.n_in_flight = 0  # tokens of each row in the pass in flight
         # A GatedDeltaNet layer's convolution keeps K - 1 inputs.
         self.n_conv = next((l.linear_attn.conv_kernel_size - 1 for l in model.layers if l.is_linear), 0)
         self.entries: list[Any] = [

@@ -1,6 +1,7 @@
-"""The caches of one sequence on its way through the model: those of its prompt cache, in place, as mlx-lm has them.
+"""The caches of one sequence in a pass: mlx-lm's caches of its prompt cache, in place.
 
-They take no mask, so that mlx-lm's fused attention serves them, and are not copied. ``rows.py`` has those of several.
+They take no mask, so mlx-lm's fused attention serves them, and they are not copied. ``rows.py`` has the caches of several
+sequences.
 """
 
 import copy
@@ -21,9 +22,9 @@ class KVOptions:
     """When and how to quantize keys and values, as in mlx-lm's ``generate_step``.
 
     Args:
-        kv_bits (int, optional): Of a key or value. Default: ``None``, they are not quantized.
-        kv_group_size (int): How many have a scale in common.
-        quantized_kv_start (int): The number of tokens from which on they are quantized.
+        kv_bits (int, optional): Number of bits of a quantized key or value. Default: ``None``, no quantization.
+        kv_group_size (int): Group size of the quantization.
+        quantized_kv_start (int): The number of tokens at which quantization begins.
     """
 
     kv_bits: int | None = None
@@ -32,22 +33,23 @@ class KVOptions:
 
 
 class SingleCache:
-    """The caches of one sequence, with the interface of ``protocol.PassCaches``. An interrupt may come at any line of it.
+    """The caches of one sequence, with the interface of ``protocol.PassCaches``. Any line of it may be interrupted.
 
     Args:
         cache (PromptCache): Updated in place.
         kv (KVOptions): When and how to quantize keys and values.
 
     Attributes:
-        before (List[Any], optional): Where the caches were before the last pass, until its first token is final. Of keys and
-          values that is a number; a recurrent layer's arrays are held, which costs their memory and, as measured, no time.
+        before_pass (List[Any], optional): The ``recurrent.snapshot`` of the caches before the last pass, until its first token
+          is final. It has the number of keys and values, and the arrays of recurrent layers, which costs their memory and, as
+          measured, no time.
     """
 
     def __init__(self, cache: PromptCache, kv: KVOptions):
         self.cache, self.kv = cache, kv
         self.n_tokens = [cache.n_tokens]
-        self.before: list[Any] | None = None
-        self.n_in_flight = 0  # tokens of a pass that is not rolled back
+        self.before_pass: list[Any] | None = None
+        self.n_in_flight = 0  # tokens of the pass in flight
         self.is_rolling_back = False
 
     @property
@@ -64,34 +66,34 @@ class SingleCache:
         return sum(c.nbytes for c in self.cache.backbone)
 
     def start_pass(self, n: int) -> None:
-        """Remember where the caches are."""
-        self.before, self.n_in_flight = snapshot(self.cache.entries), n
+        """Begin a pass over n tokens, and keep a snapshot for ``restore``."""
+        self.before_pass, self.n_in_flight = snapshot(self.cache.entries), n
 
     def keep_pass(self) -> None:
-        """All tokens of the pass are final, as those of a prompt."""
-        self.n_tokens, self.before, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
+        """End a pass whose tokens are all final, such as a prompt's."""
+        self.n_tokens, self.before_pass, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
 
     def restore(self) -> bool:
-        """Go back to before the last pass, if its first token is not final -> whether it was not."""
-        if self.before is None:
+        """Undo the last pass if its first token is not final -> whether it was undone."""
+        if self.before_pass is None:
             return False
-        restore(self.cache.entries, self.before)
+        restore(self.cache.entries, self.before_pass)
         return True
 
     def quantize(self) -> None:
-        """As mlx-lm does after every pass."""
+        """Quantize keys and values where they are due, as mlx-lm does after every pass."""
         if self.kv.kv_bits is not None:
             caches = self.cache.backbone
             maybe_quantize_kv_cache(caches, **vars(self.kv))
             self.cache.backbone = caches
 
     def roll_back(self, kept: list[int]) -> None:
-        """Once interrupted, it may come again."""
+        """Keep the first ``kept[0]`` tokens of the pass in flight. May be called again after an interrupt."""
         if self.n_in_flight > 1:
             again, self.is_rolling_back = self.is_rolling_back, True
             rollback(self.cache.backbone, self.n_tokens[0], kept[0], again)
         if self.n_in_flight > 0:
-            # At once: an interrupt finds all of it done, or to be done again.
+            # In one statement: after an interrupt, the rollback is either complete or can be repeated.
             self.n_tokens, self.n_in_flight, self.is_rolling_back = [self.n_tokens[0] + kept[0]], 0, False
         self.quantize()
 

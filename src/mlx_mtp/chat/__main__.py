@@ -89,7 +89,7 @@ def ask(conversation: Conversation) -> str:
                 raise
             print()
             line = ""  # as in a shell, a new line
-    return line if ranks is None else str(ranks.share(line))
+    return line if ranks is None else str(ranks.broadcast(line))
 
 
 def obey(line: str, conversation: Conversation) -> None:

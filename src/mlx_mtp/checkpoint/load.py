@@ -10,7 +10,7 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
-from ..distributed.ranks import from_rank_0, together
+from ..distributed.ranks import from_rank_0, raise_on_all
 from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
@@ -100,7 +100,7 @@ def load(
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     if not mtp:
         _check_no_drafting(drafting, settings)
-    with together(ranks):
+    with raise_on_all(ranks):
         _check_arguments(adapter_path, settings, *drafting)
         if ranks is None:
             path = fetch(path_or_hf_repo, revision)
@@ -114,7 +114,7 @@ def load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    with together(ranks):
+    with raise_on_all(ranks):
         config, head, fetched = read_config(path, path_or_hf_repo), None, None
         model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         if mtp == "auto":
@@ -139,7 +139,7 @@ def load(
             folders = [path, *head_folder, *([] if adapter_path is None else [Path(adapter_path)])]
             drafting = _apply_settings(model, settings, folders)
         cheapen_drafts(model, tokenizer, path, *drafting)
-    with together(ranks), loading_errors(path_or_hf_repo):
+    with raise_on_all(ranks), loading_errors(path_or_hf_repo):
         if tensor_group is not None and ranks is not None:
             check_shard(model, ranks.size)  # again, since quantized weights can be divided at their groups alone
             model.shard(tensor_group)

@@ -1,1 +1,1 @@
-"""Speculative decoding with the MTP head: the loop, the decoder's moves, acceptance, depth and sampling."""
+"""Speculative decoding with the MTP head: the loop, the decoder's moves, sequences, windows, the planner and prefill."""

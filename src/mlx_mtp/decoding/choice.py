@@ -11,7 +11,7 @@ from .window import NO_TOKENS, Step, Token, Window
 
 
 def choose_at_once(window: Window) -> Step:
-    """All positions of all sequences in one go: those without a sampler or processors of their own together."""
+    """Choose a token at every position of every sequence; greedy sequences share one argmax over the batch."""
     sequences, drafts = window.drafts.sequences, window.drafts.tokens
     step = Step(window, window.tokens, drafts, n_accepted=[0] * len(sequences))
     own = [b for b, s in enumerate(sequences) if s.end is None and not s.is_greedy]
@@ -24,13 +24,13 @@ def choose_at_once(window: Window) -> Step:
     elif k > 0:
         step.accepted = mx.zeros(drafts.shape, mx.bool_)
     if len(sequences) > 1 and k == 0:
-        own = _draw_together(sequences, own, step)
+        own = _draw_in_groups(sequences, own, step)
     for b in own:
         with sequences[b].own_errors():
             verdicts = _verdicts(sequences[b], b, window)
             tokens = mx.concatenate([v.tokens for v, _ in verdicts]).astype(mx.uint32)
             accepted = mx.concatenate([v.accepted for v, _ in verdicts])
-            step.own_logprobs[b] = [row for _, rows in verdicts for row in rows]
+            step.own_logprobs[b] = [each for _, logprobs in verdicts for each in logprobs]
             if len(sequences) == 1:
                 step.choices, step.accepted = tokens[None], accepted[None]
                 step.random_states = verdicts[0][0].random_states
@@ -42,22 +42,26 @@ def choose_at_once(window: Window) -> Step:
 
 
 def choose_in_order(window: Window, stream: Any) -> Generator[Token, None, Step]:
-    """Of one sequence: call each processor and the sampler once a token, and yield each accepted draft before the next."""
+    """Choose the tokens of one sequence one after the other, for processors and samplers that keep state.
+
+    Each processor and the sampler is called once for each token, in order. Each accepted draft is yielded before the next
+    position is chosen.
+    """
     ((s,), (plan,)), tokens = (window.drafts.sequences, window.drafts.plans), list[mx.array]()
-    s.counts.source = plan.source  # of the drafts that are handed over before they are counted
+    s.counts.source = plan.source  # the source of drafts that the caller gets before ``Sequence.take`` counts them
     step = Step(window, window.tokens, window.drafts.tokens, own_logprobs={0: []}, n_accepted=[0])
     for i in range(plan.k + 1):
         with mx.stream(stream), s.own_errors():
-            verdict, rows = _verdict(s, 0, window, i, i + 1)
+            verdict, own_logprobs = _verdict(s, 0, window, i, i + 1)
             is_accepted = i < plan.k and verdict.accepted.item()
         if s.end is not None:
             break
         tokens.append(verdict.tokens.astype(mx.uint32))
-        step.own_logprobs[0] += rows
+        step.own_logprobs[0] += own_logprobs
         if not is_accepted:
             break
         token: Any = verdict.tokens.item()
-        logprobs = rows[0].squeeze(0)
+        logprobs = own_logprobs[0].squeeze(0)
         window.kept = [2 + i]
         yield token, logprobs, True
     if tokens:
@@ -67,11 +71,15 @@ def choose_in_order(window: Window, stream: Any) -> Generator[Token, None, Step]
     return step
 
 
-def _draw_together(sequences: list[Sequence], own: list[int], step: Step) -> list[int]:
-    """Choose the tokens [B, 1] of sequences with equal samplers in one call of each, as mlx-lm does -> the others."""
+def _draw_in_groups(sequences: list[Sequence], own: list[int], step: Step) -> list[int]:
+    """Call each distinct sampler once for all sequences that share it, as mlx-lm does.
+
+    Returns:
+        List[int]: The sequences that have no shared sampler, whose tokens are still to be chosen.
+    """
     groups: dict[Any, list[int]] = {}
     for b in own:
-        if (key := sequences[b].drawn_with) is not None:
+        if (key := sequences[b].shared_sampler) is not None:
             groups.setdefault(key, []).append(b)
     assert step.logprobs is not None
     for sampler, members in groups.items():
@@ -80,11 +88,14 @@ def _draw_together(sequences: list[Sequence], own: list[int], step: Step) -> lis
             step.choices[index] = sampler(step.logprobs[index, 0])[:, None]
         for b in members:
             sequences[b].end = first.end
-    return [b for b in own if sequences[b].drawn_with is None]
+    return [b for b in own if sequences[b].shared_sampler is None]
 
 
 def _verdicts(s: Sequence, b: int, window: Window) -> list[tuple[Verdict, list[mx.array]]]:
-    """On sequence b, with a sampler or processors of its own; one for each position where it accepts in order."""
+    """The verdicts on sequence b, which has a sampler or processors of its own.
+
+    There is one verdict for the whole window, or one for each position where the sequence accepts in order.
+    """
     k = window.drafts.plans[b].k
     if not s.in_order:
         return [_verdict(s, b, window, 0, k + 1)]
@@ -101,5 +112,5 @@ def _verdict(s: Sequence, b: int, window: Window, i: int, j: int) -> tuple[Verdi
     own = window.drafts
     drafts, records = (own.tokens[b, : own.plans[b].k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
     # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-    rows = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
-    return s.acceptance.accept(rows, drafts[i:j], records[i:j], s.n_generated + i), rows
+    logprobs = [s.logprobs(window.logits[b : b + 1, t], drafts[:t]) for t in range(i, j)]
+    return s.acceptance.accept(logprobs, drafts[i:j], records[i:j], s.n_generated + i), logprobs

@@ -13,42 +13,46 @@ T = TypeVar("T")
 
 
 class Clock(Generic[T]):
-    """Tells how long each step took: by this process's own time, or where several ranks run the model by rank 0's, later.
+    """Measures how long each step took. Where several ranks run the model, all of them use rank 0's seconds, which come later.
 
-    A caller may take turns between generations that are open at once. The device runs in order what all of them have queued,
-    so a step may also wait for another generation's.
+    A caller may take turns between generations that are open at once. The device runs their passes in the order in which they
+    were queued, so a step may also wait for a pass of another generation.
 
     Args:
-        timing (Timing): The model's, which says whose turn it was.
-        exchange (Exchange, optional): With the other ranks. ``None`` for one process.
+        timing (Timing): The times of the model, with the generation that gave the device work last.
+        exchange (Exchange, optional): Sends seconds to the other ranks. Default: ``None`` for one process.
     """
 
     def __init__(self, timing: Timing, exchange: Exchange | None):
         self.timing, self.turn = timing, object()
-        timing.turn = self.turn  # a prompt comes first
-        self.is_alone = True  # since the step before
-        self.last: float | None = None  # when that was over
-        self.n_traces = 0  # that were made up to then
-        # Steps whose time is not known here: each with whether it is clear, and whether no other generation ran in between.
+        timing.turn = self.turn  # the prefill of this generation gives the device work first
+        self.is_alone = True  # no other generation gave the device work since the last step
+        self.last: float | None = None  # the time at which the last step was over
+        self.n_traces = 0  # the traces made up to that time
+        # Steps that wait for their seconds: (step, whether its time is clear, whether no other generation ran in between).
         self.steps: deque[tuple[T, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
-        self.received = self.unsent if exchange is None else exchange.received  # one process knows its own at once
+        # One process uses its own seconds at once.
+        self.received = self.unsent if exchange is None else exchange.received
 
     def take_turn(self) -> None:
-        """Call when the device was given work, before the caller can turn to another generation."""
+        """Call after giving the device work, before the caller can turn to another generation."""
         self.is_alone = self.is_alone and self.timing.turn is self.turn
         self.timing.turn = self.turn
 
     def interrupt(self) -> None:
-        """Something else than steps took time."""
+        """Do not measure the next step: other work, such as prefill, took time since the last one."""
         self.last = None
 
     def record(self, step: T, is_clear: bool) -> bool:
-        """A step is over -> whether it will be among the ``known``: not the first, and the first after an interruption.
+        """Call when a step is over.
 
         Args:
-            step (T): Handed back by ``known``.
-            is_clear (bool): Whether the time until now is that of such a step, as far as the steps beside it tell.
+            step (T): The step, which ``timed`` yields with its seconds.
+            is_clear (bool): Whether the time since the last step was spent on this step alone, judged by the steps beside it.
+
+        Returns:
+            bool: Whether ``timed`` will yield the step. It does not yield the first one, nor the first after ``interrupt``.
         """
         now, before = perf_counter(), self.last
         self.take_turn()
@@ -62,9 +66,13 @@ class Clock(Generic[T]):
         self.last, self.is_alone = now, True
         return before is not None
 
-    def known(self) -> Iterator[tuple[T, float | None, bool]]:
-        """The oldest steps whose time is known now: (step, its seconds, ``None`` where they are not clear, whether no other
-        generation ran in between)"""
+    def timed(self) -> Iterator[tuple[T, float | None, bool]]:
+        """Yield the recorded steps whose seconds have arrived, the oldest first.
+
+        Yields:
+            Tuple[T, Optional[float], bool]: The step, its seconds, which are ``None`` where they are not clear, and whether no
+            other generation ran in between.
+        """
         while self.received:
             (step, is_clear, is_alone), seconds = self.steps.popleft(), self.received.popleft()
             yield step, seconds if is_clear else None, is_alone

@@ -1,4 +1,4 @@
-"""What came of the drafts of a text."""
+"""Counts of drafted and accepted tokens of a text."""
 
 from dataclasses import dataclass, field
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 @dataclass
 class DraftCounts:
     """
-    What came of the drafts, by position in the window.
+    The number of drafts made and accepted, by position in the window.
 
     Args:
         drafted (List[int]): Drafts of the head.
-        accepted (List[int]): Those accepted.
+        accepted (List[int]): Accepted drafts of the head.
         copied (List[int]): Drafts copied from the text.
-        copies_accepted (List[int]): Those accepted.
+        copies_accepted (List[int]): Accepted copies.
         forced (List[int]): Drafts that a grammar forces.
-        forced_accepted (List[int]): Those accepted.
+        forced_accepted (List[int]): Accepted drafts of a grammar.
         others (List[int]): Drafts of sources that were added to ``drafts/sources.py``.
-        others_accepted (List[int]): Those accepted.
+        others_accepted (List[int]): Accepted drafts of such sources.
         depth (int): The latest step's number of drafts.
-        source (str): Where these came from: ``"head"``, or one of ``drafts/sources.py``.
+        source (str): The source of the latest step's drafts: ``"head"``, or a name in ``drafts/sources.py``.
     """
 
     drafted: list[int] = field(default_factory=list)

@@ -1,15 +1,17 @@
-"""The moves of speculative decoding: draft, verify, accept, roll back. There are one or more sequences; each accepts by itself.
+"""The moves of speculative decoding: draft, verify, accept, roll back, for one sequence or several.
 
-A *window* is what one backbone pass verifies: the last decided token of each sequence and its drafts, [B, k + 1]. A *step* is
-what it yields: of each sequence the accepted drafts and one more token, the target's own. A window without drafts is not waited
-for: the next pass is built while it runs.
+A *window* has the tokens that one backbone pass verifies: the last decided token of each sequence and its drafts, [B, k + 1]. A
+*step* has the tokens that the window yields: the accepted drafts of each sequence and one more token, the target's own. Each
+sequence accepts or rejects its own drafts. The host does not wait for a window without drafts: it builds the next pass while
+the window runs.
 
 A sequence joins with a prompt cache of all its tokens but the last, which is the decided one, and leaves at a decided token,
 while the pass over it is in flight. One sequence alone runs in its own prompt cache, in place. Its tokens may be handed over
-one by one; the caller may stop at any of them, and the prompt cache is then that of the tokens handed over (``finalize``).
-Several run in the rows of ``caches/rows.py``. They move between the two where the second joins and where one is left.
+one by one. The caller may stop at any of them, and the prompt cache then holds exactly the tokens handed over (``finalize``).
+Several sequences run in the rows of ``caches/rows.py``. The first one moves into the rows when the second joins, and the last
+one left moves back into a prompt cache of its own.
 
-This module knows nothing of temperatures, layers and heads, nor of when to stop.
+This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
 
 import weakref
@@ -40,11 +42,11 @@ class Decoder:
 
     Args:
         model (MTPModel): Its backbone verifies, its head drafts.
-        p_min (float): The least probability of a draft, of one sequence.
-        exact (bool): Verify with the same operations as plain decoding, one sequence alone.
-        kv (KVOptions): When and how to quantize keys and values, of one sequence alone.
-        exchange (Exchange, optional): Goes with each pass where several ranks run the model.
-        stream (Union[mx.Stream, mx.ThreadLocalStream]): Where the caller runs the moves.
+        p_min (float): Stop drafting where the head's likeliest token has a lower probability. For one sequence alone.
+        exact (bool): Verify with the same operations as plain decoding. For one sequence alone.
+        kv (KVOptions): When and how to quantize keys and values. For one sequence alone.
+        exchange (Exchange, optional): Sends times and checksums with each pass where several ranks run the model.
+        stream (Union[mx.Stream, mx.ThreadLocalStream]): The stream on which the caller runs the moves.
     """
 
     def __init__(
@@ -66,27 +68,27 @@ class Decoder:
         return len(self.sequences)
 
     def clear(self) -> None:
-        """Let go of all sequences."""
+        """Remove all sequences."""
         if self.exchange is not None:
-            self.exchange.abandon()  # what went with the window in flight
+            self.exchange.abandon()  # the messages that went with the window in flight
         self.sequences: list[Sequence] = []
-        self.rows = RowsCache(self.model)  # of several sequences
-        self.cache: PassCaches = self.rows  # or the ``SingleCache`` of the one there is
+        self.rows = RowsCache(self.model)  # the caches of several sequences
+        self.cache: PassCaches = self.rows  # or the ``SingleCache`` of a sequence that is alone
         self.head = HeadCache(self.model) if has_head(self.model) else NoHead()
         self.drafter = HeadDrafter(self.model, self.head)
-        self.decided = mx.zeros((0, 1), mx.uint32)  # each sequence's next token, [B, 1]
-        self.drafts: Drafts | None = None  # the next window's
-        self.window: Window | None = None
-        self.step: Step | None = None  # what came of the window, once it was accepted
-        self.unread: Step | None = None  # a step whose tokens the host does not know
-        # Of one sequence: hidden states [1, T, H], and how many up to that of its last token.
+        self.decided = mx.zeros((0, 1), mx.uint32)  # the last decided token of each sequence, [B, 1]
+        self.drafts: Drafts | None = None  # the drafts of the next window
+        self.window: Window | None = None  # the verify pass in flight
+        self.step: Step | None = None  # the tokens of that window, once its drafts were accepted or rejected
+        self.unobserved: Step | None = None  # a step whose tokens the host does not know yet
+        # For one sequence: the hidden states of the last window [1, T, H], and the number of them up to the last final token.
         self.last: tuple[mx.array, int] | None = None
-        self.n_since_clear = 0  # tokens of a sequence, since MLX's buffer cache was last cleared
+        self.n_since_clear = 0  # tokens decided since MLX's buffer cache was last cleared
 
     # Draft
 
     def draft(self, drafts: Drafts) -> None:
-        """Draft for the next window, for each sequence what its plan says."""
+        """Make the drafts of the next window, as the plan of each sequence says."""
         self.drafts, plans = drafts, drafts.plans
         if all(plan.k == 0 for plan in plans):
             return
@@ -97,19 +99,19 @@ class Decoder:
         plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
         for b, (s, plan) in enumerate(zip(self.sequences, plans)):
             if plan.skips_head:
-                own, records[b] = s.sources[plan.source].propose(plan.k, s.n_unread)
+                own, records[b] = s.sources[plan.source].propose(plan.k, s.n_unobserved)
                 plans[b] = Plan(len(own), plan.source)
-                tokens = with_row(tokens, b, own)
+                tokens = with_drafts(tokens, b, own)
         drafts.plans, drafts.tokens, drafts.records = plans, tokens, records
         mx.async_eval(tokens)
 
     # Verify
 
     def verify(self, embeddings: mx.array | None = None) -> None:
-        """Start a pass over the decided tokens and drafts, once ``roll_back`` was called.
+        """Start a pass over the decided tokens and their drafts. Call ``roll_back`` first.
 
         Args:
-            embeddings (mx.array, optional): In place of the decided token's, [1, 1, H].
+            embeddings (mx.array, optional): The embedding to use in place of the decided token's, [1, 1, H].
         """
         drafts, tokens = self.drafts, self.decided
         assert drafts is not None
@@ -117,23 +119,28 @@ class Decoder:
             tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
         options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(len(drafts) > 0)}
         if self.exact:
-            options["exact"] = True  # without drafts, too: by mlx-lm's operations, not by compiled ones
+            options["exact"] = True  # for plain steps, too, which would otherwise run compiled
         if embeddings is not None:
             options["input_embeddings"] = embeddings
         self.cache.start_pass(len(drafts) + 1)
         logits, hidden = self.model(tokens, cache=self.cache.entries, **options)
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         self.step, self.window = None, Window(drafts, tokens, logits, hidden, [0] * len(self))
-        # The states as well: nothing may be left to compute on this thread's stream, should another thread close the generator.
+        # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, sent)
 
     # Accept
 
     def accept(self) -> Generator[Token, None, Step]:
-        """Each sequence accepts or rejects its drafts: all at once, or one after the other where a processor keeps state.
+        """Accept or reject the drafts of each sequence: all at once, or one after the other where a processor keeps state.
 
-        Without drafts this does not wait for the device. It yields nothing but the accepted drafts of one sequence that accepts
-        them one after the other.
+        A step without drafts does not wait for the device.
+
+        Yields:
+            Tuple[int, mx.array, bool]: The accepted drafts of a sequence that is alone and accepts in order; otherwise nothing.
+
+        Returns:
+            Step: The tokens that the sequences have decided on.
         """
         window = self.window
         assert window is not None
@@ -144,16 +151,17 @@ class Decoder:
             with mx.stream(self.stream):
                 step = choose_at_once(window)
         with mx.stream(self.stream):
-            self.unread = step
+            self.unobserved = step
             if len(drafts) > 0:
                 mx.eval(step.choices, step.accepted, step.random_states)
                 leading: Any = step.accepted.tolist()
-                step.n_accepted = [n_leading(row[: plan.k]) for row, plan in zip(leading, drafts.plans)]
+                step.n_accepted = [n_leading(flags[: plan.k]) for flags, plan in zip(leading, drafts.plans)]
                 rewind(step.random_states, step.n_accepted[0])
-                drafts.records = []  # they may be as large as the vocabulary
+                drafts.records = []  # free them: a record may have an array as large as the vocabulary
                 self.wait()
             else:
-                mx.async_eval(step.choices)  # before the next pass is queued, or the host would wait for that one too
+                # Before the next pass is queued: otherwise the host would wait for both passes to read the choices.
+                mx.async_eval(step.choices)
                 if any(s.needs_tokens for s in self.sequences):
                     self.wait()
             self.decided = step.last_tokens()
@@ -162,14 +170,17 @@ class Decoder:
                 s.decide(step.choices, b, counts[b])
             self.n_since_clear += max(counts)
             self.step = step
-            # One that has failed has not decided anything.
+            # A sequence that has failed has no decided token to pair with its hidden states.
             pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
             self.head.extend(window.hidden, step.choices, pairs)
         return step
 
     def wait(self) -> None:
-        """Take the tokens of the latest step. Without drafts the device runs the next pass meanwhile."""
-        step = self.unread
+        """Wait for the tokens of the latest step, and let its sequences take them.
+
+        After a step without drafts, the device runs the next pass meanwhile.
+        """
+        step = self.unobserved
         if step is None:
             return
         choices: Any = step.choices.tolist()
@@ -182,13 +193,13 @@ class Decoder:
         every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
         if self.exchange is not None:
             self.exchange.receive(every)
-        self.drafter.read(every)
-        step.tokens, self.unread = tokens, None
+        self.drafter.observe(every)
+        step.tokens, self.unobserved = tokens, None
 
     # Hand over
 
     def hand_over_accepted(self, step: Step | None) -> Generator[Token, None, None]:
-        """The accepted drafts that were not handed over yet. Of one sequence, yield them."""
+        """Mark the accepted drafts as final. Yield those of a sequence that is alone, except the ones handed over before."""
         window = self.window
         if step is None or window is not step.window:
             return
@@ -203,24 +214,24 @@ class Decoder:
             yield token, logprobs, True
 
     def hand_over_last(self, step: Step | None) -> Generator[Token, None, None]:
-        """The last token of the step, the first of the window that is being verified. Of one sequence, yield it."""
+        """Mark the last token of the step, which is the first of the window in flight, as final. Yield it for one sequence."""
         window = self.window
         assert window is not None
         if step is None or len(self) > 1 or step.sequences != self.sequences:
-            window.kept, self.cache.before = [1] * len(self), None
+            window.kept, self.cache.before_pass = [1] * len(self), None
             return
         assert step.tokens is not None
         token = step.tokens[0][-1]
         with mx.stream(self.stream):
             logprobs = step.logprobs_of(0, len(step.tokens[0]) - 1)
-        # From here on the token counts as handed over. No call is in between, at which an interrupt could come.
-        window.kept, self.cache.before = [1], None
+        # From here on the token counts as handed over. There is no call before the yield at which an interrupt could come.
+        window.kept, self.cache.before_pass = [1], None
         yield token, logprobs, False
 
     # Roll back
 
     def roll_back(self) -> None:
-        """Take what was rejected, or not handed over, out of the caches. Once interrupted, it may come again."""
+        """Remove the tokens that were rejected or not handed over from the caches. May be called again after an interrupt."""
         window = self.window
         if window is None:
             return
@@ -234,12 +245,12 @@ class Decoder:
     # Sequences come and go
 
     def open(self, sequence: Sequence) -> None:
-        """Begin with one sequence, before its prompt is read (``prefill.py``)."""
+        """Begin with one sequence, before its prompt is prefilled (``prefill.py``)."""
         self.sequences, self.cache = [sequence], SingleCache(sequence.cache, self.kv)
         self.head.join([sequence.cache], None)
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Add sequences whose prompts are read but for the last token."""
+        """Add sequences whose prompts are prefilled except for the last token."""
         self.roll_back()
         caches, held = [s.cache for s in sequences], [s.cache for s in self.sequences]
         if len(held) + len(caches) == 1:
@@ -253,7 +264,7 @@ class Decoder:
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             s.start()
-            self.drafter.read(s.tokens)
+            self.drafter.observe(s.tokens)
         if len(self) > 1:
             for s in self.sequences:
                 s.cache = PromptCache([None, None], 0)  # its arrays are in the rows
@@ -282,7 +293,7 @@ class Decoder:
         self.drafter.forget(token for s in self.sequences for token in s.tokens)
 
     def extract(self, sequence: Sequence) -> list[Any]:
-        """While a window is in flight: a prompt cache of a sequence's tokens."""
+        """Copy a sequence's caches into a prompt cache of its tokens, while a window is in flight."""
         assert self.window is not None
         b = self.sequences.index(sequence)
         n = self.cache.n_tokens[b] + 1
@@ -292,16 +303,17 @@ class Decoder:
         cache.images = sequence.images
         cache.last_hidden = mx.contiguous(self.window.hidden[b : b + 1, :1])
         cache.record(n, sequence.text_of(n))
-        mx.async_eval([c.state for c in entries])  # at once: they refer to the caches of all sequences
+        mx.async_eval([c.state for c in entries])  # now, since until then they keep the caches of all sequences alive
         return entries
 
     # Finalize
 
     def finalize(self) -> None:
-        """Of one sequence: keep the tokens handed over, take back all others, and give the head a row for each but the last.
+        """End the generation of one sequence: its prompt cache holds exactly the tokens handed over.
 
-        This may come at any point of the moves above and of itself, after an error or an interrupt, and in any thread. A second
-        interrupt does not stop it, since who asks for a cache to be kept presses Ctrl-C twice, too.
+        All other tokens are removed, and the head has keys and values for each token but the last. May be called after an error
+        or an interrupt at any line of the moves above or of this method, and in any thread. It survives one more interrupt:
+        users press Ctrl-C twice, and still expect the cache to be kept.
         """
         try:
             finalize(self)
@@ -311,14 +323,15 @@ class Decoder:
 
 
 def finalize(decoder: Decoder) -> None:
-    """``Decoder.finalize``, once. What an interrupt has left undone is done when it is called again."""
+    """``Decoder.finalize`` without the second attempt. A second call completes a first one that was interrupted."""
     own = decoder.cache
     assert isinstance(own, SingleCache)
     with mx.stream(decoder.stream):
         if own.restore():
             decoder.window = None
         if (window := decoder.window) is not None:
-            # ``accept`` may have told the head of these already: then they come twice, and the second time is ignored.
+            # ``accept`` may have given the head these pairs already. They then come twice, and ``HeadCache.finalize`` drops the
+            # second ones by number.
             n = window.kept[0]
             decoder.head.extend(window.hidden, window.tokens[:, 1:n], [n - 1])
             decoder.roll_back()
@@ -328,33 +341,33 @@ def finalize(decoder: Decoder) -> None:
             hidden, i = decoder.last
             cache.last_hidden = hidden[:, i - 1 : i]
         decoder.head.finalize(n - 1)
-        # Another thread, which goes on from here, cannot evaluate what this one left lazy.
+        # A thread that continues this text cannot evaluate lazy arrays of this thread.
         mx.async_eval([c.state for c in cache.entries])
         if decoder.exchange is not None:
             mx.synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
-        # Last: until here the cache is known to be unfinished.
+        # Last: until here the cache is marked as unfinished.
         cache.record(n, decoder.sequences[0].text_of(n))
 
 
-def room_of(decoder: Decoder, b: int) -> int:
-    """The most drafts that sequence b can take: a window yields one more token than it accepts."""
+def draft_limit(decoder: Decoder, b: int) -> int:
+    """The most drafts that sequence b can take within its token limit: a window yields one more token than it accepts."""
     s, k, kv = decoder.sequences[b], MAX_COPY_TOKENS, decoder.kv
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
     if s.max_tokens >= 0:
-        k = max(min(k, s.max_tokens - s.n_unread - 1), 0)
+        k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
     if kv.kv_bits is not None:
         n = decoder.cache.n_tokens[b] + (0 if decoder.step is None else decoder.step.n_decided(b))
         if n < kv.quantized_kv_start:
-            k = min(k, kv.quantized_kv_start - n - 1)  # mlx-lm quantizes between two tokens: never in a window
+            k = min(k, kv.quantized_kv_start - n - 1)  # mlx-lm quantizes between two tokens, never within a window
     return k
 
 
-def with_row(tokens: mx.array, b: int, row: mx.array) -> mx.array:
-    """Drafts [B, k] with those of sequence b, [n] -> [B, max(k, n)]"""
+def with_drafts(tokens: mx.array, b: int, own: mx.array) -> mx.array:
+    """Put the drafts [n] of sequence b into those of all, [B, k] -> [B, max(k, n)]"""
     if len(tokens) == 1:
-        return row[None]
-    if (n := len(row)) > tokens.shape[1]:
+        return own[None]
+    if (n := len(own)) > tokens.shape[1]:
         tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])
-    tokens[b, :n] = row
+    tokens[b, :n] = own
     return tokens

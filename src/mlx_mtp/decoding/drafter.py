@@ -17,8 +17,8 @@ from .window import NO_TOKENS, Records
 class HeadDrafter:
     """
     Args:
-        model (MTPModel): Its output layer of drafts.
-        head (HeadCache): Of the sequences that are drafted for.
+        model (MTPModel): The model, with its output layer of drafts.
+        head (HeadCache): The head's keys and values of the sequences to draft for.
     """
 
     def __init__(self, model: MTPModel, head: HeadCache | NoHead):
@@ -28,16 +28,16 @@ class HeadDrafter:
     def propose(self, sequences: list[Sequence], limits: list[int], p_min: float) -> tuple[mx.array, Records]:
         """
         Args:
-            sequences (List[Sequence]): What each is drafted for.
-            limits (List[int]): How many drafts each takes. Set to 0 where a sequence's logits processor fails.
-            p_min (float): With one sequence, drop drafts from the first on where the head gives no token this probability. It
-              costs a synchronization with the host; ``0`` keeps all.
+            sequences (List[Sequence]): The sequences to draft for.
+            limits (List[int]): The number of drafts of each. Set to 0 where a sequence's logits processor fails.
+            p_min (float): For one sequence, drop the drafts from the first position on where the head gives no token this
+              probability. Costs a synchronization with the host; ``0`` keeps all.
 
         Returns:
-            Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and the records of each sequence's own.
+            Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and the records of each sequence's drafts.
         """
         head = self.head
-        assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of a head that there is none of
+        assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
         k, choosers = max(limits), self._choosers(sequences, limits, p_min)
         drafts: list[mx.array] = []  # each [B, 1]
         out = head.catch_up()  # [B, 1, H]
@@ -51,7 +51,7 @@ class HeadDrafter:
             with sequences[b].own_errors():
                 chooser.roll_back()
         if p_min > 0:
-            sure = choosers[0].sure if choosers else []  # none where a processor has failed
+            sure = choosers[0].sure if choosers else []  # no chooser where a processor has failed
             limits[0] = k = n_leading(mx.concatenate(sure).tolist()) if sure else 0  # type: ignore[arg-type]
         limits[:] = [0 if s.finish_reason == "error" else n for s, n in zip(sequences, limits)]
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
@@ -60,7 +60,7 @@ class HeadDrafter:
         ]
 
     def _choosers(self, sequences: list[Sequence], limits: list[int], p_min: float) -> dict[int, "_Chooser"]:
-        """Of the sequences whose drafts are not just the likeliest tokens."""
+        """A chooser for each sequence whose drafts are not just the likeliest tokens, by index."""
         choosers = {}
         for b, s in enumerate(sequences):
             if limits[b] > 0 and (p_min > 0 or not s.is_greedy):
@@ -68,15 +68,15 @@ class HeadDrafter:
                     choosers[b] = _Chooser(s, p_min)
         return choosers
 
-    def read(self, tokens: Iterable[int]) -> None:
-        """Drafts can be any token of the texts, whatever the draft vocabulary."""
+    def observe(self, tokens: Iterable[int]) -> None:
+        """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""
         if self.lm_head is not None:
             self.lm_head = self.lm_head.with_tokens(tokens)
 
     def forget(self, tokens: Iterable[int]) -> None:
-        """Of the texts, only these tokens are left."""
+        """Reduce the draft vocabulary to the loaded one and these tokens, after sequences have left."""
         self.lm_head = self.model.drafting.lm_head
-        self.read(tokens)
+        self.observe(tokens)
 
 
 class _Chooser:
@@ -96,12 +96,13 @@ class _Chooser:
         token, record = s.acceptance.draft(logprobs, s.n_generated + len(self.records))
         self.records.append(record)
         if self.p_min > 0:
-            # By the likeliest token, not by the one drafted: to drop a draft for what it is would change the distribution.
+            # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change the
+            # distribution of the text.
             self.sure.append(mx.exp(logprobs.max(axis=-1)) >= self.p_min)
         return token.astype(mx.uint32)
 
     def roll_back(self) -> None:
-        """Take the calls for the drafts back; those of a sequence that has failed no longer matter."""
+        """Undo the processors' calls for the drafts, unless the sequence has failed."""
         for processor in self.rolled_back if self.sequence.finish_reason != "error" else []:
             processor.rollback(len(self.records))
 

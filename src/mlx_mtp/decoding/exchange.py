@@ -1,12 +1,12 @@
-"""What the ranks that run one model tell each other while they generate, so that all of them choose alike.
+"""Messages between the ranks that run one model, so that all of them generate the same tokens.
 
-Each rank runs the whole loop. What a step drafts, accepts and yields is a function of the logits, which all ranks have, and of
-two things that they do not share: a random state, which rank 0 tells once as a generation begins, and a clock. It is the
-seconds of rank 0 that travel, and not its choice of a depth, because the choice depends on the text too, on what was accepted
-and on what can be copied: from the same seconds each rank makes it anew, for the text as it is now.
+Each rank runs the whole loop. The drafts, acceptances and tokens of a step are a function of the logits, which all ranks have,
+and of two values that differ between ranks: the random state, which rank 0 broadcasts once before a generation, and the clock.
+Rank 0 sends the seconds of its steps, not the depths that it chooses from them: a depth also depends on the text, on the
+drafts accepted so far and on the copies that it offers, so each rank chooses the depth itself, from the same seconds.
 
-The seconds travel with a verify pass as one more small collective, which nobody waits for: they count once the tokens of that
-pass are read, so steps without drafts stay asynchronous. With them goes a checksum of the tokens chosen, which is compared.
+The seconds go with a verify pass as one more small collective, which the host does not wait for. They arrive when the tokens of
+that pass are read, so steps without drafts stay asynchronous. A checksum of the tokens goes with them and is compared.
 """
 
 import zlib
@@ -19,47 +19,47 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..distributed.ranks import Ranks, unlike_rank_0
+from ..distributed.ranks import Ranks, differing_ranks
 from ..sampling.sampler import SeededSampler, TextSampler
 
-CHECKED_EVERY = 8  # passes, where no seconds travel
+CHECKED_EVERY = 8  # passes between two checksums, where no seconds are sent
 
 
 class Times(Protocol):
-    """``StepTimes``, or those of each size of batch."""
+    """``StepTimes``, or ``BatchTimes``, which has them for each batch size."""
 
-    def follow(self, other: Any) -> None: ...
+    def copy_from(self, other: Any) -> None: ...
 
 
 class Exchange:
     """
     Args:
-        ranks (Ranks): Who runs the model.
-        times (Times, optional): Learn from rank 0's seconds. ``None`` where numbers of drafts are given.
+        ranks (Ranks): The ranks that run the model.
+        times (Times, optional): The step times to keep equal to rank 0's. ``None`` where numbers of drafts are given.
 
     Attributes:
         unsent (deque[float]): This rank's seconds of steps, until they have been sent.
-        received (deque[float]): Rank 0's, once they have arrived.
+        received (deque[float]): Rank 0's seconds of steps that have arrived.
     """
 
     def __init__(self, ranks: Ranks, times: Times | None):
         self.ranks, self.times = ranks, times
         self.unsent: deque[float] = deque()
         self.received: deque[float] = deque()
-        self.checksum = 0  # of the tokens known, 24 bits, which float32 holds
+        self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
         self.n_passes = 0
-        self.sent: deque[mx.array | None] = deque()  # with the passes whose tokens are not known yet
+        self.sent: deque[mx.array | None] = deque()  # the message of each pass whose tokens are not received yet
 
-    def align(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
-        """Make sure that all ranks continue the same text, and with rank 0's random state, seed and times.
+    def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
+        """Check that all ranks continue the same text, and give them rank 0's random state, seed and times.
 
         Args:
             prompt (mx.array): [T]
             n_cached (int): The number of tokens in the prompt cache.
-            sampler (Sampler, optional): This rank's.
+            sampler (Sampler, optional): This rank's sampler.
 
         Returns:
-            Sampler: The one to use: rank 0's where it has a seed, this rank's own elsewhere.
+            Sampler: The sampler to use: rank 0's if it has a seed, or else this rank's own.
 
         Raises:
             ValueError: The prompts or the prompt caches differ.
@@ -67,59 +67,69 @@ class Exchange:
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        state, seeded, times = self.ranks.share((_random_state(), seeded, self.times))
+        state, seeded, times = self.ranks.broadcast((_random_state(), seeded, self.times))
         mx.random.seed(state)
         if self.times is not None:
-            self.times.follow(times)
+            self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
     def _check(self, numbers: list[float], what: str) -> None:
-        rows: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
-        if others := unlike_rank_0(rows):
+        by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
+        if others := differing_ranks(by_rank):
             raise ValueError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
-        """What to evaluate with a pass that has this output: the next unsent seconds, and the checksum."""
+        """Make the message that goes with a pass: the next unsent seconds, and the checksum.
+
+        Args:
+            hidden (mx.array): An output of the pass, [B, T, H].
+
+        Returns:
+            List[mx.array]: The arrays to evaluate with the pass.
+        """
         message = None
         if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
-            seconds = self.unsent.popleft() if self.unsent else 0.0  # a step takes longer
+            seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1
         self.sent.append(message)
         return [] if message is None else [message]
 
     def receive(self, tokens: list[int]) -> None:
-        """Call when the tokens of the oldest pass are known.
+        """Call when the tokens of the oldest pass have been read.
 
         Raises:
             RuntimeError: The ranks have chosen different tokens before.
         """
         message = self.sent.popleft()
         if message is not None:
-            rows: Any = message.tolist()
-            if others := unlike_rank_0([checksum for _, checksum in rows]):
+            by_rank: Any = message.tolist()
+            if others := differing_ranks([checksum for _, checksum in by_rank]):
                 raise RuntimeError(
                     f"{others} have chosen other tokens than rank 0: run the same versions, the same files "
                     "and the same kind of machine everywhere."
                 )
-            if rows[0][0] > 0:
-                self.received.append(rows[0][0])
+            if by_rank[0][0] > 0:
+                self.received.append(by_rank[0][0])
         self.checksum = _checksum(tokens, self.checksum)
 
     def abandon(self) -> None:
-        """Nobody will read the tokens of the passes in flight."""
+        """Receive the messages of the passes in flight, whose tokens are not used."""
         while self.sent:
             self.receive([])
 
 
 @contextmanager
 def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
-    """Inside, plain generation of mlx-lm draws the same on all ranks; it leaves nothing pending on its stream."""
+    """A context in which mlx-lm's plain generation draws the same random numbers on all ranks.
+
+    On exit it waits for the stream, so that no collective is pending there.
+    """
     if ranks is None:
         yield
         return
     with mx.stream(stream):
-        mx.random.seed(ranks.share(_random_state()))
+        mx.random.seed(ranks.broadcast(_random_state()))
     try:
         yield
     finally:
@@ -127,7 +137,7 @@ def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStr
 
 
 def _random_state() -> int:
-    """The seed that sets MLX's random state to what it is."""
+    """The seed that gives MLX its current random state."""
     high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
     return high << 32 | low
 

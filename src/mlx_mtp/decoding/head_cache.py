@@ -1,12 +1,12 @@
 """The head's keys and values, and the pairs that are pending for it.
 
-The head has a row of keys and values for each token of a sequence but the last, each made from a verified hidden state:
+The head has keys and values for each token of a sequence but the last, each made from a verified hidden state:
 
-    row i      hidden h_i, token t_i+1  ->  a draft of t_i+2
-    further drafts feed the head's own output, and their rows are trimmed
+    pair i     hidden h_i, token t_i+1  ->  a draft of t_i+2
+    further drafts feed the head's own output, and their keys and values are trimmed
 
-Such a pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its
-pair for later. After a step with drafts each sequence has as many pairs as it has accepted:
+A pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its pair
+for later. After a step with drafts each sequence has as many pairs as tokens that it has decided on:
 
     pairs of a window            a0 a1 a2 a3      of which the first sequence has four,
                                  b0 b1  .  .      the second two
@@ -25,7 +25,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.positions import Positions, rope_at
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import HeadRows
-from ..layers.mtp import append_rows, run_head
+from ..layers.mtp import append_keys_and_values, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.protocol import MTPModel
 
@@ -35,15 +35,15 @@ Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], token
 
 
 class NoHead:
-    """In place of the head of a model that has none."""
+    """``HeadCache`` of a model without a head: no keys, values or pairs."""
 
-    nbytes = n_rows = 0
+    nbytes = n_verified = 0
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
         pass
 
     def can_draft(self, b: int) -> bool:
-        return True  # what needs no head
+        return True  # drafts of sources that need no head
 
     def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
         pass
@@ -62,9 +62,9 @@ class NoHead:
 
 
 class HeadCache:
-    """What the head has seen of one sequence or several.
+    """The head's keys and values of one sequence or several, with the pairs that are pending.
 
-    One sequence keeps the head's ``KVCache`` of its prompt cache, several have theirs in ``HeadRows``.
+    One sequence uses the head's ``KVCache`` of its prompt cache in place, several use ``HeadRows``.
 
     Args:
         model (MTPModel): Its head and embedding.
@@ -73,14 +73,15 @@ class HeadCache:
     def __init__(self, model: MTPModel):
         self.model = model
         self.cache: Any = HeadRows()
-        # Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of a sequence at least. They are not
-        # cut to t here: a slice is lazy, and who closes the generator in another thread could not evaluate it.
+        # Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one sequence. They are
+        # not cut to t here: a slice is lazy, and another thread that closes the generator could not evaluate it.
         self.pending: Pending = []
-        self.counts: list[int] = []  # pending pairs of each sequence
-        self.positions: list[Positions | None] = []  # of each sequence's rows, if it has images
-        # Of one sequence: the first row's position, and the rows that are done; others are of drafts, or of a pass not done.
-        self.first_row = 0
-        self.n_rows: Any = 0
+        self.counts: list[int] = []  # the number of pending pairs of each sequence
+        self.positions: list[Positions | None] = []  # of each sequence's pairs, if it has images
+        # For one sequence: the index of the first pair that has keys and values, and the number of keys and values made from
+        # verified hidden states. Those behind them belong to drafts, or to a pass that was interrupted.
+        self.first_position = 0
+        self.n_verified: Any = 0
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +89,7 @@ class HeadCache:
         return n
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
-        """Take the first ``counts[b]`` decided tokens of tokens [B, T], and the hidden states before them, [B, T, H]."""
+        """Add pending pairs: the first ``counts[b]`` of tokens [B, T], and the hidden states before them, [B, T, H]."""
         if self.pending and (self._is_ragged or max(self.counts) >= MAX_PENDING):
             self.catch_up()
             mx.async_eval(self.cache.state)
@@ -96,7 +97,7 @@ class HeadCache:
         self.counts = [n + new for n, new in zip(self.counts, counts)]
 
     def can_draft(self, b: int) -> bool:
-        """Whether sequence b has a pair to draft from: not the first token of a text."""
+        """Whether sequence b has a pair to draft from, which the first token of a text lacks."""
         return self.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array) -> mx.array:
@@ -104,39 +105,46 @@ class HeadCache:
         return run_head(self.model, hidden, tokens, self.cache, positions=self._own_positions)
 
     def catch_up(self, most: int | None = None) -> mx.array:
-        """Make rows of the first pending pairs, and forget the others -> the head's output for the last, [B, 1, H]"""
+        """Run the head over the pending pairs, and remove them.
+
+        Args:
+            most (int, optional): The number of pairs to run over; the others are dropped. Default: ``None``, all.
+
+        Returns:
+            mx.array: The head's output for each sequence's last pair, [B, 1, H].
+        """
         hidden, tokens = (x[:, :most] for x in _joined(self.pending))
         with in_pass(pass_of_head(self.model.drafting, hidden.shape[1])):
             out = self._catch_up_ragged(hidden, tokens) if self._is_ragged else self.run(hidden, tokens)
-        # At once: until here an interrupt leaves it to be done again.
-        self.n_rows, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
+        # In one statement: an interrupt before it leaves all pairs pending.
+        self.n_verified, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)
         return out
 
     def _catch_up_ragged(self, hidden: mx.array, tokens: mx.array) -> mx.array:
         mtp, before = self.model.mtp, [max(n - 1, 0) for n in self.counts]
         pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
         if (t := pairs.shape[1]) > 1:
-            append_rows(mtp.layers[0], pairs[:, :-1], self.cache)
+            append_keys_and_values(mtp.layers[0], pairs[:, :-1], self.cache)
             self.cache.trim_each([t - 1 - n for n in before])
         out = mtp.decode(_of_each(pairs, before), self.cache)
         self.cache.trim_each([1 - min(n, 1) for n in self.counts])
         return out
 
     def _keep_last_pair(self) -> None:
-        """Leave one pair pending for each sequence, or none, in one column: so they can come and go."""
+        """Leave at most one pair pending for each sequence, in one column, so that sequences can come and go."""
         if not self.pending:
             return
         (hidden, tokens), columns = _joined(self.pending), [max(n - 1, 0) for n in self.counts]
         if (t := hidden.shape[1]) > 1:
             pairs = self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)[:, :-1]
             with rope_at(self._own_positions):
-                append_rows(self.model.mtp.layers[0], pairs, self.cache)
+                append_keys_and_values(self.model.mtp.layers[0], pairs, self.cache)
             if self._is_ragged:
                 self.cache.trim_each([t - 1 - n for n in columns])
             hidden, tokens = _of_each(hidden, columns), _of_each(tokens, columns)
         elif t == 0:
             hidden, tokens = (x[:, :1] for x in self.pending[0][:2])
-        self.n_rows, self.counts = self.cache.offset, [min(n, 1) for n in self.counts]
+        self.n_verified, self.counts = self.cache.offset, [min(n, 1) for n in self.counts]
         self.pending = [(hidden, tokens, max(self.counts))]
 
     @property
@@ -146,27 +154,27 @@ class HeadCache:
 
     @property
     def _own_positions(self) -> Positions | None:
-        """Those of one sequence. ``HeadRows`` has the positions of several."""
+        """The positions of one sequence; ``HeadRows`` has those of several."""
         return self.positions[0] if isinstance(self.cache, KVCache) else None
 
     def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
         """Add a sequence for each prompt cache.
 
         Args:
-            tokens (mx.array, optional): The next token of each, [B, 1]. ``None`` where it has its row already.
+            tokens (mx.array, optional): The next token of each, [B, 1]. ``None`` before the prompt is prefilled.
         """
         positions = [c.head_positions for c in caches]
         if not self.counts and len(caches) == 1:
             self.cache, self.pending = caches[0].head, []
-            self.n_rows, self.first_row = self.cache.offset, caches[0].first_row
+            self.n_verified, self.first_position = self.cache.offset, caches[0].first_position
             if tokens is None:
-                self.n_rows = math.inf  # reading the prompt adds rows, and takes back those of a part that is not done
+                self.n_verified = math.inf  # prefill adds keys and values, and removes those of an interrupted chunk
         else:
             self._keep_last_pair()
             if isinstance(self.cache, KVCache):
                 self.cache = HeadRows([self.cache], [_shift(self.positions[0])])
             assert tokens is not None
-            _append_image_rows(self.model, caches, tokens)
+            _append_image_pairs(self.model, caches, tokens)
             self.cache.join([c.head for c in caches], [_shift(p) for p in positions])
         self.positions = [*self.positions, *positions]
         if tokens is None:
@@ -186,14 +194,14 @@ class HeadCache:
             self.cache = self.cache.extract(keep[0])
         else:
             self.cache.filter(keep)
-        rows = mx.array(keep)
-        self.pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in self.pending]
+        kept = mx.array(keep)
+        self.pending = [(hidden[kept], tokens[kept], n) for hidden, tokens, n in self.pending]
         self.counts, self.positions = [self.counts[b] for b in keep], [self.positions[b] for b in keep]
-        self.n_rows = self.cache.offset
+        self.n_verified = self.cache.offset
 
     def move_to(self, cache: PromptCache) -> None:
         """Put the keys and values of the one sequence that is left into its prompt cache."""
-        cache.head, self.first_row = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
+        cache.head, self.first_position = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
 
     def extract(self, b: int) -> KVCache:
         """A copy of sequence b's keys and values, pending pairs included."""
@@ -206,12 +214,12 @@ class HeadCache:
         return cache
 
     def finalize(self, n: int) -> None:
-        """Leave one sequence with the rows of its first n pairs, whatever part of a move was done: their number tells that."""
-        n_rows = min(self.n_rows, self.cache.offset)  # less where an interrupted pass was taken back
-        wanted = max(n - self.first_row, 0)
-        self.cache.trim(self.cache.offset - min(n_rows, wanted))
-        if wanted > n_rows:
-            self.catch_up(wanted - n_rows)
+        """Leave one sequence with the keys and values of its first n pairs, after an interrupt at any line of a move."""
+        n_verified = min(self.n_verified, self.cache.offset)  # fewer where ``SingleCache.restore`` undid a pass
+        wanted = max(n - self.first_position, 0)
+        self.cache.trim(self.cache.offset - min(n_verified, wanted))
+        if wanted > n_verified:
+            self.catch_up(wanted - n_verified)
 
 
 def _joined(pending: Pending) -> tuple[mx.array, mx.array]:
@@ -220,9 +228,11 @@ def _joined(pending: Pending) -> tuple[mx.array, mx.array]:
     return hidden, mx.concatenate([t[:, :n] for _, t, n in pending], axis=1)
 
 
-def _append_image_rows(model: MTPModel, caches: list[PromptCache], tokens: mx.array) -> None:
-    """Append the row of an image's last token where it waits for the next token, of [B, 1]: a row of ``HeadRows`` is at a plain
-    position."""
+def _append_image_pairs(model: MTPModel, caches: list[PromptCache], tokens: mx.array) -> None:
+    """Run the head over the pending pair of an image's last token and the next token, of [B, 1].
+
+    ``HeadRows`` takes plain positions only, so such a pair cannot join it.
+    """
     for cache, token in zip(caches, tokens):
         positions, hidden = cache.head_positions, cache.last_hidden
         if positions is not None and hidden is not None and not positions.are_plain(cache.head.offset):
@@ -235,7 +245,7 @@ def _shift(positions: Positions | None) -> int:
 
 
 def _of_each(x: mx.array, columns: list[int]) -> mx.array:
-    """Each row's own column of x [B, t, ...] -> [B, 1, ...]"""
+    """One column of x [B, t, ...] for each sequence -> [B, 1, ...]"""
     if len(set(columns)) == 1:
         return x[:, columns[0] : columns[0] + 1]
     index = mx.array(columns).reshape(-1, *[1] * (x.ndim - 1))

@@ -8,19 +8,18 @@ A step over a window of the decided token b and k drafts, with N tokens in the b
             choice         c_1       c_2             c_k+1      given all tokens before it
     accept j drafts        d_1 = c_1, ..., d_j = c_j; the next decided token is c_j+1
     roll back              the caches keep b, d_1, ..., d_j
-    draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: row N+i pairs
-            token          d_1       ...   c_j+1                the verified hidden state with the token after it
-            further drafts feed the head's own output, and their rows are trimmed
+    draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: pair N+i:
+            token          d_1       ...   c_j+1                the verified hidden state and the token after it
+            further drafts feed the head's own output, and their keys and values are trimmed
 
-So the head's cache has a row for each of the backbone's tokens, each made from a verified hidden state. A step without drafts
-(k = 0) leaves its row for later and does not wait for the host: that is plain decoding. Between generations the token after the
-last one is not known: the head has one row less, and the hidden state that it waits with is in the last entry of the prompt
-cache.
+So the head's cache has keys and values for each of the backbone's tokens, each made from a verified hidden state. A step
+without drafts (k = 0) leaves its pair pending and does not wait for the host: that is plain decoding. Between generations the
+token after the last one is not known yet, so the head's cache is one token shorter, and the last hidden state is kept in the
+last entry of the prompt cache.
 
-Drafts may also be copied from the text (``prompt_lookup.py``); the head then gets its rows when they are accepted.
+Drafts may also be copied from the text (``prompt_lookup.py``); the head then gets their pairs when they are accepted.
 
-This module is the loop. Its moves are those of ``decoder.Decoder``. How many drafts to make, and from where, is up to
-``planner.Planner``.
+This module is the loop. ``decoder.Decoder`` has its moves. ``planner.Planner`` chooses the number of drafts and their source.
 """
 
 import weakref
@@ -107,8 +106,8 @@ def mtp_generate_step(
           and the total number of prompt tokens.
         input_embeddings (mx.array, optional): Input embeddings to use instead of or in conjunction with prompt tokens,
           [T, H]. Default: ``None``.
-        images (Iterable[ImageSpan]): Where the images of the text are, counted from the first token in the prompt cache; their
-          embeddings are among ``input_embeddings``. Those that are in the prompt cache may be left out.
+        images (Iterable[ImageSpan]): The spans of the text's images, counted from the first token in the prompt cache; their
+          embeddings are among ``input_embeddings``. Images that are in the prompt cache may be left out.
         counts (DraftCounts, optional): Counts drafts as the steps go.
 
     Yields:
@@ -135,7 +134,7 @@ def mtp_generate_step(
     planner = Planner(mtp_model, None if depth is None else depth.times)
     if planner.exchange is not None:
         with mx.stream(stream):
-            sequence.sample_with(planner.exchange.align(prompt, cache.n_tokens, sampler))
+            sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=planner.exchange, stream=stream)
     decoder.open(sequence)
@@ -176,17 +175,17 @@ def _steps(
 def make_step(
     decoder: Decoder, planner: Planner, come_and_go: Callable[[Step | None], Any]
 ) -> Generator[Token, None, Step | None]:
-    """A step of one sequence or several: accept the window in flight, draft, roll back, and verify the next window.
+    """Make a step of one sequence or several: accept the window in flight, draft, roll back, and verify the next window.
 
     Args:
-        come_and_go (Callable[[Optional[Step]], Any]): Is called once a step's drafts are accepted or rejected, and may add and
+        come_and_go (Callable[[Optional[Step]], Any]): Called when the step's drafts are accepted or rejected. It may add and
           remove sequences.
 
     Yields:
-        Tuple[int, mx.array, bool]: The tokens of one sequence that is alone, while the device drafts and verifies.
+        Tuple[int, mx.array, bool]: The tokens of a sequence that is alone, while the device drafts and verifies.
 
     Returns:
-        Optional[Step]: The tokens of all; ``None`` where no window was in flight.
+        Optional[Step]: The tokens of all sequences; ``None`` if no window was in flight.
     """
     step, stream = None, decoder.stream
     if decoder.window is not None:
@@ -211,7 +210,7 @@ def make_step(
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
-    """Read a prompt [T] into a prompt cache, as a generation of no tokens.
+    """Prefill a prompt [T] into a prompt cache, as a generation of no tokens.
 
     Args:
         kwargs: ``prompt_cache`` and the other options of ``mtp_generate_step``.
@@ -244,7 +243,7 @@ def check_arguments(
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
     """
     Raises:
-        ValueError: The model does not take embeddings, or they are not those of a prompt of so many tokens.
+        ValueError: The model does not take embeddings, or their number is not that of the prompt's tokens.
     """
     if not does_model_support_input_embeddings(model):
         raise ValueError("Model does not support input embeddings.")

@@ -1,4 +1,4 @@
-"""Prefill: reads a prompt into a prompt cache, in chunks."""
+"""Prefill: run the model over a prompt in chunks, to fill its prompt cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,14 @@ def prefill_prompt(
     chunk: int,
     progress: Callable[[int, int], Any],
 ) -> None:
-    """Read the prompt [T] of a decoder's one sequence, or its embeddings [T, H], the last token as a window of its own."""
+    """Prefill the prompt of a decoder's only sequence, and verify its last token as a window of its own.
+
+    Args:
+        prompt (mx.array): [T]
+        embeddings (mx.array, optional): The embeddings to use in place of the tokens', [T, H].
+        chunk (int): The most tokens of a pass.
+        progress (Callable[[int, int], Any]): Called with the number of tokens processed, and of all.
+    """
     (s,), own = decoder.sequences, decoder.cache
     assert isinstance(own, SingleCache)
     n, done = len(prompt if embeddings is None else embeddings), 0
@@ -32,23 +39,23 @@ def prefill_prompt(
         s.skip(n)
     while (size := min(chunk, n - 1 - done)) > 0:
         part = slice(done, done + size)
-        s.read(prompt[part].tolist())  # type: ignore[arg-type]
+        s.add_prompt_tokens(prompt[part].tolist())  # type: ignore[arg-type]
         prefill_chunk(decoder.model, own, prompt[part], None if embeddings is None else embeddings[part])
         done += size
         progress(done, n)
-    s.read(prompt[done:].tolist())  # type: ignore[arg-type]
+    s.add_prompt_tokens(prompt[done:].tolist())  # type: ignore[arg-type]
     _verify_last(decoder, own, prompt[done:], None if embeddings is None else embeddings[done:])
     progress(n, n)
 
 
 def prefill_chunk(model: MTPModel, own: SingleCache, tokens: mx.array, embeddings: mx.array | None = None) -> None:
-    """Read tokens [T], or embeddings [T, H] in their place, into all caches of one sequence."""
+    """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill the caches of one sequence."""
     cache = own.cache
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-    positions = cache.head_positions  # before the pass, which moves them on
+    positions = cache.head_positions  # before the pass, which changes them
     own.start_pass(len(tokens if embeddings is None else embeddings))
     _, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
-    # The head pairs a token with the hidden state before it. That of the first is from an earlier call, if any.
+    # The head pairs a token with the hidden state before it. The first token's is from an earlier call, if any.
     previous, last = hidden[:, :-1], cache.last_hidden
     hidden_before = previous if last is None else mx.concatenate([last, previous], axis=1)
     _prefill_head(model, cache, hidden_before, tokens, embeddings, positions)
@@ -67,24 +74,24 @@ def _prefill_head(
     embeddings: mx.array | None,
     positions: Positions | None,
 ) -> None:
-    """Make the head's rows of the hidden states [1, t, H] before the last t tokens, [T], or embeddings, [T, H]."""
+    """Fill the head's cache from the hidden states [1, t, H] and the last t tokens, of [T], or embeddings, of [T, H]."""
     if has_head(model) and (t := hidden.shape[1]) > 0:
         embedded = None if embeddings is None else embeddings[None, -t:]
         run_head(model, hidden, tokens[None, -t:], cache.head, embedded, positions)
 
 
 def _verify_last(decoder: Decoder, own: SingleCache, token: mx.array, embeddings: mx.array | None) -> None:
-    """Read the prompt's last token [1], or its embedding [1, H], as a window of its own."""
+    """Verify the prompt's last token [1], or its embedding [1, H], as a window of its own."""
     (s,), cache = decoder.sequences, own.cache
     if (hidden := cache.last_hidden) is not None:
         _prefill_head(decoder.model, cache, hidden, token, embeddings, cache.head_positions)
-    decoder.head.n_rows = cache.head.offset
+    decoder.head.n_verified = cache.head.offset
     s.start()
-    decoder.drafter.read(s.tokens)
+    decoder.drafter.observe(s.tokens)
     decoder.decided = token[None]
     decoder.draft(Drafts([s], [PLAIN_PLAN], PLAIN_PLAN, s.depth))
     decoder.verify(None if embeddings is None else embeddings[None])
     assert decoder.window is not None
-    # Not the logits: a prompt alone needs none.
+    # Not the logits, which a prompt without generated tokens does not need.
     mx.eval(decoder.window.hidden, own.states, cache.head.state)
-    decoder.window.kept, own.before = [1], None
+    decoder.window.kept, own.before_pass = [1], None

@@ -1,4 +1,4 @@
-"""A text that is generated: what it asks, and how far it is."""
+"""A sequence: a text that is generated, with its options, its prompt cache and its tokens so far."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,26 +40,28 @@ class PendingEmbeddings(Protocol):
 class Sequence:
     """
     Args:
-        cache (PromptCache): Holds its tokens, but for those that a pass in flight is to verify.
-        options (DraftOptions): What it drafts.
+        cache (PromptCache): The prompt cache of its tokens, except for those that a pass in flight verifies.
+        options (DraftOptions): The number and the sources of its drafts.
         max_tokens (int): The number of tokens still to generate; negative for no limit.
         sampler (Sampler, optional): As in mlx-lm, or one of ``mlx_mtp.make_sampler``. Default: the most likely token.
         logits_processors (List[LogitsProcessor]): As in mlx-lm; they see ``tokens``.
-        stop (StopSequences.Matcher, optional): Recognizes the last token. Default: ``None``, none is the last.
-        counts (DraftCounts): What came of its drafts.
-        segments (List[List[int]]): The part of its prompt that is not read yet; the last segment is its last token.
-        tokens (List[int]): The tokens that the host knows: of the prompt, as far as it is read, and generated ones.
-        embeddings (mx.array, optional): Of the part of its prompt that is not read yet, [T, H]. Default: ``None``, the tokens'.
-        pending (PendingEmbeddings, optional): What ``embeddings`` will be. Default: ``None``, they are complete.
-        uid (int): Of ``BatchGenerator``.
+        stop (StopSequences.Matcher, optional): Recognizes the last token. Default: ``None``, no token is the last.
+        counts (DraftCounts): Counts its drafts.
+        segments (List[List[int]]): The part of its prompt that is not prefilled yet; the last segment is its last token.
+        tokens (List[int]): The tokens that the host knows: the prefilled part of the prompt, and generated tokens.
+        embeddings (mx.array, optional): The embeddings of the part of its prompt that is not prefilled yet, [T, H].
+          Default: ``None``, the tokens'.
+        pending (PendingEmbeddings, optional): The source of ``embeddings`` that are still computed.
+          Default: ``None``, they are complete.
+        uid (int): Its id in ``BatchGenerator``.
 
     Attributes:
-        end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or what its sampler or a processor has
-          raised; ``None`` while it goes on.
-        before (List[int]): The tokens of its prompt cache before these, as far back as they are known.
-        images (List[ImageSpan]): Of its text.
-        n_generated (int): Generated tokens, which the host may not know yet.
-        n_known (int): Those that it knows.
+        end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or the exception of its sampler or a
+          processor; ``None`` while it goes on.
+        cached_text (List[int]): The tokens of its prompt cache before these, as far back as they are known.
+        images (List[ImageSpan]): The images of its text.
+        n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
+        n_observed (int): The number of generated tokens that the host knows.
     """
 
     cache: PromptCache
@@ -77,15 +79,16 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.end: str | Exception | None = None
-        self.before = [] if self.tokens else self.cache.text
+        self.cached_text = [] if self.tokens else self.cache.text
         self.images = self.cache.images
-        self.first_known = self.cache.n_tokens - len(self.before) - len(self.tokens)  # the index of the first of these
-        self.n_read, self.n_prompt = 0, sum(map(len, self.segments))
-        self.n_generated = self.n_known = 0
+        # The index of the first known token.
+        self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
+        self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
+        self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.sampler)
         number = self.options.num_draft_tokens
-        # Chooses for it while it is alone, once it was asked to.
+        # Chooses its plan while it is alone; ``planner.depth_of`` makes it.
         self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
         self.rates = Rates(MAX_DRAFT_TOKENS) if self.depth is None else self.depth.rates
         self.sources: dict[str, Source] = {}  # beside the head, by name
@@ -98,10 +101,10 @@ class Sequence:
         self.sampler, self.acceptance = sampler, make_acceptance(sampler)
         self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
-        self.is_greedy = is_greedy and not self.logits_processors  # chosen together with other such sequences
-        # Those of equal samplers are drawn together where there are no drafts. A sampler of mlx-lm may not: all rows of a call
-        # share XTC's random number.
-        self.drawn_with = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
+        self.is_greedy = is_greedy and not self.logits_processors  # one argmax chooses for all such sequences
+        # Without drafts, sequences of equal samplers are drawn in one call. mlx-lm's samplers are not: all sequences of a call
+        # would share XTC's random number.
+        self.shared_sampler = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
 
     @property
     def needs_tokens(self) -> bool:
@@ -113,53 +116,56 @@ class Sequence:
         return "error" if isinstance(self.end, Exception) else self.end
 
     @property
-    def n_unread(self) -> int:
+    def n_unobserved(self) -> int:
         """The number of decided tokens that the host does not know yet."""
-        return self.n_generated - self.n_known
+        return self.n_generated - self.n_observed
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
-        """What its sampler or processors raise inside ends it, and no other sequence."""
+        """A context for calls of its sampler and processors: an exception ends this sequence, and no other."""
         random_state = mx.random.state[0]  # type: ignore[index]
         try:
             yield
         except Exception as e:
             self.end = e
-            rewind([random_state], 0)  # an error in a compiled sampler leaves one that nothing can be drawn from
+            rewind([random_state], 0)  # an error in a compiled sampler leaves a random state that cannot be used
 
     def check(self) -> None:
         """
         Raises:
-            Exception: What has ended it.
+            Exception: The exception of its sampler or a processor that has ended it.
         """
         if isinstance(self.end, Exception):
             raise self.end
 
-    def read(self, tokens: list[int]) -> None:
-        """Take a part of the prompt."""
+    def add_prompt_tokens(self, tokens: list[int]) -> None:
+        """Add the tokens of a prefilled chunk."""
         self.tokens += tokens
 
     def skip(self, n: int) -> None:
-        """Begin behind n positions of the prompt whose tokens are not known."""
-        self.before, self.first_known = [], self.first_known + len(self.before) + n
+        """Skip n positions of the prompt that were given as embeddings, without tokens."""
+        self.cached_text, self.text_start = [], self.text_start + len(self.cached_text) + n
 
     def start(self) -> None:
-        """The prompt is read."""
-        text = [*self.before, *self.tokens]
+        """Make its sources of drafts, once the prompt is prefilled."""
+        text = [*self.cached_text, *self.tokens]
         self.sources = make_sources(
-            self.options, without_images(text, self.first_known, self.images), self.logits_processors
+            self.options, without_images(text, self.text_start, self.images), self.logits_processors
         )
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
     def text_of(self, n_tokens: int) -> list[int]:
-        """The last tokens of a prompt cache of so many, as far back as they are known."""
-        n, text = n_tokens - self.first_known, [*self.before, *self.tokens]
+        """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
+        n, text = n_tokens - self.text_start, [*self.cached_text, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
     def offers(self) -> dict[str, list[float]]:
-        """Of each source that has drafts now, the probability that each is accepted, given that those before it are."""
-        rates = {name: source.acceptance(self.n_unread) for name, source in self.sources.items()}
+        """The acceptance rates of each source that has drafts now, by name.
+
+        A rate is the probability that a draft is accepted, given that the drafts before it are.
+        """
+        rates = {name: source.acceptance(self.n_unobserved) for name, source in self.sources.items()}
         return {name: of_each for name, of_each in rates.items() if of_each}
 
     def logprobs(self, logits: mx.array, drafts: mx.array, processors: list[LogitsProcessor] | None = None) -> mx.array:
@@ -174,13 +180,13 @@ class Sequence:
         return logits - mx.logsumexp(logits, keepdims=True)
 
     def decide(self, tokens: mx.array, b: int, n: int) -> None:
-        """Go on behind the first n of tokens [b], of [B, T], which the host may not know yet."""
+        """Decide on the first n of ``tokens[b]``, of [B, T], which the host may not know yet."""
         self.n_generated += n
         if self.context is not None:
             self.context = mx.concatenate([self.context, tokens[b, :n]])
 
     def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
-        """Take a step's tokens, now that the host knows them -> these, up to the one that ends the sequence."""
+        """Add a step's tokens, now that the host knows them -> the tokens up to the one that ends the sequence."""
         self.counts.add(plan.k, n_accepted, plan.source)
         taken = tokens
         for i, token in enumerate(tokens, 1):
@@ -192,15 +198,15 @@ class Sequence:
             if self.end in ("length", "stop"):
                 taken = tokens[:i]
                 break
-        self.n_known += len(taken)
+        self.n_observed += len(taken)
         for source in self.sources.values():
-            source.read(taken)
+            source.observe(taken)
         self.tokens += taken
         return taken
 
 
 def without_images(text: list[int], first: int, images: list[ImageSpan]) -> list[int]:
-    """A text from its token ``first`` on, with a number below 0 for each token of an image: no two are alike."""
+    """Replace each image token of a text, which begins with token ``first``, by a negative number of its own."""
     text = text[:]
     for image in images:
         for i in range(max(image.start, first), min(image.end, first + len(text))):

@@ -1,4 +1,4 @@
-"""A draft's way: what is drafted (``Drafts``), the pass that verifies it (``Window``), and what that decides (``Step``)."""
+"""The records of a draft: ``Drafts``, the ``Window`` that verifies them, and the ``Step`` with the decided tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from ..pacing.step_times import Plan
 from .sequence import Sequence
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
-Records = list[list[Any]]  # what ``Acceptance.draft`` returned with each draft of each sequence
+Records = list[list[Any]]  # the record that ``Acceptance.draft`` returned with each draft of each sequence
 
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
@@ -18,16 +18,16 @@ NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
 @dataclass
 class Drafts:
-    """The drafts of a window. ``Planner`` says how many of which source, and ``Decoder.draft`` makes them.
+    """The drafts of a window. ``Planner`` plans their number and source, and ``Decoder.draft`` makes them.
 
     Args:
-        sequences (List[Sequence]): Those of the window.
-        plans (List[Plan]): The drafts of each. There may be fewer in the end: a source may give fewer, the head be unsure.
-        plan (Plan): What was chosen: for one sequence its plan, for several the number of drafts that they share.
-        depth (Depth, optional): What has chosen it, and learns what came of it; ``None`` for a given number.
+        sequences (List[Sequence]): The sequences of the window.
+        plans (List[Plan]): The plan of each. ``Decoder.draft`` reduces it where a source or the head gives fewer drafts.
+        plan (Plan): The plan that was chosen: of one sequence its own, of several the number of drafts that they share.
+        depth (Depth, optional): The depth that has chosen it, which observes the step; ``None`` for a given number.
         tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        records (List[List[Any]]): What ``Acceptance.draft`` returned with each, until it is accepted or rejected;
-          ``None`` for a draft that has no distribution.
+        records (List[List[Any]]): The record that ``Acceptance.draft`` returned with each draft, until it is accepted or
+          rejected; ``None`` for a draft that has no distribution.
     """
 
     sequences: list[Sequence]
@@ -47,11 +47,11 @@ class Window:
     """A verify pass in flight.
 
     Args:
-        drafts (Drafts): Behind the last decided token of each sequence.
-        tokens (mx.array): These tokens and the drafts, [B, T].
+        drafts (Drafts): The drafts behind the last decided token of each sequence.
+        tokens (mx.array): The decided tokens and the drafts, [B, T].
         logits (mx.array): [B, T, V]
         hidden (mx.array): [B, T, H]
-        kept (List[int]): How many of its tokens are final in each sequence: 0 until the first was handed over.
+        kept (List[int]): The number of its tokens that are final in each sequence: 0 until the first was handed over.
     """
 
     drafts: Drafts
@@ -63,18 +63,18 @@ class Window:
 
 @dataclass
 class Step:
-    """What the sequences of a window have chosen at its positions.
+    """The tokens that the sequences of a window have chosen at its positions.
 
     Args:
         window (Window): The window.
         choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
-        accepted (mx.array): Which drafts each accepts, [B, T - 1], bool; those after the first False mean nothing.
-        logprobs (mx.array, optional): Of sequences that are chosen together, [B, T, V].
-        own_logprobs (Dict[int, List[mx.array]]): Of the others, by index, each [1, V].
-        random_states (List[mx.array]): To go back to, as in ``Verdict``.
-        has_ended (List[bool]): Which sequences had ended before.
-        n_accepted (List[int]): Drafts that each accepted, once the host knows.
-        tokens (List[List[int]]): Of each sequence, once the host knows them.
+        accepted (mx.array): Whether each draft is accepted, [B, T - 1], bool; values after the first False mean nothing.
+        logprobs (mx.array, optional): Log probabilities of the sequences without a sampler of their own, [B, T, V].
+        own_logprobs (Dict[int, List[mx.array]]): Log probabilities of the other sequences, by index, each [1, V].
+        random_states (List[mx.array]): The random states to go back to, as in ``Verdict``.
+        has_ended (List[bool]): Whether each sequence had ended before.
+        n_accepted (List[int]): The number of drafts that each accepted, once the host knows it.
+        tokens (List[List[int]]): The tokens of each sequence, once the host knows them.
     """
 
     window: Window
@@ -96,18 +96,18 @@ class Step:
         return self.window.drafts.sequences
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
-        """Of sequence b's token t, [V]."""
+        """The log probabilities of sequence b's token t, [V]."""
         if b in self.own_logprobs:
             return self.own_logprobs[b][t].squeeze(0)
         assert self.logprobs is not None
         return self.logprobs[b, t]
 
     def n_decided(self, b: int) -> int:
-        """The number of tokens that it decides of sequence b, none behind its end, from 1 on."""
+        """The number of tokens that sequence b decides on, up to the one that ends it; at least 1."""
         return 1 if self.tokens is None else max(len(self.tokens[b]), 1)
 
     def last_tokens(self) -> mx.array:
-        """The last of these tokens of each sequence, [B, 1]."""
+        """The last decided token of each sequence, [B, 1]."""
         if self.choices.shape[1] == 1:
             return self.choices
         counts = [self.n_decided(b) for b in range(len(self.sequences))]

@@ -1,1 +1,1 @@
-"""Several machines: the processes that ``mlx.launch`` starts, which run one model together."""
+"""Several machines: the ranks that ``mlx.launch`` starts, which run one model."""

@@ -20,12 +20,12 @@ def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection
     Connect the other ranks to rank 0.
 
     Args:
-        ranks (Ranks): Who runs the program.
-        sockets (ExitStack): Will close the connections.
+        ranks (Ranks): The ranks that run the program.
+        sockets (ExitStack): Closes the connections.
         timeout (float): Seconds.
 
     Returns:
-        List[Tuple[socket.socket, int, str]]: The connections: on rank 0 to all others, on these to rank 0.
+        List[Tuple[socket.socket, int, str]]: The connections: on rank 0 to all other ranks, on the others to rank 0.
 
     Raises:
         ConnectionError: Not all of them are connected in time, or one is lost meanwhile. Every rank raises it.
@@ -44,7 +44,7 @@ def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connectio
         listeners = [stack.enter_context(listener) for listener in _listen()] if ranks.rank == 0 else []
         addresses = [listener.getsockname()[:2] for listener in listeners]
         # The token tells the ranks from strangers.
-        addresses, host_of_0, token = ranks.share((addresses, host, secrets.token_hex(16)))
+        addresses, host_of_0, token = ranks.broadcast((addresses, host, secrets.token_hex(16)))
         try:
             if ranks.rank == 0:
                 _accept(listeners, ranks.size, token, others, timeout)
@@ -56,7 +56,7 @@ def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connectio
             error = f"{e.strerror or e} (rank 0 is {host_of_0} at {at})"
         for sock, *_ in others:
             sockets.enter_context(sock)
-        missed = ranks.share(error)
+        missed = ranks.broadcast(error)
     if error := error or missed:
         raise ConnectionError(f"{error}. Check that the firewalls of the machines allow it.")
     return others

@@ -17,7 +17,7 @@ from threading import Event, Thread
 from .connect import connect
 from .ranks import Ranks
 
-LONGEST_ERROR = 500  # characters of an exception that the others are told
+LONGEST_ERROR = 500  # characters of an exception's message to the other ranks
 
 
 @contextmanager
@@ -28,12 +28,12 @@ def watch(
     Watch over all ranks: where one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that
     names it.
 
-    An exception on one rank ends the others, too. At the end each rank waits for the others to come to it, so that exit status
-    0 says that all of them have. What a running process does is not looked at: one that compiles, reads weights or holds
-    Python's lock is not lost, however long it takes.
+    An exception on one rank ends the others, too. At the end each rank waits until all others have reached the end, so exit
+    status 0 means that all ranks have succeeded. A running process is never lost, however long it compiles, reads weights or
+    holds Python's lock.
 
     Args:
-        ranks (Ranks, optional): Who runs the program. Nothing is watched in a single process, ``None``.
+        ranks (Ranks, optional): The ranks that run the program. A single process, ``None``, is not watched.
         beat (float): Seconds between two signs of life. Default: ``1.0``.
         patience (float): Seconds of silence, or of being stopped, after which a rank is lost. Default: ``5.0``.
         on_loss (Sequence[Callable[[str], None]]): Called in another thread before this process is ended, with a sentence that

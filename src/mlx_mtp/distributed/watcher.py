@@ -1,15 +1,15 @@
 """The watcher of a rank: a small process beside it that ends it when another rank is lost.
 
 ``watch.py`` starts it as a script. It imports the standard library only and shares no lock with the rank, which may compile,
-tokenize or read weights for as long as it likes. The watchers form a star around that of rank 0. They send each other a beat
-and tell what has become of their ranks:
+tokenize or read weights for any length of time. The watchers form a star around rank 0's watcher. They send each other a beat,
+and report when their rank is lost:
 
     the rank has died              the socket to it is closed, or it is no longer the parent
     it is stopped                  the system says so, for longer than ``patience``
     it has raised an exception     it says so
     its machine is lost            its watcher is silent for longer than ``patience``, or the connection is closed
 
-A message is a list of its kind and what belongs to it, as a line of JSON.
+A message is a line of JSON: a list of its kind and its arguments.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Where drafts come from beside the head, and the options of drafting."""
+"""Sources of drafts beside the head, and the options of drafting."""

@@ -1,4 +1,4 @@
-"""What ``num_draft_tokens``, ``copy_drafts`` and ``draft_p_min`` mean, wherever they are given."""
+"""The options ``num_draft_tokens``, ``copy_drafts`` and ``draft_p_min``, for the library, the commands and the server."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,10 +17,10 @@ CopyDrafts = int | Literal["auto", "off"]
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a text drafts. Made by ``resolve``.
+    """The options of a text's drafts. Made by ``resolve``.
 
     Args:
-        num_draft_tokens (Union[int, str, Depth]): Drafts of the head in a step.
+        num_draft_tokens (Union[int, str, Depth]): The number of the head's drafts in a step.
         copy_drafts (Union[int, str]): The most tokens to copy in a step.
         p_min (float): The least probability of a draft.
     """
@@ -42,7 +42,7 @@ def resolve(
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
 ) -> DraftOptions:
-    """What was given, or else what was tuned. Who gives a number of drafts wants just these, and no copies.
+    """Complete the given options by the tuned settings. A given number of drafts turns copies off by default.
 
     Raises:
         ValueError: An option is out of range, or requires a head.
@@ -91,7 +91,7 @@ def check_model(
 ) -> MTPModel:
     """
     Raises:
-        ValueError: The model cannot draft what is asked for.
+        ValueError: The model cannot make such drafts.
     """
     if not has_head(model):
         if not asks_for_copies(copy_drafts) and num_draft_tokens != 0:

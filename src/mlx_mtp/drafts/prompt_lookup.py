@@ -1,9 +1,9 @@
-"""Copy drafts: where the text's last tokens stood in it before, what followed them is drafted again.
+"""Copy drafts: where the text's last tokens occurred before, the tokens that followed them are drafted.
 
 This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
 a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
-least ``N_GRAM`` tokens long. It is followed for as long as the text goes on as it did there, and the longer it is, the likelier
-the next token is a copy, too:
+least ``N_GRAM`` tokens long. It is followed while the text repeats the earlier passage, and the longer it is, the likelier the
+next token is a copy, too:
 
     ... a b c d e f g ...            a match of a b c d e, then of f, ...
     ... a b c d e  ->  f g ...       the drafts
@@ -12,10 +12,10 @@ the next token is a copy, too:
 Where the text then differs, as behind a name that was changed, it often rejoins the copied passage: ``N_REJOIN`` tokens are
 enough for a match a little further on.
 
-Whether a copy would have been right is seen of every token, also of those that were drafted otherwise or not at all. So the
+Every token shows whether a copy would have been right, even if it was drafted by the head or not drafted at all. So the
 acceptance rate of copies is known without trying them.
 
-This module knows nothing of models. All of it runs on the host.
+This module does not depend on models, and runs on the host.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ import mlx.core as mx
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 
-N_GRAM = 5  # tokens that a match begins with: shorter ones are often chance, and take the head's place
-N_REJOIN, NEAR = 2, 32  # tokens of such a match, and how far on it is looked for
-LONGEST = 64  # tokens; longer matches are as good
+N_GRAM = 5  # the length of a new match: shorter ones are often chance, and displace drafts of the head
+N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
+LONGEST = 64  # the greatest length that is told apart: longer matches are no better
 
 
 class NGramIndex:
-    """Where each n-gram of a text ended last; the text may grow at its end."""
+    """The last end of each n-gram in a text, which may grow."""
 
     def __init__(self, text: list[int]):
         self.text = text
-        self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the position after it
+        self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
         self.n_indexed = 0  # n-grams
 
     def find(self) -> int | None:
@@ -50,14 +50,14 @@ class NGramIndex:
 
 
 class PromptLookup:
-    """The text's own repetitions as a source of drafts. It is asked only once ``acceptance`` says that there are some.
+    """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
     Args:
         text (Sequence[int]): The text so far, as far back as it is known. Numbers below 0 are not copied.
         fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
-        text (List[int]): This, and the tokens decided.
+        text (List[int]): The text, with the tokens observed since.
     """
 
     name = "copies"
@@ -65,20 +65,20 @@ class PromptLookup:
     def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
         self.text, self.fixed = [*text], fixed
         self.index = NGramIndex(self.text)
-        self.rates = Rates(self._rank(LONGEST) + 1)  # by the length of the match
+        self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
         self.followed: int | None = None
         self.left: int | None = None  # where the last match was wrong
         self.is_lost = True  # whether a match must be looked for
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Take a part of the prompt. What the prompt repeats says little of the answer, so it does not count as copies."""
+        """Add a part of the prompt. Its repetitions are not counted, since they say little about those of the answer."""
         self.text += tokens
         self.is_lost = True
 
     @property
     def at(self) -> int | None:
-        """Where the match goes on: the position of the copy of the next token, if the text ends in a match."""
+        """The index of the next token's copy, if the text ends in a match."""
         if self.is_lost:
             self.followed, self.is_lost = self.index.find(), False
             if self.followed is None and self.left is not None:
@@ -86,46 +86,49 @@ class PromptLookup:
             self.length = 0 if self.followed is None else self._match_length(self.followed)
         return self.followed
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Take decided tokens as the host learns of them."""
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add decided tokens when the host learns them, and count the copies among them."""
         for token in tokens:
             at = self.at
             if at is not None:
                 is_copy = self.text[at] == token
                 self.left = self.left if is_copy else at
-                self.rates.count(self._rank(self.length), is_copy)
+                self.rates.count(self._bucket(self.length), is_copy)
                 self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
             else:
                 self.is_lost = True
             self.text.append(token)
 
-    def acceptance(self, n_unread: int) -> list[float]:
-        """How likely each copied draft is accepted given that those before it are, up to [MAX_COPY_TOKENS]; without a match [].
+    def acceptance(self, n_unobserved: int) -> list[float]:
+        """The probability that each copy is accepted, given that the copies before it are: up to [MAX_COPY_TOKENS].
+
+        Empty without a match.
 
         Args:
-            n_unread (int): The number of decided tokens that ``read`` was not given yet. They are taken to be copies, too.
+            n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet. They are assumed to be
+              copies, too.
         """
         if self.at is None:
             return []
-        n = len(self._copy(self.at, n_unread + MAX_COPY_TOKENS))
-        if n <= n_unread:
+        n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))
+        if n <= n_unobserved:
             return []
-        rates = [self.rates.estimate[self._rank(self.length + i)] for i in range(n)]
-        return [prod(rates[: n_unread + 1]), *rates[n_unread + 1 :]]
+        rates = [self.rates.estimate[self._bucket(self.length + i)] for i in range(n)]
+        return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
-    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[None]]:
-        """Up to k drafts for the tokens after the unread ones, and their records: proposed with probability one."""
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[None]]:
+        """Up to k copies for the tokens after the unobserved ones, and their records: ``None``, for probability one."""
         at = self.at
         assert at is not None
-        drafts = self._copy(at, n_unread + k)[n_unread:]
+        drafts = self._copy(at, n_unobserved + k)[n_unobserved:]
         return mx.array(drafts, mx.uint32), [None] * len(drafts)
 
     def _copy(self, at: int, n: int) -> list[int]:
-        """The n tokens from a position on, fewer where an image begins."""
+        """The n tokens from an index on, fewer if an image begins before."""
         copy = self.text[at : at + n]
         period = len(self.text) - at
         while len(copy) < n:
-            copy.append(copy[-period])  # at the end of the text the copy goes on in itself
+            copy.append(copy[-period])  # at the end of the text the copy continues with its own tokens
         return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:
@@ -139,6 +142,6 @@ class PromptLookup:
         starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
         return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
 
-    def _rank(self, length: int) -> int:
+    def _bucket(self, length: int) -> int:
         """Lengths count as equal from 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
         return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()

@@ -1,8 +1,8 @@
-"""Sources of drafts beside the head: what of a text's next tokens is known without a pass of a model.
+"""Sources of drafts beside the head, which predict next tokens without a pass of a model.
 
-To add one, write a file with a class like ``Source`` and a function that makes it for a sequence, and put that into
-``SOURCES``. Which source drafts, and how much, ``depth.Depth`` decides, by the acceptance that each expects and by the time
-that its steps take.
+To add a source, write a file with a class like ``Source`` and a function that makes it for a sequence, and add the function to
+``SOURCES``. ``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the
+times of its steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,34 +19,34 @@ from .prompt_lookup import PromptLookup
 class Source(Protocol):
     """
     Attributes:
-        name (str): Of its plans.
-        fixed (int, optional): Draft this many tokens wherever there are some; ``None`` has the depth choose.
+        name (str): The name in ``Plan.source``.
+        fixed (int, optional): The number of tokens to draft whenever it has drafts; ``None`` lets the depth choose.
     """
 
     name: str
     fixed: int | None
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Take decided tokens as the host learns of them."""
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Observe decided tokens when the host learns them."""
         ...
 
-    def acceptance(self, n_unread: int) -> list[float]:
-        """The probability that each draft is accepted given that those before it are; empty where there is none now.
+    def acceptance(self, n_unobserved: int) -> list[float]:
+        """The probability that each draft is accepted, given that the drafts before it are; empty without drafts.
 
         Args:
-            n_unread (int): The number of decided tokens that ``read`` was not given yet.
+            n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet.
         """
         ...
 
-    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[Any]]:
         """
         Args:
-            k (int): The number of drafts that the step has room for.
-            n_unread (int): As for ``acceptance``.
+            k (int): The most drafts to make.
+            n_unobserved (int): As for ``acceptance``.
 
         Returns:
-            Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unread ones; and ``None`` for each, which is
-            proposed with probability one.
+            Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unobserved ones; and a record of ``None`` for
+            each, which says that it is proposed with probability one.
         """
         ...
 
@@ -60,7 +60,7 @@ def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[Log
     return next((ForcedTokens(p) for p in processors if isinstance(p, Grammar)), None)
 
 
-# Each by what a text asks, its prompt, and its logits processors.
+# Makes a source from the options, the prompt and the logits processors of a sequence; ``None`` if it does not apply.
 MakeSource = Callable[[DraftOptions, Sequence[int], Sequence[LogitsProcessor]], Source | None]
 SOURCES: list[MakeSource] = [prompt_lookup, grammar]
 
@@ -68,6 +68,6 @@ SOURCES: list[MakeSource] = [prompt_lookup, grammar]
 def make_sources(
     options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor] = ()
 ) -> dict[str, Source]:
-    """The sources of a sequence whose prompt is read, by name."""
+    """Make the sources of a sequence whose prompt is prefilled, by name."""
     made = [make(options, text, processors) for make in SOURCES]
     return {source.name: source for source in made if source is not None}

@@ -1,1 +1,1 @@
-"""Images of a prompt: opening them, their patches, and the rows that stand for them."""
+"""Images of a prompt: opening them, their patches, and their embeddings."""

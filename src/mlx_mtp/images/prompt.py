@@ -1,4 +1,4 @@
-"""A prompt with images: its tokens, where the images are, and what stands for each in a prompt store."""
+"""A prompt with images: its tokens, the spans of the images, their embeddings, and its key in a prompt store."""
 
 import math
 import re
@@ -29,9 +29,9 @@ class ImagePrompt:
     """
     Args:
         tokens (List[int]): With ``<|image_pad|>`` once for each token of an image.
-        images (List[ImageSpan]): Where these are.
-        pixel_values (List[mx.array]): What ``Processor.preprocess_image`` returned for each.
-        vision (Vision): What they are read with.
+        images (List[ImageSpan]): The spans of these tokens.
+        pixel_values (List[mx.array]): The patches of each image, from ``Processor.preprocess_image``.
+        vision (Vision): The vision tower of the model.
     """
 
     tokens: list[int]
@@ -40,13 +40,12 @@ class ImagePrompt:
     vision: Vision
 
     def spans(self, first: int = 0) -> list[ImageSpan]:
-        """Where the images are in a text that has so many tokens before this prompt."""
+        """The spans of the images in a text that has ``first`` tokens before this prompt."""
         return [image._replace(start=image.start + first) for image in self.images]
 
     @cached_property
     def key(self) -> list[int]:
-        """The tokens, with a number below 0 for those of an image, which follows from its content: two texts are the same if
-        their keys are."""
+        """The tokens, with a negative number computed from the content in place of an image's: equal keys are equal texts."""
         key = self.tokens[:]
         for image, pixels in zip(self.images, self.pixel_values):
             key[image.start : image.end] = [self.vision.key(pixels)] * (image.end - image.start)
@@ -116,14 +115,14 @@ def read_images(
     max_pixels: int | None = None,
     before_each: Callable[[], None] = lambda: None,
 ) -> ImagePrompt:
-    """Open the images of a prompt, and make place for them. None is decoded before the sizes of all are known.
+    """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
     Args:
         vision (Vision): Of the model, see ``vision_of``.
         tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
-        max_tokens (int, optional): The most that they may become. Default: ``None``, any number.
-        max_pixels (int, optional): The most that they may have together. Default: ``None``, any number.
+        max_tokens (int, optional): The most tokens of all images. Default: ``None``, any number.
+        max_pixels (int, optional): The most pixels of all images. Default: ``None``, any number.
         before_each (Callable[[], None]): Called before an image is decoded; an error ends the reading.
 
     Raises:
@@ -166,10 +165,10 @@ def read_images(
 
 
 class MarkedImages:
-    """Placeholders of images in a text that others have written parts of, told apart from any that these parts quote.
+    """Marks of images in a text with untrusted parts, which may quote the placeholder of an image.
 
-    ``mark`` stands for an image in the text, up to ``encode``. It is drawn for each process, so that nobody can quote it. The
-    model then sees a placeholder for each mark, and of what is quoted the same characters as ordinary tokens.
+    ``mark`` stands for an image in the text until ``encode``. It is random for each process, so a client cannot quote it.
+    ``encode`` makes a placeholder of each mark, and ordinary tokens of the characters of a quoted placeholder.
     """
 
     def __init__(self) -> None:
@@ -193,9 +192,9 @@ class MarkedImages:
 
 
 def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:
-    """Say in a prompt cache, by default an empty one, where the images are that are read next -> the cache.
+    """Record the spans of a prompt's images in a prompt cache, by default an empty one -> the cache.
 
-    mlx-lm's own functions then read them at the right positions, too: they pass it to the model.
+    mlx-lm's own functions, which pass the cache to the model, then prefill the images at the right positions, too.
     """
     cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
     place_images(model, cache, prompt.spans(cache.n_tokens), are_embedded=True)
@@ -203,7 +202,7 @@ def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> li
 
 
 def vision_of(model: Any) -> Vision:
-    """What a model reads images with.
+    """The vision tower and the image processor of a model.
 
     Raises:
         ValueError: The model has no vision tower, or is spread over several machines.

@@ -1,6 +1,6 @@
-"""The vision tower of Qwen3.5, 3.6 and 3.8: an image's patches become rows in place of its tokens' embeddings.
+"""The vision tower of Qwen3.5, 3.6 and 3.8: it turns an image's patches into the embeddings of its tokens.
 
-    patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 row
+    patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 embedding
 
 Names are those of the published checkpoints, and layouts those of MLX conversions: the kernel of ``patch_embed`` has its
 channels last. Roundings are transformers': norms, RoPE and GELU are computed in float32 and rounded once.
@@ -199,7 +199,7 @@ class VisionTower(nn.Module):
         h = yield from _in_pieces(
             len(patches), size, self.args.patch_dim * D, lambda i: self.patch_embed(patches[i])
         )  # [N, D]
-        h = h + self._position_rows(y, x, rows, columns).astype(h.dtype)
+        h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
         cos, sin = self._angles(y, x)
         for block in self.blocks:
             h = yield from block.pieces(h, cos, sin, size)
@@ -220,7 +220,7 @@ class VisionTower(nn.Module):
             )
         return shape[0], shape[1]
 
-    def _position_rows(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
+    def _position_embeddings(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
         """The square position table at each patch, bilinear between its corners and an image's: [N, D] in float32."""
         m, side = self.args.spatial_merge_size, math.isqrt(self.args.num_position_embeddings)
         total: Any = 0

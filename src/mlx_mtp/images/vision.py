@@ -1,4 +1,4 @@
-"""What a model needs for images beside its language model. Nothing is read before the first image."""
+"""The vision tower and the image processor of a checkpoint. No file is read before the first image."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """What tells the tower from others, see ``caches/fingerprint.py``."""
+        """The digest that tells this tower from others, see ``caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

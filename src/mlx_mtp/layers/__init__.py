@@ -1,1 +1,1 @@
-"""The layers of the models, as pure functions that are compiled for passes over a few tokens, and the head."""
+"""The models' layers as pure functions, which are compiled for passes over a few tokens, and the MTP head."""

@@ -1,10 +1,11 @@
-"""Attention over a verify pass, a few rows at a time.
+"""Attention over a verify pass, a few queries at a time.
 
-MLX's fused attention for short queries on Metal (0.32) takes up to 8 rows, and rows times query heads per key-value head up
-to 32: 5 rows of Qwen3.5-27B, 4 of Qwen3.5-35B-A3B. See ``has_fused_kernel`` in its
-backend/metal/scaled_dot_product_attention.cpp. More rows of head dimension 256 are computed without a fused kernel, which
-writes the scores of all rows to memory; in groups they stay fused, but each group reads the keys and values again. Which is
-faster depends on the device and the context: ``mlx_mtp.benchmark --tune`` measures it.
+MLX's fused attention for short queries on Metal (0.32) takes up to 8 queries, and queries times query heads per key-value head
+up to 32: 5 queries of Qwen3.5-27B, 4 of Qwen3.5-35B-A3B. See ``has_fused_kernel`` in its
+backend/metal/scaled_dot_product_attention.cpp. More queries of head dimension 256 are computed without a fused kernel, which
+writes the scores of all queries to memory; in groups they stay fused, but each group reads the keys and values again. Which is
+faster depends on the device and the context: ``mlx_mtp.benchmark --tune`` measures it. The setting is named
+``attention_rows``.
 """
 
 from typing import Any
@@ -13,30 +14,31 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.base import scaled_dot_product_attention
 
-FUSED_ROWS, FUSED_QUERIES = 8, 32  # of MLX's fused attention: rows, and rows times query heads per key-value head
+# Limits of MLX's fused attention: queries, and queries times query heads per key-value head.
+FUSED_QUERIES, FUSED_HEADS = 8, 32
 
 
-def fused_rows(layer: Any) -> int:
-    """The most rows that MLX's fused attention on Metal takes with the heads of an attention layer."""
-    return max(1, min(FUSED_ROWS, FUSED_QUERIES * layer.num_key_value_heads // layer.num_attention_heads))
+def fused_queries(layer: Any) -> int:
+    """The most queries that MLX's fused attention on Metal takes with the heads of an attention layer."""
+    return max(1, min(FUSED_QUERIES, FUSED_HEADS * layer.num_key_value_heads // layer.num_attention_heads))
 
 
 def attend(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, rows: int | None
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, most: int | None
 ) -> mx.array:
-    """mlx-lm's attention; where the mask is causal, with at most ``rows`` rows in a call, as ``attend_in_groups``."""
-    if rows is None or queries.shape[2] <= rows or mask != "causal":
+    """mlx-lm's attention; with a causal mask, of at most ``most`` queries in a call, as ``attend_in_groups``."""
+    if most is None or queries.shape[2] <= most or mask != "causal":
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
-    return attend_in_groups(queries, keys, values, cache, scale, rows)
+    return attend_in_groups(queries, keys, values, cache, scale, most)
 
 
 def attend_in_groups(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, n: int) -> mx.array:
-    """Causal attention of the last T of N positions, with at most ``n`` rows in a call.
+    """Causal attention of the last T of N positions, with at most ``n`` queries in a call.
 
     Args:
         queries (mx.array): [B, H, T, D]
         keys, values (mx.array): [B, Hkv, N, D]; from a quantized cache a tuple of arrays with these leading axes.
-        cache (KVCache): Where keys and values are from, for mlx-lm to see whether they are quantized.
+        cache (KVCache): The cache of keys and values, which tells mlx-lm whether they are quantized.
 
     Returns:
         mx.array: [B, H, T, D]
@@ -44,8 +46,8 @@ def attend_in_groups(queries: mx.array, keys: Any, values: Any, cache: Any, scal
     T, out = queries.shape[2], []
     for i in range(0, T, n):
         j = min(i + n, T)
-        n_keys = cache.offset - T + j  # the last row of a group sees no further
+        n_keys = cache.offset - T + j  # the last query of a group attends to no more
         seen_keys, seen_values = tree_map(lambda a: a[..., :n_keys, :], (keys, values))  # noqa: B023
-        rows = queries[:, :, i:j]
-        out.append(scaled_dot_product_attention(rows, seen_keys, seen_values, cache, scale=scale, mask="causal"))
+        group = queries[:, :, i:j]
+        out.append(scaled_dot_product_attention(group, seen_keys, seen_values, cache, scale=scale, mask="causal"))
     return mx.concatenate(out, axis=2)

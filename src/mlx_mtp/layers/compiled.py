@@ -4,11 +4,11 @@ MLX builds a graph anew for every token. Where Python calls each operation, that
 it; a function of ``mx.compile`` is traced once, and its graph is then copied without Python, with its elementwise operations
 fused.
 
-The module is an argument, so its weights are arguments of the trace: layers of one kind share it, and other weights are seen
-at once. All else about a module is fixed in the trace, and makes its kind: its class, its numbers, and those of the modules in
-it. A module in which something is changed from outside has other arrays, which its trace does not fit; then its kind is looked
-up again. Only where a module is replaced by one of another class with arrays of the same names and shapes, ``forget_kind`` must
-be called, as ``update_modules`` does.
+The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
+effect at once. Everything else in a module is fixed in the trace and makes up its kind: its class, its numbers, and those of
+its submodules. If a submodule is replaced, its arrays usually do not fit the trace, and the kind is looked up again. If it is
+replaced by a module of another class whose arrays have the same names and shapes, ``forget_kind`` must be called, as
+``update_modules`` does.
 """
 
 import threading
@@ -20,16 +20,16 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-MOST_TRACES = 512  # of a thread, the latest used: a trace takes some 100 KB and a few milliseconds to make
+MOST_TRACES = 512  # latest used traces that a thread keeps: each takes some 100 KB, and a few milliseconds to make
 
 Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
 
 
 class Kind:
-    """All of a module but its arrays.
+    """A module without its arrays, which the modules of one kind have in common.
 
     Args:
-        template (nn.Module, optional): Such a module, without arrays; ``None`` for modules that cannot be traced.
+        template (nn.Module, optional): A module of the kind, without arrays; ``None`` for modules that cannot be traced.
     """
 
     def __init__(self, template: Any):
@@ -55,7 +55,7 @@ class Compilable:
 
 
 class _Traces(threading.local):
-    """Of a thread, since MLX keeps traces by thread and stream."""
+    """The traces of a thread, since MLX keeps traces by thread and stream."""
 
     def __init__(self) -> None:
         self.latest: OrderedDict[Hashable, Function] = OrderedDict()
@@ -66,7 +66,7 @@ _traces = _Traces()
 
 
 def n_traces() -> int:
-    """How many traces this thread has made so far. A step in which the number grows has taken longer than the next will."""
+    """The number of traces that this thread has made so far. A step that makes one takes longer than the next step will."""
     return _traces.n_made
 
 
@@ -75,10 +75,10 @@ def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> A
 
     Args:
         function (Callable): A pure function, which may call the modules in ``module`` and return arrays alone.
-        module (nn.Module): One in training, or with something in it that a trace cannot hold, such as a distributed group, is
-          called as it is.
-        inputs (mx.array): At least one. Traces are looked up by the shape of the first.
-        numbers (int): Fixed in the trace.
+        module (nn.Module): The module. The call is not compiled if it is in training, or has an attribute that a trace cannot
+          hold, such as a distributed group.
+        inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
+        numbers (int): Numbers, which are fixed in the trace.
     """
     kind = UNTRACEABLE if module.training else vars(module).get("_kind") or _kind_of(module)
     if kind is UNTRACEABLE:
@@ -107,15 +107,15 @@ def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Func
 
 
 class _AnotherKind(Exception):
-    """A module is not of the kind it was."""
+    """A module is no longer of its recorded kind."""
 
 
 class _UntraceableError(Exception):
-    """A module has something that a trace cannot hold."""
+    """A module has an attribute that a trace cannot hold."""
 
 
 class _TrainingError(Exception):
-    """A module is in training, for now."""
+    """A module is in training, which may end."""
 
 
 def _kind_of(module: Any) -> Kind:
@@ -134,12 +134,12 @@ def _kind_of(module: Any) -> Kind:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes but for arrays, modules and lists of them."""
+    """A module's attributes except for arrays, modules and lists of them."""
     return {name: x for name, x in vars(module).items() if name not in ("_no_grad", "_kind")}
 
 
 def _describe(x: Any) -> Hashable:
-    """What two modules of one kind have in common."""
+    """A description that is equal for modules of one kind."""
     if isinstance(x, mx.array):
         return mx.array
     if isinstance(x, nn.Module):
@@ -168,7 +168,7 @@ def _without_arrays(x: Any) -> Any:
 
 
 def _filled(template: Any, arrays: Any) -> Any:
-    """A template with the arrays of such a module, which ``mx.compile`` hands over in plain dictionaries and lists."""
+    """Fill a template with a module's arrays, which ``mx.compile`` passes in plain dictionaries and lists."""
     if isinstance(template, dict):  # a module is one
         if not isinstance(arrays, dict) or template.keys() != arrays.keys():
             raise _AnotherKind

@@ -1,7 +1,7 @@
-"""Cheaper drafts: fewer rows and fewer bits of what only drafts go through.
+"""Cheaper drafts: an output layer and a head of fewer tokens and fewer bits.
 
-A draft is a guess that the whole model verifies, so none of this changes the text: it changes what a draft costs and how
-often it is accepted. Most of a draft's cost is the output layer, with a row for each of some 250,000 tokens.
+The whole model verifies each draft, so cheaper drafts do not change the text: they change the cost of a draft and its
+acceptance rate. Most of a draft's cost is the output layer, which has weights for each of some 250,000 tokens.
 """
 
 import copy
@@ -22,16 +22,16 @@ class DraftLMHead:
 
     Args:
         layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
-        ids (List[int], optional): The rows to copy from it, in ascending order, so that of equal logits the first wins, as in
-          the whole layer. Default: ``None``, all rows.
+        ids (List[int], optional): The tokens whose weights to copy, in ascending order, so that the first of equal logits wins,
+          as in the whole layer. Default: ``None``, all tokens.
         bits (int, optional): Quantize the copy to this many bits. Default: ``None``, no quantization.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
         self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
-        self._known = frozenset(ids or ())
-        self._more: tuple[int, ...] = ()
+        self._loaded = frozenset(ids or ())
+        self._added: tuple[int, ...] = ()
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
 
@@ -41,21 +41,21 @@ class DraftLMHead:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
-        """Add the rows of these tokens: a text repeats its own words, however rare they are elsewhere.
+        """Add these tokens to the draft vocabulary: a text repeats its own words, however rare they are elsewhere.
 
         Args:
-            tokens (Iterable[int]): The prompt's tokens, or those that were added to it.
+            tokens (Iterable[int]): Tokens of the prompt, or generated tokens.
 
         Returns:
-            DraftLMHead: This one if it has them all. New tokens come last in ``ids``.
+            DraftLMHead: This layer if it has all of them, or else a new one. New tokens come last in ``ids``.
         """
-        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._known and i not in self._more)
+        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._loaded and i not in self._added)
         if self.ids is None or not new:
             return self
         head = copy.copy(self)
-        head._more = self._more + new
-        more = mx.array(head._more, mx.uint32)
-        head.ids = mx.concatenate([self.ids[: len(self._known)], more])
+        head._added = self._added + new
+        more = mx.array(head._added, mx.uint32)
+        head.ids = mx.concatenate([self.ids[: len(self._loaded)], more])
         head.layers = [self.layers[0], self._rows(more)]
         return head
 
@@ -70,7 +70,7 @@ class DraftLMHead:
 
 
 def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
-    """The head's hidden states [B, 1, H] -> logits [B, V], of the draft vocabulary alone: the others are -inf."""
+    """The head's hidden states [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
     if lm_head is None or lm_head.ids is None:
         return model.draft_logits(hidden)[:, -1]
     logits = lm_head(hidden)[:, -1]  # [B, n]
@@ -78,14 +78,14 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
-class QuantizedRows(nn.Module):
+class QuantizedLinear(nn.Module):
     """A quantized linear layer made from arrays: ``nn.QuantizedLinear`` draws random numbers when it is constructed.
 
     Args:
         weight (mx.array): [n, H].
         bias (mx.array, optional): [n].
-        group_size (int): Of the quantization.
-        bits (int): Of the quantization.
+        group_size (int): Group size of the quantization.
+        bits (int): Bits of the quantization.
     """
 
     def __init__(self, weight: mx.array, bias: mx.array | None, group_size: int, bits: int):
@@ -102,7 +102,7 @@ class QuantizedRows(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
+def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
@@ -110,7 +110,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedRows(weight, layer.get("bias"), _group_size(weight), bits)
+    return QuantizedLinear(weight, layer.get("bias"), _group_size(weight), bits)
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model drafts with, apart from its head: set by ``mlx_mtp.load``, read by the loop."""
+"""The configuration of a model's drafts and passes, ``model.drafting``: ``mlx_mtp.load`` sets it, and the loop reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from .draft_lm_head import DraftLMHead
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of ``mlx_mtp.load``, and what ``num_draft_tokens=None`` and ``draft_p_min=None`` then mean."""
+    """Tuned settings: arguments of ``mlx_mtp.load``, and the defaults of ``num_draft_tokens`` and ``draft_p_min``."""
 
     num_draft_tokens: int | Literal["auto"] = "auto"  # 0 is plain decoding
     mtp_bits: int | None = None
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
-    seconds: Mapping[int, float] = field(default_factory=dict)  # of a step, by depth: what auto begins with
-    attention_rows: int | None = None  # as in Drafting, like those that follow
+    seconds: Mapping[int, float] = field(default_factory=dict)  # times of steps by depth, with which "auto" begins
+    attention_rows: int | None = None  # this and the following fields as in DraftConfig
     compiled: bool = True
     pieces: int | None = None
 
@@ -39,17 +39,17 @@ class Settings:
 
 
 @dataclass
-class Drafting:
+class DraftConfig:
     """
     Args:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
-        tuned (Settings, optional): What ``--tune`` found best. Default: ``None``, where it has not run.
+        tuned (Settings, optional): The best settings found by ``--tune``. Default: ``None``, it has not run.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        timing (decoding.timing.Timing, optional): What steps take on this machine, which ``decoding`` alone reads and writes.
-          It is here because it lives as long as the model and is shared by all generations with it.
+        timing (pacing.timing.Timing, optional): The times of steps on this machine, which ``pacing`` makes and ``decoding``
+          updates. It is kept here to live as long as the model and to be shared by all generations with it.
     """
 
     lm_head: DraftLMHead | None = None

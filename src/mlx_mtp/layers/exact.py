@@ -31,7 +31,7 @@ def one_by_one(
         model (nn.Module): A model with the backbone as ``model`` and the output layer as ``logits``.
         inputs (mx.array): Token ids, [B, T].
         cache (List[Any]): One entry for each layer.
-        input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
+        input_embeddings (mx.array, optional): Embeddings to use in place of ``inputs``, [B, T, H].
 
     Returns:
         Tuple[mx.array, mx.array]: Logits [B, T, V], and hidden states after the final norm, [B, T, H].
@@ -45,21 +45,21 @@ def one_by_one(
     if backbone.pipeline_size > 1:
         raise ValueError("Exact mode does not run in a pipeline of several machines: leave out exact.")
     if input_embeddings is None:
-        rows = [backbone.embed_tokens(inputs[:, t : t + 1]) for t in range(inputs.shape[1])]
+        hidden = [backbone.embed_tokens(inputs[:, t : t + 1]) for t in range(inputs.shape[1])]
     else:
-        rows = [input_embeddings[:, t : t + 1] for t in range(input_embeddings.shape[1])]
+        hidden = [input_embeddings[:, t : t + 1] for t in range(input_embeddings.shape[1])]
 
     last = None
     for layer, c in zip(backbone.layers, cache):
-        for t, h in enumerate(rows):  # [B, 1, H]
+        for t, h in enumerate(hidden):  # [B, 1, H]
             if last is not None:
                 # Force this order. In MLX's own, keys and values are written before the previous token has read them, which
                 # copies the cache, and each token reads a layer's weights again.
                 h = mx.depends(h, last)
             mask = create_ssm_mask(h, c) if layer.is_linear else create_attention_mask(h, c)
-            rows[t] = last = layer(h, mask=mask, cache=c)
+            hidden[t] = last = layer(h, mask=mask, cache=c)
             if isinstance(c, ArraysCache):
                 c.keep_state()
-    rows = [backbone.norm(h) for h in rows]
-    logits = [model.logits(h) for h in rows]  # [B, 1, V]
-    return mx.concatenate(logits, axis=1), mx.concatenate(rows, axis=1)
+    hidden = [backbone.norm(h) for h in hidden]
+    logits = [model.logits(h) for h in hidden]  # [B, 1, V]
+    return mx.concatenate(logits, axis=1), mx.concatenate(hidden, axis=1)

@@ -17,7 +17,7 @@ def recurrent_layer(
         x (mx.array): [B, T, H]
         conv_state (mx.array): The last inputs of the convolution, [B, K - 1, C].
         state (mx.array): Of the recurrence, [B, Hv, Dv, Dk].
-        n_confirmed (int): The number of leading tokens that are final; 0 where nothing is recorded.
+        n_confirmed (int): The number of leading tokens that are final; 0 if the call is not recorded.
 
     Returns:
         Tuple[mx.array, ...]: The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the

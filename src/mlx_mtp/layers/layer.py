@@ -5,8 +5,8 @@ A recurrent layer is one function, of its input and its states (``gated_delta.py
     x ── before_attention ── queries, keys, values ── cache, attention ──┐
     x ───────────────────────────────────────────────────────── after_attention ── x
 
-Cache and attention stay outside, since the number of tokens is another at every step. Where a pass is neither compiled nor
-recorded, nor takes its rows in groups, the layer is mlx-lm's own.
+Cache and attention stay outside, since the number of tokens changes at every step. A pass that is not compiled, not recorded
+and does not take its queries in groups runs mlx-lm's own layer.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class Layer(Compilable):
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
-        """Of a window, or of one token."""
+        """Run a recurrent layer over a window or one token, and update its cache."""
         B, T, _ = x.shape
         delta, window = self.linear_attn, cache.window if isinstance(cache, ArraysCache) else None
         conv_state, state = cache[0], cache[1]
@@ -100,11 +100,11 @@ def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]
 
 
 def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
-    """The last part.
+    """The last part of such a layer.
 
     Args:
         x (mx.array): The layer's input, [B, T, H].
-        out (mx.array): What attention returned, [B, Hq, T, D].
+        out (mx.array): The output of attention, [B, Hq, T, D].
         gate (mx.array): [B, T, Hq D]
 
     Returns:

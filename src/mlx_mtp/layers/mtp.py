@@ -1,6 +1,6 @@
 """The multi-token-prediction head: one more decoder layer, which guesses the token after next.
 
-    row i:   E[t_{i+1}] ── pre_fc_norm_embedding ──┐
+    pair i:  E[t_{i+1}] ── pre_fc_norm_embedding ──┐
                                                    ├── fc ── decoder layer ── norm ──> lm_head: a guess of t_{i+2}
              h_i ───────── pre_fc_norm_hidden ─────┘
 
@@ -48,8 +48,8 @@ class MTPModule(Compilable, nn.Module):
             embeddings (mx.array): The embedding of the token after each position, [B, T, H].
             hidden (mx.array): The backbone's hidden state at each position, or the head's own for a further draft, [B, T, H].
             cache (KVCache, optional): The head's keys and values.
-            last_only (bool): Return the last row alone, which is all a draft needs: the rows before it add keys and values to
-              the cache, and nothing else is computed. Requires a cache. Default: ``False``.
+            last_only (bool): Return the output of the last position only, from which a draft is made. The positions before it
+              only add keys and values to the cache. Requires a cache. Default: ``False``.
 
         Returns:
             mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
@@ -74,13 +74,13 @@ class MTPModule(Compilable, nn.Module):
         return this.call(_after_attention, self, x, out, gate)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
-        """What the decoder layer takes, [B, T, H]."""
+        """The input of the decoder layer, [B, T, H], from embeddings and hidden states [B, T, H]."""
         return self.fc(
             mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
         )
 
     def decode(self, x: mx.array, cache: Any = None) -> mx.array:
-        """The decoder layer and the norm: what ``combine`` returned -> [B, T, H]."""
+        """The decoder layer and the norm: the output of ``combine`` -> [B, T, H]."""
         (layer,) = self.layers
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
@@ -88,13 +88,18 @@ class MTPModule(Compilable, nn.Module):
 def _before_attention(
     mtp: Any, embeddings: mx.array, hidden: mx.array, start: mx.array | None = None, *, n: int
 ) -> tuple[mx.array, ...]:
-    """The input of the last n rows [B, n, H]; then, as ``layer.before_attention``, their queries, the keys and values of all
-    rows, and the gate of the last n."""
+    """The head's part before attention, of which only the last n positions go on.
+
+    Returns:
+        Tuple[mx.array, ...]: The input of the last n positions [B, n, H]; then, as ``layer.before_attention``, their queries,
+        the
+          keys and values of all positions, and the gate of the last n.
+    """
     (layer,) = mtp.layers
     x = mtp.combine(embeddings, hidden)  # [B, T, H]
-    rows = layer.input_layernorm(x)
-    queries, gate = queries_of(layer.self_attn, rows[:, -n:])
-    keys, values = keys_and_values_of(layer.self_attn, rows)
+    normed = layer.input_layernorm(x)
+    queries, gate = queries_of(layer.self_attn, normed[:, -n:])
+    keys, values = keys_and_values_of(layer.self_attn, normed)
     if start is not None:
         rope, T = layer.self_attn.rope, x.shape[1]
         queries, keys = rope(queries, offset=start + (T - n) if n < T else start), rope(keys, offset=start)
@@ -110,7 +115,7 @@ def _embed(embed_tokens: Any, tokens: mx.array) -> mx.array:
     return embed_tokens(tokens)
 
 
-def append_rows(layer: Any, x: mx.array, cache: Any) -> None:
+def append_keys_and_values(layer: Any, x: mx.array, cache: Any) -> None:
     """Append the keys and values of x [B, T, H] to the cache."""
     keys, values = keys_and_values_of(layer.self_attn, layer.input_layernorm(x))
     cache.update_and_fetch(layer.self_attn.rope(keys, offset=cache.offset), values)
@@ -129,9 +134,10 @@ def run_head(
     Args:
         hidden (mx.array): The hidden states of T positions, [B, T, H].
         tokens (mx.array): The token after each, [B, T].
-        cache (KVCache): The head's keys and values; T rows are appended.
-        embeddings (mx.array, optional): In place of the tokens', [B, T, H].
-        positions (Positions, optional): Of the hidden states in a text with images. Default: ``None``, they are plain.
+        cache (KVCache): The head's keys and values; those of T positions are appended.
+        embeddings (mx.array, optional): Embeddings to use in place of the tokens', [B, T, H].
+        positions (Positions, optional): The positions of the hidden states in a text with images. Default: ``None``, plain
+          positions.
 
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].

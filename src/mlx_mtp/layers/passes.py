@@ -1,4 +1,4 @@
-"""How a pass is run: what its layers have to know of it, and no caller of mlx-lm's forward can hand them."""
+"""The configuration of a pass for its layers. It is a context variable, since mlx-lm's forward has no argument for it."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from ..caches.positions import plain_position
 from .compiled import run
-from .drafting import Drafting
+from .drafting import DraftConfig
 
 T = TypeVar("T")
 
-MOST_TOKENS = 17  # of a sequence in a pass that is compiled: a decided token and sixteen copies
+MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
 
 
 @dataclass
@@ -24,23 +24,25 @@ class Pass:
         compiled (bool): Whether layers are compiled. Default: ``False``, they are called as mlx-lm calls them.
         attention_rows (int, optional): The most tokens that attention takes at a time, see ``attention.py``. Default: ``None``,
           all.
-        pieces (int, optional): Hand the device what was built so far behind every so many attention layers, while the rest is
-          built. Default: ``None``, all at once.
+        pieces (int, optional): The number of attention layers after which the graph built so far is given to the device, while
+          the host builds the rest. Default: ``None``, the whole graph at once.
     """
 
     compiled: bool = False
     attention_rows: int | None = None
     pieces: int | None = None
-    n_attended: int = 0  # attention layers that were built
-    starts: dict[int, mx.array | None] = field(default_factory=dict)  # what ``start`` returned, which all layers share
+    n_attended: int = 0  # attention layers built so far
+    starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
         """``function(module, *inputs, **numbers)``, as ``compiled.run`` says."""
         return (run if self.compiled else _call)(function, module, *inputs, **numbers)
 
     def start(self, cache: Any) -> tuple[mx.array, ...]:
-        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace. Nothing where
-        positions have three axes."""
+        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace.
+
+        Empty where positions have three axes.
+        """
         offset = cache.offset
         if isinstance(offset, mx.array):
             return (offset,)
@@ -57,7 +59,7 @@ class Pass:
             mx.async_eval(x)
 
 
-def pass_over(T: int, drafting: Drafting, n_confirmed: int, exact: bool) -> Pass:
+def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, exact: bool) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts and exact windows run as in mlx-lm."""
     if exact or (n_confirmed == 0 and T > 1):
         return Pass()
@@ -65,13 +67,13 @@ def pass_over(T: int, drafting: Drafting, n_confirmed: int, exact: bool) -> Pass
     return Pass(drafting.compiled and T <= MOST_TOKENS, rows, drafting.pieces)
 
 
-def pass_of_head(drafting: Drafting, T: int) -> Pass:
+def pass_of_head(drafting: DraftConfig, T: int) -> Pass:
     """A pass of the head over T tokens of each sequence."""
     return Pass(drafting.compiled and T <= MOST_TOKENS)
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_OUTSIDE = Pass()  # of a layer that is called by itself
+_OUTSIDE = Pass()  # for a layer that is called outside ``in_pass``
 
 
 def current_pass() -> Pass:
@@ -79,7 +81,7 @@ def current_pass() -> Pass:
 
 
 class in_pass:
-    """A context in which layers run as a pass says."""
+    """A context in which layers run with the configuration of a pass."""
 
     def __init__(self, this: Pass):
         self.this = this

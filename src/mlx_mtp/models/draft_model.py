@@ -3,8 +3,8 @@
     draft_model = model.make_draft_model()
     mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
 
-That loop makes the target's cache and then the draft's, prefills the draft model before the target, hands it nothing but
-tokens, and rolls back rejected ones by trimming both caches. So the target is the model behind an adapter:
+That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
+hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model:
 
 - The draft's cache is made with the target's: the target's passes leave their hidden states in it. Tokens wait in it until
   their hidden states are known.
@@ -12,8 +12,8 @@ tokens, and rolls back rejected ones by trimming both caches. So the target is t
   recorded. Inside that window, and while it is empty, a recurrent layer's cache says that it can be trimmed. Trimming beyond
   the window raises.
 
-So a cache serves one generation here: mlx-lm refuses it for a second, since it cannot be trimmed then. For prompt caches over
-turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache serves a single generation: mlx-lm refuses to use it for a second one, since it cannot be trimmed then. To keep
+prompt caches over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
 """
 
 import weakref
@@ -31,7 +31,7 @@ from ..layers.mtp import run_head
 class ArraysCache(caches.ArraysCache):
     """A recurrent layer's cache that can be trimmed inside the target's last window.
 
-    The class has its parent's name because a prompt cache file names the classes it is made of.
+    The class has its parent's name because a prompt cache file has the names of its classes.
     """
 
     def __init__(self, draft: "DraftCache"):
@@ -45,7 +45,7 @@ class ArraysCache(caches.ArraysCache):
         """Take back the last ``n`` tokens of the open window, and close it.
 
         Raises:
-            ValueError: They are not in the window, or there is none.
+            ValueError: The tokens are not in the window, or no window is open.
         """
         if self.empty():
             return 0
@@ -56,18 +56,19 @@ class ArraysCache(caches.ArraysCache):
 
 
 class DraftCache(stock._BaseCache):
-    """The draft model's state: the head's rows, and what the next ones are made from.
+    """The draft model's state: the head's keys and values, and the tokens and hidden states of the next pairs.
 
-    Row i of the head pairs token i with the target's hidden state of token i - 1, so token 0 has no row. ``n_rows`` counts the
-    rows made from the target's hidden states. Rows after them belong to drafts, and are made from the head's own output.
+    Pair i of the head is token i with the target's hidden state of token i - 1, so token 0 has no pair. ``n_verified`` counts
+    the keys and values made from the target's hidden states. Those behind them belong to drafts, and are made from the head's
+    own output.
     """
 
     def __init__(self) -> None:
-        self.rows = stock.KVCache()
-        self.n_rows = 0
-        self.tokens = mx.array([], mx.uint32)  # from n_rows + 1 on
+        self.kv = stock.KVCache()
+        self.n_verified = 0
+        self.tokens = mx.array([], mx.uint32)  # from n_verified + 1 on
         self.n_seen = 0  # tokens given to the draft model
-        self.hidden: mx.array | None = None  # the target's hidden states from n_rows on, [1, N, H]
+        self.hidden: mx.array | None = None  # the target's hidden states from n_verified on, [1, N, H]
         self.n_final = 0  # tokens in the target's cache before its last pass
         self.n_tokens = 0  # tokens in it after that pass, less those rejected
         self.last: mx.array | None = None  # the head's output for its last row, [1, 1, H]
@@ -75,11 +76,11 @@ class DraftCache(stock._BaseCache):
 
     @property
     def state(self) -> Any:
-        return self.rows.state
+        return self.kv.state
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes
+        return self.kv.nbytes
 
     def empty(self) -> bool:
         return self.n_seen == 0
@@ -97,36 +98,36 @@ class DraftCache(stock._BaseCache):
         return n
 
     def see(self, tokens: mx.array) -> None:
-        """Take tokens [N] that the draft model was given."""
+        """Add tokens [N] that the draft model was given."""
         self.tokens = mx.concatenate([self.tokens, tokens if self.n_seen > 0 else tokens[1:]])
         self.n_seen += tokens.size
 
     def record(self, model: Any, hidden: mx.array, verifies: bool) -> None:
         """Call after a pass of the target, with its hidden states [1, T, H]."""
         if self.hidden is not None:
-            hidden = mx.concatenate([self.hidden[:, : self.n_tokens - self.n_rows], hidden], axis=1)
+            hidden = mx.concatenate([self.hidden[:, : self.n_tokens - self.n_verified], hidden], axis=1)
         self.hidden = hidden
-        self.n_final, self.n_tokens = self.n_tokens, self.n_rows + hidden.shape[1]
+        self.n_final, self.n_tokens = self.n_tokens, self.n_verified + hidden.shape[1]
         self.verified = verifies
         if not verifies:
-            # At once, so that the hidden states of a long prompt are not kept.
+            # Now, so that the hidden states of a long prompt are freed.
             self.catch_up(model)
-            mx.async_eval(self.rows.state, self.hidden)
+            mx.async_eval(self.kv.state, self.hidden)
 
     def keep(self, n: int) -> None:
         """Keep the first ``n`` tokens of the target's last pass."""
         self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
-        """Make the rows whose token and hidden state are both known."""
-        n = min(self.n_tokens, self.n_seen - 1) - self.n_rows
+        """Run the head over the pairs whose token and hidden state are both known."""
+        n = min(self.n_tokens, self.n_seen - 1) - self.n_verified
         if n > 0:
             assert self.hidden is not None
-            self.rows.trim(self.rows.offset - self.n_rows)
-            self.last = run_head(model, self.hidden[:, :n], self.tokens[None, :n], self.rows)
+            self.kv.trim(self.kv.offset - self.n_verified)
+            self.last = run_head(model, self.hidden[:, :n], self.tokens[None, :n], self.kv)
             # A copy, since a slice pins the array that it is cut from.
             self.tokens, self.hidden = self.tokens[n:], mx.contiguous(self.hidden[:, n:])
-            self.n_rows += n
+            self.n_verified += n
 
 
 class Target(nn.Module):
@@ -202,8 +203,8 @@ class DraftModel:
         c, model = cache[0], self.model
         c.see(inputs[0])
         c.catch_up(model)
-        if c.last is not None and c.n_rows < c.n_seen - 1 and c.rows.offset == c.n_seen - 2:
-            c.last = run_head(model, c.last, inputs[:, -1:], c.rows)
-        if c.last is None or c.rows.offset != c.n_seen - 1:
+        if c.last is not None and c.n_verified < c.n_seen - 1 and c.kv.offset == c.n_seen - 2:
+            c.last = run_head(model, c.last, inputs[:, -1:], c.kv)
+        if c.last is None or c.kv.offset != c.n_seen - 1:
             return mx.zeros((1, 1, model.vocab_size))
         return draft_logits(model, model.drafting.lm_head, c.last)[None]

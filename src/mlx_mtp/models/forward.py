@@ -1,4 +1,4 @@
-"""What every model with a head does beside mlx-lm's forward: it is built with one, records windows, and feeds the head."""
+"""The construction and the forward pass of every model with a head, which records windows and returns hidden states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,14 @@ import mlx.nn as nn
 from ..caches import recurrent as caches
 from ..caches.positions import add_mrope, rope_at
 from ..caches.prompt_cache import positions_of
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.exact import one_by_one
 from ..layers.mtp import MTPModule
 from ..layers.passes import in_pass, pass_over
 
 
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
-    """Replace a model's layers by those that can roll back; give it its head if it has one.
+    """Replace a model's layers by layers that can roll back, and add the head if its arguments have one.
 
     Args:
         args: The text arguments.
@@ -36,7 +36,7 @@ def forward(
     inputs: mx.array,
     cache: list[Any] | None,
     *,
-    drafting: Drafting,
+    drafting: DraftConfig,
     return_hidden: bool = False,
     n_confirmed: int = 0,
     exact: bool = False,
@@ -45,7 +45,7 @@ def forward(
     """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
 
     Args:
-        drafting (Drafting): How to run passes.
+        drafting (DraftConfig): How to run passes.
     """
     if n_confirmed > 0:
         caches.open_windows(cache, len(model.layers), n_confirmed, exact)

@@ -1,4 +1,4 @@
-"""What models with a head have in common: their caches, their weights, and the output layer of drafts."""
+"""The common methods of models with a head: their caches, their weights, and the output layer of drafts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.fingerprint import fingerprint
 from ..caches.recurrent import ArraysCache
 from ..distributed.ranks import Ranks
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.mtp import is_raw, sanitize_head, split_head
 from .draft_model import DraftModel
 
@@ -23,23 +23,23 @@ class MTPMixin:
     model: Any
     layers: Any
     logits: Any
-    ranks: Ranks | None = None  # who runs the model together, set by ``mlx_mtp.load``
+    ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     fetched_head: Any = (
         None  # the ``checkpoint.originals.head.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
     )
-    _fingerprint: bytes | None = None  # once somebody asked for it
+    _fingerprint: bytes | None = None  # computed on the first call
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
-        self.drafting = Drafting()
+        self.drafting = DraftConfig()
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
         return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
     def fingerprint(self) -> bytes:
-        """What tells this model's prompt caches from another's, see ``fingerprint.py``. It is taken once."""
+        """The digest that tells this model's prompt caches from another's, see ``fingerprint.py``. It is computed once."""
         self._fingerprint = self._fingerprint or fingerprint(self)
         return self._fingerprint
 
@@ -89,13 +89,13 @@ class MTPMixin:
 
     @property
     def text_args(self) -> Any:
-        """The sizes of the language model, whatever part of it this rank holds."""
+        """The arguments of the whole language model, even if this rank has a part of it."""
         text: Any = getattr(self, "language_model", self)
         return text.args
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, where ``output_layer`` may hold a part of their rows."""
+        """The number of token ids; on several ranks ``output_layer`` may have the weights of a part of them."""
         size: int = self.text_args.vocab_size
         return size
 
@@ -107,7 +107,7 @@ class MTPMixin:
 
     @property
     def head_attention(self) -> nn.Module:
-        """Of the head's decoder layer."""
+        """The attention of the head's decoder layer."""
         text: Any = getattr(self, "language_model", self)
         return text.mtp.layers[0].self_attn
 
@@ -121,7 +121,7 @@ class MTPMixin:
         Args:
             hidden (mx.array): The backbone's output after its final norm, or the head's own for a further draft, [B, T, H].
             next_tokens (mx.array): The token after each of these positions, [B, T].
-            cache (KVCache, optional): The head's keys and values; T rows are appended.
+            cache (KVCache, optional): The head's keys and values; those of T positions are appended.
 
         Returns:
             Tuple[mx.array, mx.array]: Logits of the token after those, [B, T, V], and hidden states, [B, T, H].

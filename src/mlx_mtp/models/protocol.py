@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a model: the interface of every model in this package."""
+"""The interface of the models in this package, as the decoding loop uses it."""
 
 from typing import Any, Protocol
 
@@ -6,23 +6,23 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..distributed.ranks import Ranks
-from ..layers.drafting import Drafting
+from ..layers.drafting import DraftConfig
 from ..layers.mtp import MTPModule
 
 
 class PassCaches(Protocol):
     """The caches of one or more sequences that go through the model together: ``SingleCache`` or ``RowsCache``.
 
-    A pass is in flight from ``start_pass`` until ``roll_back``. It is over a window of tokens of each sequence, of which the
-    caller says how many are final.
+    A pass is in flight from ``start_pass`` until ``roll_back``. It runs over a window of tokens of each sequence, and the
+    caller passes the number of final tokens to ``roll_back``.
 
     Attributes:
-        entries (List[Any]): For the model's call.
-        n_tokens (List[int]): The final tokens of each sequence, without those of a pass in flight, [B].
-        before (List[Any], optional): Where the caches were before the pass in flight, until its first token is final.
+        entries (List[Any]): The caches for the model's call.
+        n_tokens (List[int]): The number of final tokens of each sequence, without those of a pass in flight, [B].
+        before_pass (List[Any], optional): The snapshot of the caches before the pass in flight, until its first token is final.
     """
 
-    before: list[Any] | None
+    before_pass: list[Any] | None
 
     @property
     def entries(self) -> list[Any]: ...
@@ -56,8 +56,8 @@ class MTPModel(Protocol):
 
     args: Any
     model: Any  # the backbone, with ``embed_tokens``
-    drafting: Drafting
-    ranks: Ranks | None  # who runs the model together
+    drafting: DraftConfig
+    ranks: Ranks | None  # the ranks that run the model
     vision: Any  # the checkpoint's ``images.vision.Vision``, or None
     head_prefix: str  # of the names of the head's parameters
 

@@ -1,4 +1,4 @@
-"""Whether compiled passes have the bits of those that are not, on this device: fused operations may round otherwise."""
+"""Compare the logits of compiled and ordinary passes on this device, whose fused operations may round differently."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
-        prompt (mx.array): What the passes are behind, [T].
+        prompt (mx.array): The prompt behind which the passes run, [T].
     """
     caches, was_compiled = model.make_cache(), model.drafting.compiled
     mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])

@@ -1,1 +1,1 @@
-"""How many tokens to draft, and how much of a prompt to process at a time, by measured times."""
+"""How many tokens to draft in a step, and how many to prefill between two steps, by measured times."""

@@ -1,13 +1,12 @@
-"""How many tokens to draft next, and from where: what has the most expected tokens per second, by what was observed so far.
+"""The number and the source of the next drafts: those with the most expected tokens per second, by the steps observed so far.
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
 that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
 ``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
-Nothing here reads a clock or draws a random number. docs/develop/depth.md gives what each constant is worth.
+Nothing here reads a clock or draws a random number. docs/develop/depth.md has the measured effect of each constant.
 
-How confident the head is in a draft plays no part: the host knows that only once the drafts are computed, and a step that waits
-for them before it builds the verify pass usually loses more than it saves. Where it gains, ``--tune`` finds it and
-``draft_p_min`` does it.
+The head's confidence in a draft is not used: the host learns it only after the drafts are computed, and a step that waits for
+them before it builds the verify pass usually loses more than it saves. Where waiting gains, ``--tune`` sets ``draft_p_min``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,11 +43,11 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 class Depth:
     """Chooses the depth of every step of a text.
 
-    What steps take is known for longer than a text, and shared: as ``num_draft_tokens``, a ``Depth`` lends its times to each
-    generation, which makes one of its own for its text (``for_text``).
+    Times outlive a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation, which
+    makes a ``Depth`` of its own for its text (``for_text``).
 
-    It begins plain, unless times are known from before, drafts one token twice, and then takes the best depth by its estimates.
-    It forgets the known times if the first two steps at a depth contradict them; one alone may have been a pause.
+    It begins with plain steps, unless it was given times, drafts one token twice, and then chooses the best depth by its
+    estimates. It forgets the given times if the first two steps at a depth contradict them; a single one may have been a pause.
 
     Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
     the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
@@ -57,24 +56,29 @@ class Depth:
     over one, a third token often adds little. So where the best depth is 0 or 1, it tries two if they would pay were the second
     free.
 
-    Where another source offers drafts, as copies where the text repeats itself, it compares the head's with these. How often
-    they are right is known without drafting any. How long a step with many takes is not: it begins with few, and doubles them
-    when all were accepted.
+    Where another source offers drafts, such as copies where the text repeats itself, it compares them with the head's. Their
+    acceptance rate is known without drafting any. The time of a step with many of them is not: it begins with few, and doubles
+    them when all were accepted.
 
     Args:
         most (int): The greatest depth.
         seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
-        times (StepTimes, optional): What steps take, to read and to feed. Default: ``None``, new ones, with ``seconds``.
+        times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
+          ``seconds``.
         only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
           ``None``.
-        rates (Rates, optional): The acceptance of the head's drafts, to read and to feed. Default: ``None``, a new text's.
+        rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, those
+          of a new text.
     """
 
-    FIRST = (0, 0, 0, 0, 1, 1)  # the first step at a depth is not counted, and the others show whether it was slow
+    # The first step at a depth is not counted, and the others show whether it was slow.
+    FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.02  # of the time, at most, lost to probing
-    FIRST_LOSS = 1.0  # plain steps that probing may lose besides, so that it can begin
-    MARGIN = 0.03  # of the speed that drafting must gain on plain decoding, since the estimates err
-    DOUBT = 0.1  # of a probe's accepted drafts not counted as gain: probes follow plain steps that seem slower than they are
+    FIRST_LOSS = 1.0  # the time, in plain steps, that probing may lose in addition, so that it can begin
+    MARGIN = (
+        0.03  # the gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors
+    )
+    DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(
         self,
@@ -89,17 +93,17 @@ class Depth:
         self.times = StepTimes(most, seconds) if times is None else times
         self.rates = Rates(most) if rates is None else rates
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
-        self.has_begun = False  # the first step was asked for
+        self.has_begun = False  # whether the first step was chosen
         self.is_alone = True  # no other generation ran during the latest step
         self.planned: list[Plan] = []
         self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
 
     def for_text(self) -> "Depth":
-        """One for another text, whose acceptance is not known; it shares these times."""
+        """Make a depth for another text, with new acceptance rates and the same times."""
         return type(self)(self.most, times=self.times)
 
     def _begin(self) -> None:
-        """By what is known of times now: several ranks have agreed on that since this was made."""
+        """Plan the first steps, by the times at this moment: several ranks agree on them after construction."""
         self.has_begun = True
         self.unconfirmed = set() if self.times.is_guess else set(self.times.seconds)
         self.planned = self._first_steps()
@@ -107,15 +111,15 @@ class Depth:
     def _first_steps(self) -> list[Plan]:
         if self.only is not None:
             return []
-        if len(self.times.seconds) < 2:  # nothing says what a draft costs
-            return [Plan(k) for k in self.FIRST]
-        return [] if self.rates.is_known else [Plan(k) for k in self.FIRST if k > 0]
+        if len(self.times.seconds) < 2:  # the cost of a draft is unknown
+            return [Plan(k) for k in self.FIRST_DEPTHS]
+        return [] if self.rates.has_counts else [Plan(k) for k in self.FIRST_DEPTHS if k > 0]
 
     def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
         """
         Args:
-            offers (Mapping[str, Sequence[float]], optional): Of each other source that has drafts now, the probability that
-              each is accepted, given that those before it were.
+            offers (Mapping[str, Sequence[float]], optional): The acceptance rates of each other source that has drafts now: the
+              probability that each draft is accepted, given that the drafts before it were.
         """
         if not self.has_begun:
             self._begin()
@@ -141,15 +145,19 @@ class Depth:
         return [PLAIN_PLAN]
 
     def _is_safe(self, gain: float) -> bool:
-        """Whether plain decoding was measured not long ago, or measured at all and is slower by ``gain``, beyond doubt.
+        """Whether drafting can be chosen without measuring a plain step first.
 
-        Where other generations run in between, nothing can be measured, and a plain step would not tell more.
+        It can if plain decoding was measured lately, or was measured and is slower by more than noise. Where other generations
+        run in between, times cannot be measured, and a plain step would not help.
+
+        Args:
+            gain (float): The expected speed of drafting, relative to plain decoding.
         """
         is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
-        return self.times.is_known(PLAIN_PLAN) or is_slower or not self.is_alone
+        return self.times.is_fresh(PLAIN_PLAN) or is_slower or not self.is_alone
 
     def _best_source(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
-        """What the fastest of the other sources drafts, if that is faster than ``speed``, in tokens per second."""
+        """The plan of the fastest other source, if it is faster than ``speed``, in tokens per second."""
         best = None
         for source, acceptance in offers.items():
             tokens, seconds = expected_tokens(acceptance), self.times.source_estimate(source)
@@ -160,22 +168,22 @@ class Depth:
         return best
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
-        """Three steps with two drafts, where their time is a guess and they would be best if the second took no time."""
-        if best > 1 or self.most < 2 or self.times.is_known(Plan(2)):
+        """Three steps with two drafts, if their time is a guess and they would be best if the second draft took no time."""
+        if best > 1 or self.most < 2 or self.times.is_fresh(Plan(2)):
             return []
         tokens = expected_tokens(self.rates.estimate)
         would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]
-        # The first step at a depth is not counted, and one more would leave a pause for the time of two.
+        # The first step at a depth is not counted, and with only one more, a pause would be taken for the time of two drafts.
         return [Plan(2)] * 3 if would_pay else []
 
     def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
         Args:
-            plan (Plan): What a step drafted.
+            plan (Plan): The plan of the step.
             n_accepted (float): The number of drafts that were accepted; of several sequences the mean.
-            seconds (float, optional): From the end of the step before to the end of this one; ``None`` where the steps beside
-              it do not tell.
-            is_alone (bool): Whether no other generation ran in between: its steps would count as part of this one.
+            seconds (float, optional): The time from the end of the step before to the end of this one; ``None`` where part of
+              it may belong to other steps.
+            is_alone (bool): Whether no other generation ran in between, whose steps would be part of the time.
         """
         self.is_alone = is_alone
         seconds = self._confirm(plan, seconds) if is_alone and seconds is not None else None
@@ -188,8 +196,11 @@ class Depth:
             self.times.allow_more(plan.source)
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
-        """The time of a step, if it counts: the first that contradicts the known times does not, the second forgets them."""
-        known = self.times.seconds.get(plan)  # another text may have forgotten it
+        """The time of a step, if it is to be counted.
+
+        The first step that contradicts the given times is not counted. The second one makes the times be forgotten.
+        """
+        known = self.times.seconds.get(plan)  # None if another text has forgotten it
         if known is None or plan not in self.unconfirmed or plan not in self.times.warm:
             return seconds
         ratio = seconds / known
@@ -201,13 +212,13 @@ class Depth:
             self.planned, self.unconfirmed = self._first_steps(), set()
             return seconds
         self.doubted.add(plan)
-        if self.only is None and not plan.skips_head:  # the source may have none
+        if self.only is None and not plan.skips_head:  # another source may have no drafts next time
             self.planned.insert(0, plan)  # once more
         return None
 
     def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
-        """Adds a step to the time elapsed, and to the time lost by drafting what it took longer than plain decoding."""
-        # A pause, such as a slow reader's, neither allows more probing nor counts as lost by a probe.
+        """Add a step to the time elapsed, and its time beyond that of plain decoding to the time lost by drafting."""
+        # A pause, such as that of a slow caller, neither allows more probing nor counts as lost by a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
         self.elapsed += seconds
         if plan.k > 0:

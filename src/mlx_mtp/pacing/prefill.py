@@ -1,9 +1,9 @@
-"""How much of the waiting prompts to read before the next step: running answers go on meanwhile, and nothing waits for long.
+"""The number of prompt tokens to prefill between two steps, so that running answers go on while prompts are prefilled.
 
-Reading and generating share one device. While answers are generated, a chunk of a prompt is as long as the target for the gap
-between two of their tokens allows, and steps follow it until they have had their share of the time. A prompt that is alone
-is read at full speed, in chunks after which a client that has hung up is noticed in time. Sizes are a power of two apart, so
-that shapes repeat. Nothing here reads a clock.
+Prefill and decoding share one device. While answers run, a chunk of a prompt is as long as the target for the gap between two
+of their tokens allows, and steps follow until decoding has had its share of the time. A prompt that is alone is prefilled at
+full speed, in chunks short enough to notice within a second that a client has hung up. Sizes are a power of two apart, so that
+shapes repeat. Nothing here reads a clock.
 """
 
 import math
@@ -14,26 +14,26 @@ MAX_TOKEN_GAP = 0.5  # seconds
 MIN_DECODE_SHARE = 0.33
 
 
-class PrefillPace:
-    """Chooses the size of each chunk, from what the chunks and steps before took.
+class PrefillBudget:
+    """Chooses the number of prompt tokens to prefill before each step, by the times of the chunks and steps so far.
 
-    A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are read faster,
-    never slower, so the size grows as far as it fits. A speed holds for texts up to twice as long as the one that it was
-    measured on; where none is known, the first chunk is a short one.
+    A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are prefilled
+    faster, never slower, so the size grows as far as it fits. A speed holds for texts up to twice as long as the one that it
+    was measured on. Without a measured speed the chunk is short.
 
     Args:
         prefill_step_size (int): The most tokens of a chunk.
         max_token_gap (float): The target for the time between two tokens of a running answer, in seconds; ``math.inf`` for
           none.
-        min_decode_share (float): The share of the time that running answers get while prompts are read, from 0 to below 1.
-        ranks (Ranks, optional): Where several run the model, rank 0 chooses. Default: ``None``.
+        min_decode_share (float): The share of the time for running answers while prompts are prefilled, from 0 to below 1.
+        ranks (Ranks, optional): The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
-    SHORTEST, FIRST = 16, 64  # tokens of a chunk, where the step size is not less
-    UNHEARD = 0.7  # seconds of a chunk while no answer runs: a client that hangs up is noticed within a second
+    SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, where the step size is not less
+    IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs: a client that hangs up is noticed within a second
     CHOOSE_EVERY = 8  # steps on several ranks, which wait for each other where they choose
     FADING = 0.8  # of the mean time of a step
 
@@ -47,22 +47,22 @@ class PrefillPace:
         check_max_token_gap(max_token_gap)
         check_min_decode_share(min_decode_share)
         self.max_token_gap, self.ranks = max_token_gap, ranks
-        self.decode_per_read = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of reading
+        self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
         self.sizes = [n for n in sizes if n >= min(self.SHORTEST, prefill_step_size)]  # the greatest first
         self.chunk = 0  # the size chosen last
         self.seconds_per_token: float | None = None
-        self.n_known = 0  # tokens of the text up to the chunk that showed the speed
+        self.n_measured = 0  # tokens of the text up to the chunk that showed the speed
         self.step_seconds = 0.0  # of a step, in the mean
-        self.owed = 0.0  # seconds of decoding, before more is read
+        self.owed = 0.0  # seconds of decoding due before the next chunk
         self.n_steps = 0  # before the next choice
 
     def next(self, n_cached: int, is_running: bool) -> int:
         """
-        The number of prompt tokens to read before the next step; 0 where a step comes first.
+        The number of prompt tokens to prefill before the next step; 0 if a step comes first.
 
         Args:
-            n_cached (int): The number of tokens before them, in the prompt cache.
+            n_cached (int): The number of tokens in the prompt cache.
             is_running (bool): Whether answers are being generated.
         """
         if not is_running:
@@ -71,11 +71,11 @@ class PrefillPace:
             self.n_steps -= 1
             return 0
         choice = self._choose(n_cached, is_running)
-        self.chunk, self.n_steps = choice if self.ranks is None else self.ranks.share(choice)
+        self.chunk, self.n_steps = choice if self.ranks is None else self.ranks.broadcast(choice)
         return self.chunk
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
-        """(tokens to read, steps until the next choice)"""
+        """(tokens to prefill, steps until the next choice)"""
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
@@ -88,14 +88,14 @@ class PrefillPace:
         return 0.0 if self.owed > 0 else self._allowed(is_running)
 
     def _allowed(self, is_running: bool) -> float:
-        return self.max_token_gap - self.step_seconds if is_running else max(self.UNHEARD, self.max_token_gap)
+        return self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
 
     def _size(self, seconds: float, n_cached: int) -> int:
-        """The greatest size that is read in so many seconds."""
+        """The greatest size that is prefilled in this time."""
         if seconds == math.inf:
             return self.sizes[0]
-        if self.seconds_per_token is None or n_cached > 2 * max(self.n_known, self.sizes[0]):
-            return next((n for n in self.sizes if n <= self.FIRST), self.sizes[-1])
+        if self.seconds_per_token is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
+            return next((n for n in self.sizes if n <= self.UNMEASURED), self.sizes[-1])
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
@@ -103,14 +103,14 @@ class PrefillPace:
         self.record(seconds)
         # A short rest of a prompt takes longer for each token than a chunk.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
-            self.seconds_per_token, self.n_known = seconds / n, n_cached + n
+            self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
 
     def record(self, seconds: float) -> None:
         """Work on a prompt took so many seconds."""
-        self.owed = seconds * self.decode_per_read
+        self.owed = seconds * self.decode_per_prefill
 
     def record_step(self, seconds: float) -> None:
-        """A step of the running answers took so many seconds."""
+        """Record the time of a step of the running answers."""
         self.owed -= seconds
         is_first = self.step_seconds == 0
         self.step_seconds = seconds if is_first else self.FADING * self.step_seconds + (1 - self.FADING) * seconds

@@ -1,42 +1,44 @@
-"""Acceptance rates that were observed: estimates that forget, since the text changes."""
+"""Observed acceptance rates: running estimates, in which old counts fade because the text changes."""
 
 
 class Rates:
-    """A running estimate of the acceptance rate at each of n ranks, such as the positions in a window.
+    """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window.
 
-    What is known of a rank fades towards the estimate of the rank before it.
+    Without new counts, the estimate of a bucket fades towards that of the bucket before it.
 
     Args:
-        n (int): The number of ranks.
+        n (int): The number of buckets.
 
     Attributes:
         estimate (list[float]): [n].
     """
 
-    FADING = 0.96  # of a count: 25 counts back weigh a third, so a change of the text shows within a paragraph
-    PRIOR = 0.7  # of the first rank: between prose and code
-    WEIGHT = 2.0  # drafts that the prior and the rank before count for
+    FADING = (
+        0.96  # the weight of a count after the next one: a third after 25, so it follows the text within a paragraph
+    )
+    PRIOR = 0.7  # the rate of the first bucket before any count: between prose and code
+    WEIGHT = 2.0  # the number of drafts that the prior, or the bucket before, counts as
 
     def __init__(self, n: int):
         self.n_verified, self.n_accepted = [0.0] * n, [0.0] * n
         self.estimate = self._estimate()
 
     @property
-    def is_known(self) -> bool:
+    def has_counts(self) -> bool:
         """Whether anything was counted."""
         return any(self.n_verified)
 
-    def count(self, rank: int, accepted: bool) -> None:
-        """Count one draft; earlier ones of the same rank fade."""
-        self.n_verified[rank] = self.FADING * self.n_verified[rank] + 1
-        self.n_accepted[rank] = self.FADING * self.n_accepted[rank] + accepted
+    def count(self, bucket: int, accepted: bool) -> None:
+        """Count one draft; earlier counts of the same bucket fade."""
+        self.n_verified[bucket] = self.FADING * self.n_verified[bucket] + 1
+        self.n_accepted[bucket] = self.FADING * self.n_accepted[bucket] + accepted
         self.estimate = self._estimate()
 
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
-        """Count a window, whose ranks are its positions; all earlier ones fade.
+        """Count a window, whose buckets are its positions; all earlier counts fade.
 
-        So where one draft is accepted, the text is easy, and the next does about as well: a depth that was given up is tried
-        again once the drafts before it do well.
+        Where a draft is accepted, the text is easy and the next draft does about as well. So a depth that was given up is tried
+        again once the drafts before it are accepted more often.
         """
         self.n_verified = [self.FADING * n for n in self.n_verified]
         self.n_accepted = [self.FADING * n for n in self.n_accepted]

@@ -1,17 +1,17 @@
-"""How long a step takes on this machine, by the number and the source of its drafts."""
+"""The time of a step on this machine, by the number and the source of its drafts."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
-HEAD = "head"  # the source that costs passes of the head; ``sources.py`` has the others
+HEAD = "head"  # the source whose drafts cost passes of the head; ``sources.py`` has the others
 
 
 class Plan(NamedTuple):
-    """What a step drafts."""
+    """The number and the source of a step's drafts."""
 
-    k: int  # drafts
+    k: int
     source: str = HEAD
 
     @property
@@ -31,10 +31,10 @@ class StepTimes:
     slow: the times of all depths shrink alike, until they are measured again. A longer context adds to all depths. A depth
     that was not used for a while lies on the line through the two nearest that were.
 
-    The drafts of all sources but the head are free. As many drafts of the head take no less time, and stand for those that were
-    not tried.
+    Drafts of the other sources cost no pass of the head. As many drafts of the head take at least as long, so their times are
+    the estimate for numbers of such drafts that were not tried.
 
-    Times outlive a text, and texts that are open at once feed the same ones.
+    Times outlive a text, and all open generations update the same times.
 
     Args:
         n (int): The greatest depth.
@@ -46,9 +46,9 @@ class StepTimes:
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
     """
 
-    BEYOND_NOISE = 1.4  # a ratio of times; two steps that differ by less may take the same time
-    FOLLOWS = 0.08  # the part of a difference that a time follows, and half of it at the other depths
-    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # drafts of a source beside the head: the most at first, and at all
+    BEYOND_NOISE = 1.4  # a ratio of times: smaller differences may be noise
+    FOLLOWS = 0.08  # the part of a new difference that a running time takes over, and half of it at the other depths
+    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # the most drafts of a source beside the head: at first, and ever
     STALE = 100  # steps with drafts after which a time is no longer relied on
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
@@ -60,15 +60,15 @@ class StepTimes:
         """Measure all times anew: another context, or another state of the machine."""
         self._begin({})
 
-    def follow(self, other: "StepTimes") -> None:
-        """Know what another knows, such as rank 0's; whoever feeds this one goes on feeding it."""
+    def copy_from(self, other: "StepTimes") -> None:
+        """Take over the times of another, such as rank 0's, in place: generations go on updating this object."""
         vars(self).update(vars(other))
 
     def _begin(self, seconds: Mapping[int, float], is_guess: bool = False) -> None:
         self.is_guess = is_guess
         self.n_drafting = 0  # steps with drafts
         self.seconds = {Plan(k): t for k, t in seconds.items()}
-        self.warm: set[Plan] = set()  # those that were used
+        self.warm: set[Plan] = set()  # the plans that were used at least once
         self.n_counted = dict.fromkeys(self.seconds, 1)
         self.last_used = dict.fromkeys(self.seconds, 0)
         self.n_fast = 0  # steps in a row that were far shorter than expected
@@ -86,7 +86,7 @@ class StepTimes:
         self._update()
 
     def by_depth(self) -> dict[int, float]:
-        """What was measured of plain steps and of those with the head's drafts, by depth."""
+        """The measured times of plain steps and of steps with the head's drafts, by depth."""
         return {plan.k: t for plan, t in self.seconds.items() if not plan.skips_head}
 
     def of(self, plan: Plan) -> float:
@@ -111,22 +111,22 @@ class StepTimes:
             self.seconds[other] += self.FOLLOWS / 2 * difference
 
     def _shrink(self, plan: Plan, seconds: float) -> None:
-        """Scales all times down when steps become far shorter than one at the same or a lower depth was."""
+        """Scale all times down when steps become far shorter than an earlier one at the same or a lower depth."""
         # A step with free drafts may be shorter than one with fewer drafts of the head.
         lower = [p for p in self.seconds if p.k <= plan.k and (p.skips_head or p == PLAIN_PLAN or not plan.skips_head)]
         slowest = max((self.seconds[p] for p in lower), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
-        # One alone may have begun while the host was late, unless the only one before it was the slow one.
+        # A single fast step may be due to a late host, unless it is only the second one counted: then the first was slow.
         if self.n_fast == 2 or (self.n_fast == 1 and self.n_counted[plan] == 2):
             self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
             self.n_counted = {plan: 1}
 
-    def is_known(self, plan: Plan) -> bool:
-        """Whether such steps were measured, not long ago and since times last shrank."""
+    def is_fresh(self, plan: Plan) -> bool:
+        """Whether such steps were measured lately, and since times were last scaled down."""
         return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
 
     def _update(self) -> None:
-        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_known(plan)}
+        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_fresh(plan)}
         head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
         self.estimate = _estimates(head, self.n)
         self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for
@@ -148,7 +148,7 @@ class StepTimes:
 
 
 def _estimates(known: Mapping[int, float], n: int) -> list[float]:
-    """t(k) for k from 0 to n by the times that are known, if any."""
+    """t(k) for k from 0 to n, estimated from the known times, if any."""
     points = sorted(known.items()) or [(0, 1.0)]
     if points[0][0] > 0:
         k, t = points[0]

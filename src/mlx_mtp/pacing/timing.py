@@ -1,4 +1,4 @@
-"""What a model's steps take: kept from one generation to the next."""
+"""The times of a model's steps, which are kept from one generation to the next."""
 
 from typing import Any, cast
 
@@ -12,12 +12,12 @@ from .step_times import StepTimes
 class Timing:
     """
     Attributes:
-        of_one (StepTimes): What steps of one sequence take on this machine.
-        of_batches (BatchTimes): What those of several take.
-        turn (object): Of the generation that gave the device work last.
+        of_one (StepTimes): The times of one sequence's steps on this machine.
+        of_batches (BatchTimes): The times of steps by batch size.
+        turn (object): The token of the generation that gave the device work last.
 
     Args:
-        tuned (Settings): What ``--tune`` has measured, to begin with.
+        tuned (Settings): The settings of ``--tune``, whose times it begins with.
     """
 
     def __init__(self, tuned: Settings):
@@ -27,7 +27,7 @@ class Timing:
 
 
 def timing_of(model: MTPModel) -> Timing:
-    """A model's, made when it is first asked for. It is kept beside the model's settings, and so lives as long as the model."""
+    """The timing of a model, made on the first call and kept in ``model.drafting``, so that it lives as long as the model."""
     drafting = model.drafting
     if drafting.timing is None:
         drafting.timing = Timing(drafting.tuned or Settings())

@@ -14,7 +14,7 @@ from .tree import Handle, Node, StoredArrays, Tokens
 class Forest:
     """
     Attributes:
-        nbytes (int): Of all arrays in memory.
+        nbytes (int): The size of all arrays in memory.
         now (int): The time, in requests.
         by_file (Dict[str, Node]): The nodes whose spans are on disk.
     """
@@ -30,7 +30,7 @@ class Forest:
         return self.roots[format]
 
     def nodes(self) -> Iterator[Node]:
-        """All but the roots."""
+        """All nodes except the roots."""
         for root in self.roots.values():
             yield from (node for node in root.subtree() if node is not root)
 
@@ -38,20 +38,26 @@ class Forest:
         return node.path()[0] in self.roots.values()
 
     def deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
-        """The snapshot to resume a text from. At the same length, the head's rows and the one that was used last."""
+        """The node of the longest snapshot to resume a text from.
+
+        At the same length, snapshots with the head's keys and values come first, and then the one used last.
+        """
         best: tuple[Format, Node] | None = None
         for format, root in self.roots.items():
             if format.kv not in (None, kv):
                 continue
-            # What is not quantized yet serves both.
+            # Caches that are not quantized yet can be used with and without quantization.
             end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
             for node in root.prefixes(text[: max(end, 0)]):
-                if node.snapshot is not None and (best is None or _rank(format, node) > _rank(*best)):
+                if node.snapshot is not None and (best is None or _preference(format, node) > _preference(*best)):
                     best = format, node
         return best
 
     def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
-        """The node of a handle, or the root: above it, the cache's rows are the tree's."""
+        """The node of a handle, if it still is a prefix of the text in the tree, or else the root.
+
+        The keys and values of the text's cache up to this node are those of the tree.
+        """
         root = self.root(format)
         node = None if handle is None else handle()
         if node is None or node.length > len(text):
@@ -61,20 +67,20 @@ class Forest:
         return node if path[0] is root and is_prefix else root
 
     def n_common(self, text: Tokens) -> int:
-        """How many tokens a text has in common with any other."""
+        """The most tokens that a text has in common with a stored one."""
         nodes = (node for root in self.roots.values() for node in root.prefixes(text))
         return max((node.common(text) for node in nodes), default=0)
 
     # Memory
 
     def hold(self, new: Arrays) -> StoredArrays:
-        """A copy of these arrays."""
+        """Store a copy of these arrays in memory."""
         stored = StoredArrays(None, 0)
         self.put(stored, arrays.copied(new))
         return stored
 
     def put(self, stored: StoredArrays, found: Arrays) -> None:
-        """Have these arrays in memory."""
+        """Put arrays into memory."""
         stored.arrays, stored.nbytes = found, arrays.nbytes(found)
         self.nbytes += stored.nbytes
 
@@ -88,7 +94,7 @@ class Forest:
             node.remove()
 
     def free(self, nodes: list[Node]) -> None:
-        """Free the spans of these nodes, which are given the lowest first."""
+        """Free the spans of these nodes, given in order from the leaves up."""
         for node in nodes:
             self.nbytes -= node.span.nbytes
             node.span.arrays = None
@@ -96,7 +102,7 @@ class Forest:
                 self.remove(node)
 
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
-        """Evict the snapshots with the lowest scores, until this much is left."""
+        """Evict the snapshots with the lowest scores, until at most ``n_bytes`` and ``n_snapshots`` are in memory."""
         if self.nbytes > n_bytes:
             self.free([node for root in self.roots.values() for node in _needless(root)])
         held = [node for node in self.nodes() if in_memory(node)]
@@ -114,7 +120,7 @@ class Forest:
         return score(Candidate(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk))
 
     def _evict(self, node: Node) -> None:
-        """Free a snapshot, and the spans that no other one needs."""
+        """Free a snapshot, and the spans that no other snapshot needs."""
         assert node.snapshot is not None
         spare = only_for(node)
         self.nbytes -= node.snapshot.nbytes
@@ -129,17 +135,17 @@ def in_memory(node: Node) -> bool:
     return node.snapshot is not None and node.snapshot.in_memory
 
 
-def _rank(format: Format, node: Node) -> tuple[int, bool, int]:
+def _preference(format: Format, node: Node) -> tuple[int, bool, int]:
     return node.length, format.head, node.used
 
 
-def above(node: Node, is_meant: Callable[[Node], bool]) -> Node:
-    """The next node above for which this is so, or the root."""
-    return next(n for n in node.path()[-2::-1] if n.parent is None or is_meant(n))
+def above(node: Node, matches: Callable[[Node], bool]) -> Node:
+    """The nearest node above that matches, or the root."""
+    return next(n for n in node.path()[-2::-1] if n.parent is None or matches(n))
 
 
 def only_for(node: Node) -> list[Node]:
-    """The nodes whose spans are in memory for this one's snapshot alone, the lowest first."""
+    """The nodes whose spans are in memory for this node's snapshot alone, from the leaves up."""
     found: list[Node] = []
     n: Node | None = node
     while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):
@@ -151,6 +157,6 @@ def only_for(node: Node) -> list[Node]:
 
 
 def _needless(root: Node) -> list[Node]:
-    """The nodes whose spans are in memory for no snapshot, the lowest first: it was given up while they were loaded."""
+    """The nodes whose spans no snapshot in memory needs, from the leaves up: it was evicted while they were loaded."""
     needed = {id(n) for node in root.subtree() if in_memory(node) for n in node.path()}
     return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]

@@ -1,13 +1,13 @@
-"""A tree of texts. It knows nothing of the arrays that a node has.
+"""A tree of texts. It does not look into the arrays of its nodes.
 
     root ── "system, tools" ─┬─ "first question" ── "answer" ── "second question"
                  c           │         c               c               c
                              └─ "another question" ── "answer"
                                        c                 c
 
-A node is the tokens between two places where a text was cut while it was read, and a snapshot (c) is what a text can be
-resumed from. Two texts share the nodes above the place where they part. Nodes are never split: the rows of a part that was
-read in one go are those of another cut to within rounding only.
+A node has the tokens between two cuts, at which the prefill of a text paused, and a snapshot (c), from which a text can be
+resumed. Two texts share the nodes above the token at which they differ. Nodes are never split: keys and values depend,
+by rounding, on the chunks in which they were prefilled.
 """
 
 import weakref
@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.int64]  # ids, and numbers below 0 for what is no token, as a part of an image
+Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images
 
 
 class StoredArrays:
     """Arrays in memory, in a file, or in both.
 
     Args:
-        arrays (Dict[str, mx.array], optional): Those in memory.
+        arrays (Dict[str, mx.array], optional): The arrays; ``None`` if they are not in memory.
         nbytes (int): Their size.
-        name (str, optional): Of the file.
+        name (str, optional): The name of the file.
 
     Attributes:
         refused (bool): Whether there is no space for it on disk.
@@ -46,14 +46,14 @@ class Node:
 
     Args:
         tokens (Tokens): Its own tokens, [n].
-        parent (Node, optional): What comes before; ``None`` for the root.
-        span (StoredArrays): The rows of its tokens.
+        parent (Node, optional): The node before it; ``None`` for the root.
+        span (StoredArrays): The keys and values of its tokens.
 
     Attributes:
         snapshot (StoredArrays, optional): The states after its last token.
-        length (int): The number of tokens up to its end.
-        used (int): When its snapshot was last used, in requests.
-        uses (int): How often.
+        length (int): The number of tokens from the root to its end.
+        used (int): The time at which its snapshot was last used, in requests.
+        uses (int): The number of times that its snapshot was used.
     """
 
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
@@ -92,7 +92,7 @@ class Node:
             yield from siblings
 
     def next(self, tokens: Tokens) -> "list[Node]":
-        """The children with which a text goes on that begins with this node's: the longest first."""
+        """The children whose tokens a text has next, if it begins with this node's text; the longest first."""
         if self.length >= len(tokens):
             return []
         found = self.children.get(int(tokens[self.length]), [])
@@ -100,7 +100,7 @@ class Node:
         return sorted(found, key=lambda c: -c.length)
 
     def common(self, tokens: Tokens) -> int:
-        """How many tokens a text that begins with this node's has in common with any text below it."""
+        """The number of tokens that a text, which begins with this node's, has in common with any text below it."""
         own = tokens[self.length :]
         children = self.children.get(int(own[0]), []) if len(own) > 0 else []
         return self.length + max((_n_common(c.tokens, own) for c in children), default=0)
@@ -114,7 +114,7 @@ class Node:
             waiting += node.all_children()
 
     def prefixes(self, tokens: Tokens) -> "Iterator[Node]":
-        """This node, and those below it with which the text begins."""
+        """This node, and all nodes below it that are prefixes of the text."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -122,7 +122,7 @@ class Node:
             waiting += node.next(tokens)
 
 
-Handle = weakref.ref[Node]  # to where a text was read; it keeps nothing in memory
+Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing in memory
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

@@ -1,1 +1,1 @@
-"""Samplers, noise that belongs to a position of a text, and which drafts are accepted."""
+"""Samplers, noise by the position in a text, logits processors, and the acceptance of drafts."""

@@ -1,4 +1,4 @@
-"""Which drafts are accepted, and what takes the place of the first that is rejected.
+"""The acceptance of drafts, and the token that replaces the first rejected one.
 
 p is the target's distribution and q the draft's. There are three ways, and all emit tokens of exactly the distribution p:
 
@@ -17,7 +17,7 @@ decoding with the same random state.
 A draft that is copied from the text is a proposal of probability one, q(x) = 1: rejection sampling accepts it with probability
 p(x), and the residual is p without x.
 
-This module knows nothing of models and caches.
+This module does not depend on models or caches.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from .sampler import Sampler, TextSampler, for_one_text
 
 
 class Verdict(NamedTuple):
-    """On a window of T positions with k drafts, at the first k of them."""
+    """The tokens of a window of T positions with k drafts, and which of the drafts are accepted."""
 
     tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
     accepted: mx.array  # [k], bool; those after the first False mean nothing
@@ -52,7 +52,7 @@ class Acceptance(Protocol):
         """
         Args:
             logprobs (mx.array): The head's log probabilities, [1, V].
-            position (int): Of the draft, counted from the first generated token.
+            position (int): The position of the draft, counted from the first generated token.
 
         Returns:
             Tuple[mx.array, Any]: A draft [1], and the record of it that ``accept`` needs.
@@ -64,8 +64,8 @@ class Acceptance(Protocol):
         Args:
             logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
             drafts (mx.array): [k], with k <= T.
-            records (Sequence[Any]): What ``draft`` returned with each; ``None`` for a copy.
-            position (int): Of the first.
+            records (Sequence[Any]): The record that ``draft`` returned with each draft; ``None`` for a copy.
+            position (int): The position of the first, counted from the first generated token.
         """
         ...
 
@@ -81,8 +81,8 @@ class TokenMatch:
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
         choices: list[mx.array] = []
         states: list[mx.array] = []
-        for row in logprobs:  # one at a time, as mlx-lm hands them to samplers
-            choices.append(self.sampler(row))
+        for at_position in logprobs:  # one at a time, as mlx-lm hands them to samplers
+            choices.append(self.sampler(at_position))
             if self.sampler is not greedy_sampler:
                 states.append(mx.random.state[0])  # type: ignore[index]
         tokens = mx.concatenate(choices)
@@ -127,7 +127,7 @@ class Coupled:
     keeps_state = False
 
     def __init__(self, sampler: TextSampler):
-        self.sampler, self.first = sampler.sampler, sampler.first
+        self.sampler, self.start = sampler.sampler, sampler.start
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
         noise = self._noise(position, logprobs.shape[-1])
@@ -138,17 +138,17 @@ class Coupled:
     ) -> Verdict:
         k, T = len(drafts), len(logprobs)
         V = logprobs[0].shape[-1]
-        known = [*records, *[None] * (T - k)]
-        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(known)])  # [T, V]
+        every = [*records, *[None] * (T - k)]
+        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(every)])  # [T, V]
         log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
         tokens = mx.argmax(log_p + noise, axis=-1)
         return Verdict(tokens, tokens[:k] == drafts, [])
 
     def _noise(self, position: int, size: int) -> mx.array:
-        return gumbel(self.sampler.seed, self.first + position, size)
+        return gumbel(self.sampler.seed, self.start + position, size)
 
     def _coins(self, position: int, n: int) -> mx.array:
-        return mx.array([[uniform(self.sampler.seed, self.first + position + t)] for t in range(n)])  # [n, 1]
+        return mx.array([[uniform(self.sampler.seed, self.start + position + t)] for t in range(n)])  # [n, 1]
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:

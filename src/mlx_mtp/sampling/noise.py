@@ -1,7 +1,7 @@
-"""Randomness that belongs to a position of a text: a function of the seed and the position, and of nothing else.
+"""Random numbers by the position in a text: a function of the seed and the position, and of nothing else.
 
-MLX's own generator is one state for the process, so what it draws depends on how much was drawn before: by other requests, by
-drafts, by the depth. Here each position has a key of its own, hashed from (seed, position).
+MLX's generator has one state for the process, so its numbers depend on how many were drawn before, by other requests, drafts
+and depths. Here each position has a key of its own, hashed from (seed, position).
 """
 
 import struct

@@ -1,9 +1,9 @@
 """Logits processors on a window, some of whose positions will be rejected.
 
-A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call (a grammar
-does): it is called once for every token, in order, never for a position that is then rejected. If it has a method ``copy()``,
-or ``rollback(n)`` that takes its last n calls back, it is also asked about the drafts, so that more of them are accepted.
-An object with ``keeps_state = False`` says that it is as good as a function.
+A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call, as a grammar
+does: it is called once for every token, in order, and never for a position that is then rejected. If it has a method
+``copy()``, or ``rollback(n)`` that undoes its last n calls, it also processes the logits of drafts, so that more of them are
+accepted. An object with ``keeps_state = False`` is treated as a function.
 """
 
 import functools
@@ -22,7 +22,7 @@ def keeps_state(processor: Callable[..., Any]) -> bool:
 
 
 def for_drafts(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The processors that can be asked about drafts: (all of them, those of them to be rolled back afterwards)."""
+    """The processors that can process the logits of drafts: (all of them, those to roll back afterwards)."""
     asked, rolled_back = [], []
     for processor in processors:
         if not keeps_state(processor):

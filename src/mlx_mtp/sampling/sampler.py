@@ -1,4 +1,4 @@
-"""Samplers that can say what distribution they draw from, which rejection sampling and coupled drafts need."""
+"""Samplers with a method for the distribution that they draw from, which rejection sampling and coupled drafts need."""
 
 import secrets
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Sampler:
 
         Args:
             logprobs (mx.array): Log probabilities, [B, V].
-            uniforms (mx.array): A uniform number for each row, [B, 1].
+            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
 
         Returns:
             mx.array: Log probabilities after all filters and the temperature, float32, [B, V]; -inf where filtered out.
@@ -106,29 +106,29 @@ class TextSampler:
 
     Args:
         sampler (SeededSampler): Draws.
-        first (int): The position of the first token.
+        start (int): The position of the first token.
 
     Raises:
         ValueError: The position is negative.
     """
 
-    def __init__(self, sampler: SeededSampler, first: int):
-        if first < 0:
-            raise ValueError(f"The position of a token must be 0 or more, not {first}.")
-        self.sampler, self.first, self.n_drawn = sampler, first, 0
+    def __init__(self, sampler: SeededSampler, start: int):
+        if start < 0:
+            raise ValueError(f"The position of a token must be 0 or more, not {start}.")
+        self.sampler, self.start, self.n_drawn = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [1, V] -> the next token, [1].
 
         Raises:
-            ValueError: There are several rows, which are several texts.
+            ValueError: The log probabilities are of several texts.
         """
         if len(logprobs) != 1:
             raise ValueError(
-                f"sampler.at({self.first}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
+                f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
-        token = self.sampler.draw(logprobs, self.first + self.n_drawn)
+        token = self.sampler.draw(logprobs, self.start + self.n_drawn)
         self.n_drawn += 1
         return token
 
@@ -144,10 +144,10 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
     if isinstance(sampler, TextSampler):
         if sampler.n_drawn > 0:
             raise ValueError(
-                f"sampler.at({sampler.first}) is for one text, and has drawn {sampler.n_drawn} of its tokens: give the sampler "
+                f"sampler.at({sampler.start}) is for one text, and has drawn {sampler.n_drawn} of its tokens: give the sampler "
                 "itself, or a new sampler.at(...)."
             )
-        return sampler.sampler.at(sampler.first)
+        return sampler.sampler.at(sampler.start)
     return sampler
 
 

@@ -169,7 +169,7 @@ class ForcedTokens:
                 self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
         return self._forced or []
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if self.forced:
                 is_forced = self.forced[0] == token
@@ -178,10 +178,10 @@ class ForcedTokens:
             self.generated.append(token)
             self._forced = self._forced or None
 
-    def acceptance(self, n_unread: int) -> list[float]:
-        return [] if n_unread > 0 else [self.rates.estimate[0]] * len(self.forced)
+    def acceptance(self, n_unobserved: int) -> list[float]:
+        return [] if n_unobserved > 0 else [self.rates.estimate[0]] * len(self.forced)
 
-    def propose(self, k: int, n_unread: int) -> tuple[mx.array, list[Any]]:
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[Any]]:
         return mx.array(self.forced[:k], mx.uint32), [None] * k
 
 

@@ -25,7 +25,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, sock: socket.socket):
         self.rank, self.size, self.sock, self.file = rank, size, sock, sock.makefile("rw")
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         self.file.write(json.dumps(value) + "\n")
         self.file.flush()
         return json.loads(self.file.readline())
@@ -69,6 +69,6 @@ if __name__ == "__main__":
     ranks = Ranks(int(rank), int(size), socket.socket(fileno=int(fd)))
     on_loss = [print, lambda _: sys.stdout.flush()] if deed == "wait and tell" else []
     with watch(ranks, float(beat), float(patience), on_loss):
-        ranks.share("inside")
+        ranks.broadcast("inside")
         DEEDS[deed]()
     print("whole")

@@ -17,7 +17,7 @@ N_CALLS = 5  # a round
 
 
 class Way(NamedTuple):
-    """As in ``Drafting``."""
+    """As in ``DraftConfig``."""
 
     compiled: bool = True
     pieces: int | None = None

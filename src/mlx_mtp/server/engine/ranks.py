@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
-from ...distributed.ranks import Ranks, unlike_rank_0
+from ...distributed.ranks import Ranks, differing_ranks
 from ..request import Request
 from .clients import Changes, Clients
 
@@ -82,7 +82,7 @@ class SharedClients(Clients):
         sent: Any = self.sent.tolist()
         self.sent = None
         has_changes, stop, checksum = zip(*sent)
-        if others := unlike_rank_0(checksum):
+        if others := differing_ranks(checksum):
             raise RuntimeError(f"{others} have generated other tokens than rank 0.")
         if any(stop):
             return None
@@ -91,14 +91,14 @@ class SharedClients(Clients):
     def _share(self) -> Changes:
         """Rank 0's changes, on every rank."""
         mine, self.unsent = self.unsent, Changes()
-        shared = self.ranks.share(mine)
+        shared = self.ranks.broadcast(mine)
         return mine if self.ranks.rank == 0 else shared
 
 
 def seed_alike(ranks: Ranks | None) -> None:
     """Give all ranks one random state, rank 0's choice. A server in one process keeps MLX's own."""
     if ranks is not None:
-        mx.random.seed(ranks.share(time.time_ns()))
+        mx.random.seed(ranks.broadcast(time.time_ns()))
 
 
 def reseed(ranks: Ranks | None) -> None:
