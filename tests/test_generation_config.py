@@ -84,9 +84,9 @@ def test_ranks_sample_as_rank_0_says(tmp_path):
     """Another rank may not have the file."""
     (tmp_path / FILE).write_text(json.dumps(QWEN))
     shared = []
-    first = SimpleNamespace(rank=0, share=lambda value: shared.append(value) or value)
+    first = SimpleNamespace(rank=0, broadcast=lambda value: shared.append(value) or value)
     assert sampling_defaults(str(tmp_path), {}, first) == SAMPLED
-    other = SimpleNamespace(rank=1, share=lambda value: shared[0])
+    other = SimpleNamespace(rank=1, broadcast=lambda value: shared[0])
     assert sampling_defaults("not/there", {}, other) == SAMPLED
 
 
