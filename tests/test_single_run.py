@@ -27,7 +27,7 @@ def test_each_text_is_that_of_a_single_run(way, scenario):
 
 
 MODULES = ["abc", "bisect", "calendar", "cmd", "codecs", "copy", "csv", "glob", "heapq", "json"][: 10 if LONG else 1]
-MAX_TOKENS = 300 if LONG else 24
+MAX_TOKENS = 300 if LONG else 10
 DEPTHS = range(1, 9) if LONG else [3]
 
 
