@@ -28,6 +28,7 @@ import mlx_mtp
 from tests.support.scripted import Scripted
 
 TURN = 16  # tokens of each prompt
+SPARE = 512  # more tokens of each than are measured
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 
 
@@ -42,11 +43,13 @@ class Running:
         prompts (List[List[int]]): All of them generate from the beginning.
         max_tokens (int): Of each.
         samplers (List[Sampler]): Of each.
+        compiled (bool): Whether passes are compiled; mlx-lm's own model has none that are.
     """
 
-    def __init__(self, generator: Any, prompts: list[list[int]], max_tokens: int, samplers: list[Any]):
-        self.generator = generator
-        self.generator.insert(prompts, max_tokens=[max_tokens] * len(prompts), samplers=samplers)
+    def __init__(self, generator: Any, prompts: list[list[int]], max_tokens: int, samplers: list[Any], compiled: bool):
+        self.generator, self.most, self.compiled = generator, max_tokens * len(prompts), compiled
+        # None ends while others are measured: the first to be read would, and a smaller batch is slower.
+        self.generator.insert(prompts, max_tokens=[max_tokens + SPARE] * len(prompts), samplers=samplers)
         self.n_tokens, self.wall, self.cpu, self.is_done = 0, 0.0, 0.0, False
         seen: set[int] = set()
         while len(seen) < len(prompts):
@@ -55,11 +58,12 @@ class Running:
 
     def take_turn(self, n: int) -> None:
         """Generate at least n tokens, if there are as many."""
+        self.generator.model.drafting.compiled = self.compiled
         wall, cpu, end = time.perf_counter(), time.process_time(), self.n_tokens + n
         while self.n_tokens < end and not self.is_done:
             responses = self.generator.next_generated()
             self.n_tokens += len(responses)
-            self.is_done = not responses
+            self.is_done = self.n_tokens >= self.most
         mx.synchronize(generation_stream)  # what has begun of the next tokens is this run's work
         self.wall += time.perf_counter() - wall
         self.cpu += time.process_time() - cpu
@@ -95,16 +99,18 @@ def main() -> None:
     print("batch  drafts       tokens/s of mlx-lm  ratio: wall  low to high   CPU")
     for B in args.batch:
         texts = [inspect.getsource(import_module(name)) for name in (MODULES * B)[:B]]
-        prompts = [tokenizer.encode(text[i * 500 : i * 500 + 150 + 40 * i]) for i, text in enumerate(texts)]
+        prompts = [
+            tokenizer.encode(text[(start := i % 8 * 500) : start + 150 + 40 * i]) for i, text in enumerate(texts)
+        ]
         stock, shared = [make_sampler(args.temp)] * B, [mlx_mtp.make_sampler(args.temp)] * B
         seeded = [mlx_mtp.make_sampler(args.temp, seed=i) for i in range(B)]
 
         def plain(n: int = args.max_tokens) -> Running:
-            return Running(StockGenerator(model), prompts, n, stock)  # noqa: B023
+            return Running(StockGenerator(model), prompts, n, stock, False)  # noqa: B023
 
         def ours(depth: Any, n: int = args.max_tokens) -> Running:
             generator = mlx_mtp.BatchGenerator(drafting, num_draft_tokens=depth, return_prompt_caches=False)
-            return Running(generator, prompts, n, seeded if args.seeded else shared)  # noqa: B023
+            return Running(generator, prompts, n, seeded if args.seeded else shared, True)  # noqa: B023
 
         runs = {"plain": plain, AGAIN: plain, **{depth: partial(ours, depth) for depth in depths}}
         speeds({name: partial(run, n=32) for name, run in runs.items()}, TURN * B, 0)  # warm
