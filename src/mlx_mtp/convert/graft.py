@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
+from ..checkpoint.originals.head import is_quantized
 from ..checkpoint.skeleton import skeleton
 from ..checkpoint.storage.beside import write_config, write_weights
 from ..checkpoint.storage.copy import copy_tensors
@@ -21,8 +22,6 @@ from ..layers.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .acceptance import check_acceptance
 from .card import IMAGES, USAGE
-
-DTYPES = ("BF16", "F16", "F32")
 
 
 def graft(
@@ -126,7 +125,7 @@ def _fitting_head(
     check_head(donor.name, donor_config, donor.weight_map)
     if difference := first_difference(donor_config, config) or _vocabulary_difference(donor, receiver):
         raise ValueError(f"The MTP head of {donor.name} does not fit {model}: {difference}.")
-    if any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in tensors.items()):
+    if is_quantized(tensors):
         raise ValueError(f"The MTP head of {donor.name} is quantized: graft the original's, in bfloat16.")
     return tensors
 

@@ -10,7 +10,7 @@ The format is that of Qwen3.5 and Qwen3-Coder. Older Qwen models, and Qwen3-Next
     </function>
     </tool_call>
 
-A block may hold several functions. What is no call is content, and nothing of the text is lost. The rules:
+A block may hold several functions. Text that is not a valid call is content: nothing is lost. The rules:
 
 - A block begins where ``<tool_call>`` begins a line, or follows a block, and JSON or a function with its first parameter (or
   its end) follows. So the tag in prose is content, and so is what a fenced code block (an open ``` or ~~~) quotes.

@@ -1,7 +1,7 @@
 """The MTP head of a model's original."""
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +109,15 @@ def fitting_head(original: CheckpointReader, config: Config, name: str) -> dict[
     if not tensors:
         raise ValueError(f"{original.name} has no MTP head.")
     check_head(original.name, own, original.weight_map)
-    if any(t.dtype not in DTYPES for t in tensors.values()) or any(n.endswith(".scales") for n in tensors):
+    if is_quantized(tensors):
         raise ValueError(f"The MTP head of {original.name} is quantized.")
     check_shapes(skeleton(config, name), split_head(tensors)[1])
     return tensors
+
+
+def is_quantized(head: Mapping[str, TensorInfo]) -> bool:
+    """Whether a head's tensors are quantized, in MLX's way or another's."""
+    return any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in head.items())
 
 
 def _write(original: CheckpointReader, config: Config, name: str, target: Path) -> Config:

@@ -1,6 +1,6 @@
 """Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
-Left aside, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
+Ignored, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
 ``container``, and tools that Anthropic's own servers would run. Claude Code's ``x-anthropic-billing-header``, a block of the
 system, is taken out: it is another one in every request, so that no prompt would begin like the one before it.
 """

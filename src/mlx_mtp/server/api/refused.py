@@ -1,6 +1,6 @@
 """Fields that would have to change an answer and are not supported, by API.
 
-Each has the values that change nothing, and what to do instead. Other fields that an API does not know are left aside.
+Each has the values that change nothing, and what to do instead. Other fields that an API does not know are ignored.
 """
 
 from collections.abc import Mapping, Sequence

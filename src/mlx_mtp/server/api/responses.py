@@ -1,6 +1,6 @@
 """OpenAI's newer API, ``/v1/responses``, without its memory: each request brings the whole conversation.
 
-``store`` is taken, and nothing is stored. Left aside, since the answer does not depend on them: ``client_metadata``,
+``store`` is taken, and nothing is stored. Ignored, since the answer does not depend on them: ``client_metadata``,
 ``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, as ``web_search``. The
 ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients that send it back, as Codex does, send the
 reasoning with it, so that the prompt begins like the one before it.
