@@ -1,3 +1,4 @@
+import itertools
 import os
 import shutil
 from tempfile import TemporaryDirectory
@@ -52,6 +53,14 @@ def trained():
     from tests.support.models import TRAINED
 
     return mlx_mtp.load(TRAINED)
+
+
+@pytest.fixture
+def equal_steps(monkeypatch):
+    """Every step takes as long as any other, however loaded the machine is: drafts cost no time."""
+    from mlx_mtp.decoding import clock
+
+    monkeypatch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)
 
 
 @pytest.fixture(scope="module")

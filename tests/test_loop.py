@@ -492,10 +492,8 @@ def test_memory_stays_flat():
     assert active[1] - active[0] < 200_000  # one window of this model is about that
 
 
-def test_generations_share_the_times_of_steps(monkeypatch):
+def test_generations_share_the_times_of_steps(equal_steps):
     """Those of the model, or those of a ``Depth`` that is given."""
-    # Never forget a time, however unsteady the machine.
-    monkeypatch.setattr(Depth, "_confirm", lambda depth, plan, seconds: seconds)
     model, own = tiny_model("qwen3_5"), Depth(8)
     truth = plain(PROMPT, model, max_tokens=60)
     scripted = Scripted(model, PROMPT.tolist() + truth, lambda i: True)

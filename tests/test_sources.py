@@ -1,12 +1,10 @@
 """A source of drafts that someone adds: it takes its turn with the others, for one sequence and for several."""
 
 import functools
-import itertools
 
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.decoding import clock
 from mlx_mtp.drafts import sources
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
@@ -44,7 +42,7 @@ class Oracle:
 
 
 @pytest.fixture
-def oracles(monkeypatch):
+def oracles(monkeypatch, equal_steps):
     model = model_of("qwen3_5")
     made, truths = [], [PROMPT + plain(PROMPT, model, max_tokens=2 * N), *company_of(model)]
 
@@ -53,7 +51,6 @@ def oracles(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(sources, "SOURCES", [make])
-    monkeypatch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)  # a step of many drafts takes no longer
     return made, truths[0]
 
 
