@@ -18,8 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 import mlx_mtp
-from mlx_mtp import PromptStore, cli
+from mlx_mtp import PromptStore
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.cli.tables import table
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.cuts import choose_cuts
 
@@ -79,7 +80,7 @@ def main() -> None:
         n_bytes, took, memory, disk = measure(model, text(tokenizer, n), args.repeat)
         ratios = [cell for t in (memory, disk) for cell in (f"{1e3 * t:.1f} ms", f"{took / t:.0f}")]
         rows.append([f"{n:,}", f"{n_bytes / 1e6:.0f}", f"{took:.2f} s", *ratios])
-    print("\n".join(cli.table(rows)))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tqdm import tqdm
 
-from mlx_mtp import cli
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.cli.tables import table
 from mlx_mtp.server.api.chat_completions import read_request
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support.checkpoints import first_layers
@@ -235,7 +235,7 @@ def main() -> None:
             both = [measure(session, min(n, args.turns), model, module, flags) for module, flags in ways]
             for when, (theirs, ours) in zip((title, "  after a restart"), zip(*both)):
                 rows.append([when, f"{ours.n_prompt:,}", f"{ours.n_least:,}", *theirs.beyond, *ours.beyond])
-    print("\n".join(cli.table(rows)))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlx_mtp import DEMO, __version__, cli
+from mlx_mtp import DEMO, __version__
 from mlx_mtp.benchmark.row import describe_machine, read_row
 from mlx_mtp.benchmark.runs import AUTO
+from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import PICTURES, draw_all
 
 ROOT = Path(__file__).parents[1]
@@ -261,7 +262,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="Measure nothing: write from the outputs that are kept.")
     args = parser.parse_args()
     chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]
-    with cli.one_line_errors("measure.py"):
+    with one_line_errors("measure.py"):
         failed = [] if args.write else measure_all(chosen, args.again)
         PAGE.write_text(write_page(), encoding="utf-8")
         README.write_text(write_readme(), encoding="utf-8")

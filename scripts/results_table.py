@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp import cli
 from mlx_mtp.benchmark.row import RUNS, describe_row, markdown, read_row
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
+from mlx_mtp.cli.errors import one_line_errors
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- table: scripts/results_table.py -->\n", "<!-- end -->\n"
@@ -81,7 +81,7 @@ def main() -> None:
         "--docs", type=Path, default=DOCS, help="The folder of results.md and results/ (default: docs)."
     )
     args = parser.parse_args()
-    with cli.one_line_errors("results_table.py"):
+    with one_line_errors("results_table.py"):
         rows = read_rows(args.docs / "results")
         page = args.docs / "results.md"
         text = insert_table(page, rows)

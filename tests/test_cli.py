@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp import cli
 from mlx_mtp.checkpoint.storage.output import naming
+from mlx_mtp.cli.errors import one_line_errors, sentence
 from mlx_mtp.files import check_target
 from tests.support.models import DATA
 
@@ -119,7 +119,7 @@ def no_permission():
 def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as end, cli.one_line_errors("mlx_mtp.x"):
+    with pytest.raises(SystemExit) as end, one_line_errors("mlx_mtp.x"):
         raises()
     assert end.value.code == 2
     error = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises,
 def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
     with pytest.raises(FileNotFoundError) as error, naming(tmp_path, "out"):
         (tmp_path / "no.json").read_text()
-    assert cli.sentence(error.value) == "There is no file or folder out/no.json."
+    assert sentence(error.value) == "There is no file or folder out/no.json."
 
 
 @pytest.mark.parametrize(

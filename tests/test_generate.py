@@ -18,7 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from PIL import Image
 
 import mlx_mtp
-from mlx_mtp import cli
+from mlx_mtp.cli.arguments import sampler_of
+from mlx_mtp.cli.checks import check_generation_flags, check_model_flags
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
@@ -329,7 +330,7 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
 )
 def test_sampler_of_flags(trained, flags, acceptance):
     args = make_parser().parse_args(["--temp", "1", *flags.split()])
-    assert type(make_acceptance(cli.sampler_of(args, trained[1]))) is acceptance
+    assert type(make_acceptance(sampler_of(args, trained[1]))) is acceptance
 
 
 def test_resumes_a_prompt_cache_file(monkeypatch, capsys, trained, tmp_path):
@@ -466,12 +467,12 @@ def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):
 
 @pytest.mark.parametrize("flags", ["--max-tokens -1", f"--seed {2**64 - 1}", "--top-p 0", "--temp 0", "--kv-bits 3"])
 def test_accepts_the_ends_of_a_range(flags):
-    cli.check_generation_flags(make_parser().parse_args(flags.split()))
+    check_generation_flags(make_parser().parse_args(flags.split()))
 
 
 def test_the_server_needs_a_limit_of_tokens():
     with pytest.raises(ValueError, match="--max-tokens must be 1 or more, not -1"):
-        cli.check_generation_flags(make_parser().parse_args(["--max-tokens", "-1"]), no_limit=False)
+        check_generation_flags(make_parser().parse_args(["--max-tokens", "-1"]), no_limit=False)
 
 
 @pytest.mark.parametrize(
@@ -506,9 +507,9 @@ def test_stop_tokens_are_given_by_text_or_by_id(trained):
 
 def test_kv_bits_that_mlx_lm_cannot_pack_into_the_heads_are_refused():
     args = make_parser().parse_args(["--kv-bits", "3"])
-    cli.check_model_flags(args, {"text_config": {"head_dim": 64}})
+    check_model_flags(args, {"text_config": {"head_dim": 64}})
     with pytest.raises(ValueError, match="use --kv-bits 4 or 8"):
-        cli.check_model_flags(args, {"head_dim": 256})
+        check_model_flags(args, {"head_dim": 256})
 
 
 def test_an_interrupt_has_no_traceback(monkeypatch, capsys):

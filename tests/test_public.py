@@ -13,7 +13,7 @@ import mlx_mtp
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
-SHARED = {"cli", "colors", "files", "prompts"}  # by the commands
+SHARED = {"cli", "files", "prompts"}  # by the commands
 LIBRARY = {
     "batch",
     "caches",
@@ -29,7 +29,6 @@ LIBRARY = {
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     "distributed": set(),
-    "colors": set(),
     "files": set(),
     "prompts": {"files"},
     "caches": set(),
@@ -73,7 +72,7 @@ def imports_of(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             origin = ".".join(part for part in (base, node.module) if part)
-            # `from .. import cli` names a module, `from ..cli import options` a name in one.
+            # `from .. import prompts` names a module, `from ..files import check_source` a name in one.
             found |= {f"{origin}.{a.name}" if f"{origin}.{a.name}" in FILES else origin for a in node.names}
     return found & FILES.keys()
 
@@ -84,7 +83,7 @@ def room(name: str) -> str:
 
 
 def test_imports_are_found():
-    assert "mlx_mtp.cli" in imports_of("mlx_mtp.generate.__main__")  # from .. import cli
+    assert "mlx_mtp.prompts" in imports_of("mlx_mtp.benchmark.__main__")  # from .. import prompts
     assert "mlx_mtp.generate.check" in imports_of("mlx_mtp.generate.__main__")  # from .check import check
     assert "mlx_mtp.decoding.loop" in imports_of("mlx_mtp.generate.check")  # from ..decoding.loop import ...
     assert imports_of("mlx_mtp.generate") == {"mlx_mtp.generate.stream"}

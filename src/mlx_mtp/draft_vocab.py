@@ -14,10 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 from tqdm import tqdm
 
-from . import cli
 from .checkpoint.config import text_config_of
 from .checkpoint.storage.hub import fetch
 from .checkpoint.vocabulary import LIST_FILE, always_in, check_size, select
+from .cli.errors import one_line_errors
+from .cli.parser import finish, parse
 from .files import check_source, check_target, write_atomic
 
 CHUNK = 1 << 20  # characters tokenized at once
@@ -121,13 +122,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", metavar="FILE", help=f"The file to write (default: {LIST_FILE} beside the checkpoint)."
     )
-    return cli.finish(parser, {})
+    return finish(parser, {})
 
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        args = cli.parse(parser)
+    with one_line_errors(parser.prog):
+        args = parse(parser)
         draft_vocab(**vars(args))
 
 

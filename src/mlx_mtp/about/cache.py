@@ -2,8 +2,10 @@
 
 import argparse
 
-from .. import cli
 from ..checkpoint.originals.head import fetched_heads, remove
+from ..cli.errors import one_line_errors
+from ..cli.parser import finish, parse
+from ..cli.tables import table
 from .machine import cache_folders
 
 
@@ -13,13 +15,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="List the MTP heads that were fetched from originals. Models are in the hub's cache: `hf cache ls`.",
     )
     parser.add_argument("--remove", metavar="ORIGINAL", help="Remove the heads of this original, or all of them: all.")
-    return cli.finish(parser, {})
+    return finish(parser, {})
 
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        run(cli.parse(parser))
+    with one_line_errors(parser.prog):
+        run(parse(parser))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     if args.remove is None:
         rows = [["original", "revision", "size"]]
         rows += [[head.source, head.revision[:8], f"{head.nbytes / 1e6:.1f} MB"] for head in heads]
-        print("\n".join(cli.table(rows)) if heads else "No heads were fetched.")
+        print("\n".join(table(rows)) if heads else "No heads were fetched.")
         for use, folder in cache_folders():
             print(f"{use} are in {folder}")
         return

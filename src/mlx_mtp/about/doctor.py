@@ -8,10 +8,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import cli
 from .._version import __version__
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
+from ..cli.errors import one_line_errors
+from ..cli.flags import MODEL_HELP
+from ..cli.parser import finish, parse
 from .machine import GB, cache_folders, cached_heads, cached_repositories, total_memory, usable_memory
 
 Line = tuple[str, str]
@@ -23,14 +25,14 @@ def make_parser() -> argparse.ArgumentParser:
         description="Check this machine and a model: chip, memory, versions, tuned settings, caches, and whether the model has "
         "an MTP head whose drafts it accepts. The last line is the verdict.",
     )
-    parser.add_argument("--model", help=cli.MODEL)
-    return cli.finish(parser, {})
+    parser.add_argument("--model", help=MODEL_HELP)
+    return finish(parser, {})
 
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        args = cli.parse(parser)
+    with one_line_errors(parser.prog):
+        args = parse(parser)
         lines = [*_machine(), *_caches()]
         print("\n".join(f"{name + ':':<12}{value}" for name, value in lines), flush=True)
         for name, value in _model(args.model or str(DEMO)):

@@ -2,8 +2,10 @@
 
 import argparse
 
-from .. import cli
 from ..checkpoint.catalog import Published, published
+from ..cli.errors import one_line_errors
+from ..cli.parser import finish, parse
+from ..cli.tables import table
 from .machine import GB, cached_heads, cached_repositories, total_memory
 
 CONTEXT = 32_768  # tokens
@@ -16,13 +18,13 @@ def make_parser() -> argparse.ArgumentParser:
         "memory of a context, whether the model fits this machine, and what is in the cache.",
     )
     parser.add_argument("--context", type=int, default=CONTEXT, help="Tokens of the context.")
-    return cli.finish(parser, {})
+    return finish(parser, {})
 
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        args = cli.parse(parser)
+    with one_line_errors(parser.prog):
+        args = parse(parser)
         if args.context < 1:
             raise ValueError(f"--context must be 1 or more, not {args.context}.")
         print(show(args.context))
@@ -50,7 +52,7 @@ def show(context: int) -> str:
         f"This machine has {memory / 2**30:.0f} GB of memory. The context is {context:,} tokens in 16 bits.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
     )
-    return "\n".join([*cli.table(rows), "", note])
+    return "\n".join([*table(rows), "", note])
 
 
 def fits(model: Published, memory: int) -> bool:

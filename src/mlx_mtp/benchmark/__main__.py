@@ -10,12 +10,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import cli, prompts
+from .. import prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
+from ..cli.arguments import head_of, load_options, rank_groups
+from ..cli.checks import check_alone, check_head
+from ..cli.errors import one_line_errors
+from ..cli.flags import MODEL_HELP, add_arguments, add_pipeline
+from ..cli.parser import SHARED_GROUPS, finish, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -36,7 +41,7 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
 DEMO_NAME = "demo"
 ACCEPTANCE = 0.8  # of a synthetic model
 SYNTHETIC_TOKENS = 128  # of its prompt
-GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot", "report"), **cli.GROUPS}
+GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot", "report"), **SHARED_GROUPS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,10 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_measurement(parser)
     _add_outputs(parser)
     _add_prompts(parser)
-    cli.add_arguments(parser)
+    add_arguments(parser)
     _add_model(parser)
-    cli.add_pipeline(parser)
-    return cli.finish(parser, GROUPS)
+    add_pipeline(parser)
+    return finish(parser, GROUPS)
 
 
 def _add_measurement(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +122,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """The model and its head, which is always measured, without tuned settings unless they are asked for."""
     add = parser.add_argument
-    add("--model", help=cli.MODEL)
+    add("--model", help=MODEL_HELP)
     add("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
     add(
         "--assume-acceptance",
@@ -142,8 +147,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    with cli.one_line_errors("mlx_mtp.benchmark"):
-        run(cli.parse(make_parser()))
+    with one_line_errors("mlx_mtp.benchmark"):
+        run(parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -207,8 +212,8 @@ class Subject:
 def prepare(args: argparse.Namespace) -> Subject:
     if args.synthetic:
         return prepare_synthetic(args)
-    options = cli.options(args) | {"settings": args.settings or False}
-    model, tokenizer = load(args.model or str(DEMO), mtp=cli.head(args), **options, **cli.groups(args))
+    options = load_options(args) | {"settings": args.settings or False}
+    model, tokenizer = load(args.model or str(DEMO), mtp=head_of(args), **options, **rank_groups(args))
     name = args.model or DEMO_NAME
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
@@ -249,7 +254,7 @@ def run_tune(args: argparse.Namespace) -> None:
     key = settings.key_of(path, *head_folders(args, name, path))
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
-    model, tokenizer = load(name, mtp=cli.head(args), draft_vocab=0, settings=False)
+    model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False)
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
@@ -280,8 +285,8 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range, or does not go with another.
     """
-    cli.check_alone(args, "synthetic", "tune", "report")
-    cli.check_head(args)
+    check_alone(args, "synthetic", "tune", "report")
+    check_head(args)
     check_sizes(args.max_tokens, args.repeat)
     if args.tune:
         check_tune(args)

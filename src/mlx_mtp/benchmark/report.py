@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..cli import table
+from ..cli.tables import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
 from .repeats import warning

@@ -8,8 +8,20 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 
-from .. import cli
 from ..checkpoint.load import DEMO, load
+from ..cli.arguments import (
+    head_of,
+    load_options,
+    open_prompt_store,
+    rank_groups,
+    report_settings,
+    set_sampling,
+)
+from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
+from ..cli.errors import one_line_errors, sentence
+from ..cli.flags import add_drafting, add_images, add_sampling
+from ..cli.parser import extend, finish, parse
+from ..drafts.options import asks_for_copies
 from ..generate.stream import GenerationResponse
 from .conversation import Conversation
 from .history import history, history_file
@@ -28,47 +40,47 @@ Ctrl-C ends an answer."""
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP and of thinking added."""
     description = "Chat with a model, with drafts of its own MTP head."
-    parser = cli.extend(setup_arg_parser(), "mlx_mtp.chat", description)
-    cli.add_drafting(parser)
+    parser = extend(setup_arg_parser(), "mlx_mtp.chat", description)
+    add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    cli.add_sampling(parser)
-    cli.add_images(parser)
+    add_sampling(parser)
+    add_images(parser)
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
         help="Let the model think before it answers (default: on where the model can).",
     )
-    return cli.finish(parser)
+    return finish(parser)
 
 
 def main() -> None:
-    with cli.one_line_errors("mlx_mtp.chat"):
-        run(cli.parse(make_parser()))
+    with one_line_errors("mlx_mtp.chat"):
+        run(parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:
     """Load the model, and answer until the user ends the chat."""
-    cli.check_generation_flags(args)
-    cli.check_prompt_cache_dir(args)
-    cli.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
+    check_generation_flags(args)
+    check_prompt_cache_dir(args)
+    check_alone(args, "adapter_path", "prompt_cache_dir", "images")
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        mtp=cli.head(args),
-        copy_drafts=cli.copies(args) or args.images,  # plain mlx-lm's models take none
+        mtp=head_of(args),
+        copy_drafts=asks_for_copies(args.copy_drafts) or args.images,  # plain mlx-lm's models take none
         vision="auto" if args.images else True,
-        **cli.options(args),
-        **cli.groups(args),
+        **load_options(args),
+        **rank_groups(args),
     )
-    sampling = cli.set_sampling(args, getattr(model, "ranks", None))  # a model of plain mlx-lm has none
-    cli.check_model_flags(args, config)
-    cli.report_settings(args, model)
+    sampling = set_sampling(args, getattr(model, "ranks", None))  # a model of plain mlx-lm has none
+    check_model_flags(args, config)
+    report_settings(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    with cli.open_prompt_store(args, model) as store:
+    with open_prompt_store(args, model) as store:
         conversation = Conversation(model, tokenizer, args, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         with history(history_file()) if sys.stdin.isatty() else nullcontext():
@@ -99,7 +111,7 @@ def obey(line: str, conversation: Conversation) -> None:
         try:
             do(command, rest.strip().strip("'\""), conversation)
         except (ValueError, OSError) as e:
-            print(cli.sentence(e))
+            print(sentence(e))
     elif query := line.strip():
         response = conversation.answer(query, show=partial(print, end="", flush=True))
         print()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import cli
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
-from ..colors import paint
+from ..cli.arguments import asks_for_drafts, sampler_of
+from ..generate.colors import paint
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.processor import PLACEHOLDER
@@ -50,7 +50,7 @@ class Conversation:
         self.cache: list[Any] | None
         if self.store is not None:
             self.cache = None
-        elif cli.drafts(self.args) or self.args.images:
+        elif asks_for_drafts(self.args) or self.args.images:
             self.cache = make_prompt_cache(self.model)
         else:
             self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
@@ -120,7 +120,7 @@ class Conversation:
     def _options(self) -> dict[str, Any]:
         names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
         options = {name: getattr(self.args, name) for name in names}
-        sampler = cli.sampler_of(self.args, self.tokenizer, self.turn)
+        sampler = sampler_of(self.args, self.tokenizer, self.turn)
         return options | {
             "mtp": bool(self.args.mtp),
             "sampler": sampler,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from ..cli import sentence
+from ..cli.errors import sentence
 
 LINES = 1000  # that are kept
 

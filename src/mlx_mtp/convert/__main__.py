@@ -5,7 +5,8 @@ import sys
 
 from mlx_lm.convert import configure_parser
 
-from .. import cli
+from ..cli.errors import one_line_errors
+from ..cli.parser import extend, finish, parse
 from .conversion import convert
 from .inspect import inspect
 from .quantization import MTP_GROUP_SIZE
@@ -24,7 +25,7 @@ GROUPS = {
 def make_parser() -> argparse.ArgumentParser:
     """Add the flags of the head to mlx-lm's."""
     description = "Convert a Hugging Face model to MLX format, with its MTP head."
-    parser = cli.extend(configure_parser(), "mlx_mtp.convert", description)
+    parser = extend(configure_parser(), "mlx_mtp.convert", description)
     _add_quantization(parser)
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", help="A recipe by name, or a TOML file with these flags; flags given here win."
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
     )
-    return cli.finish(parser, GROUPS)
+    return finish(parser, GROUPS)
 
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +81,8 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        args = vars(cli.parse(parser))
+    with one_line_errors(parser.prog):
+        args = vars(parse(parser))
         if (recipe := args.pop("recipe")) is not None:
             args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))  # the last of a flag wins
             del args["recipe"]

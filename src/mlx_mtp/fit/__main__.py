@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from .. import cli
+from ..cli.errors import one_line_errors
+from ..cli.parser import finish, parse
 from .fitting import fit
 
 GROUPS = {
@@ -49,13 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
     add("--cache-gb", type=float, default=8.0, metavar="GB", help="The most GB that may be recorded on disk.")
     add("--seed", type=int, default=0, help="The PRNG seed")
-    return cli.finish(parser, GROUPS)
+    return finish(parser, GROUPS)
 
 
 def main() -> None:
     parser = make_parser()
-    with cli.one_line_errors(parser.prog):
-        comparison = fit(**vars(cli.parse(parser)))
+    with one_line_errors(parser.prog):
+        comparison = fit(**vars(parse(parser)))
     if not comparison.is_better:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)

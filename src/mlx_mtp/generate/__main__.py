@@ -13,12 +13,17 @@ import mlx_lm
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import cli
 from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
+from ..cli.arguments import head_of, load_options, open_prompt_store, rank_groups, report_settings, sampler_of
+from ..cli.checks import check_alone, check_generation_flags, check_images, check_model_flags, check_prompt_cache_dir
+from ..cli.errors import one_line_errors
+from ..cli.flags import add_drafting
+from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
+from ..drafts.options import asks_for_copies
 from ..files import check_source
 from ..images.prompt import place, read_images, vision_of
 from ..models import MODEL_TYPES, same_bits
@@ -37,8 +42,8 @@ MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP added."""
     description = "Generate text, with drafts of the model's own MTP head."
-    parser = cli.extend(setup_arg_parser(), "mlx_mtp.generate", description)
-    cli.add_drafting(parser)
+    parser = extend(setup_arg_parser(), "mlx_mtp.generate", description)
+    add_drafting(parser)
     parser.add_argument(
         "--temp",
         type=float,
@@ -59,12 +64,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json-schema", metavar="FILE|JSON", help="The text is JSON of this schema, or of the one in this file."
     )
-    return cli.finish(parser)
+    return finish(parser)
 
 
 def main() -> None:
-    with cli.one_line_errors("mlx_mtp.generate"):
-        run(cli.parse(make_parser()))
+    with one_line_errors("mlx_mtp.generate"):
+        run(parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         print(result.report(tokenizer))
         print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
-    with cli.open_prompt_store(args, model) as store:
+    with open_prompt_store(args, model) as store:
         response = generate(
             model,
             tokenizer,
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
             verbose=args.verbose,
             show_drafts=args.show_drafts,
             mtp=bool(args.mtp),
-            sampler=cli.sampler_of(args, tokenizer),
+            sampler=sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
             draft_model=load_draft_model(args, tokenizer),
             prompt_store=store,
@@ -116,12 +121,12 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range, or does not go with another.
     """
-    cli.check_generation_flags(args)
-    cli.check_prompt_cache_dir(args, "prompt_cache_file", "check")
-    cli.check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
+    check_generation_flags(args)
+    check_prompt_cache_dir(args, "prompt_cache_file", "check")
+    check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
-    cli.check_images(args)
+    check_images(args)
     template_options(args)
     if args.json_schema is not None and not is_json(args.json_schema):
         check_source(Path(args.json_schema), "--json-schema")
@@ -149,9 +154,9 @@ def load_model(
         model_config={"quantize_activations": args.quantize_activations},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        **cli.groups(args),
+        **rank_groups(args),
     )
-    options = cli.options(args)
+    options = load_options(args)
     if args.check:
         options["settings"] = False
     sees = bool(args.image) and _is_ours(args.model)
@@ -159,14 +164,16 @@ def load_model(
         options["vision"] = "auto"
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(mtp=cli.head(args), copy_drafts=cli.copies(args) or sees, **options)
+    model, tokenizer, config = load_as(
+        mtp=head_of(args), copy_drafts=asks_for_copies(args.copy_drafts) or sees, **options
+    )
     if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
         # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
         mx.random.seed(args.seed)
         load_as(mtp=False, lazy=True)
-    cli.check_model_flags(args, config)
+    check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
-    cli.report_settings(args, model)
+    report_settings(args, model)
     return model, tokenizer, config
 
 

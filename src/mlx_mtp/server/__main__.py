@@ -14,7 +14,8 @@ from ipaddress import ip_address
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from .. import cli
+from ..cli.errors import INTERRUPTED, one_line_errors
+from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from .app import make_app
@@ -125,15 +126,15 @@ def main() -> None:
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     on_loss: list[Callable[[str], None]] = []
-    with cli.one_line_errors("mlx_mtp.server", on_loss):
-        args = cli.parse(make_parser())
+    with one_line_errors("mlx_mtp.server", on_loss):
+        args = parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         if args.print_config is not None:
             return print_config(args)
         try:
             run(args, ranks, on_loss)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread
-            os._exit(cli.INTERRUPTED)
+            os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

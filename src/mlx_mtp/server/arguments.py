@@ -12,8 +12,22 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .. import cli
 from ..checkpoint.load import DEMO
+from ..cli.arguments import given_sampling, head_of, load_options, rank_groups
+from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
+from ..cli.flags import (
+    MODEL_HELP,
+    add_acceptance,
+    add_arguments,
+    add_copy_drafts,
+    add_images,
+    add_mtp,
+    add_num_draft_tokens,
+    add_pipeline,
+    add_prompt_cache_dir,
+    add_sampling,
+)
+from ..cli.parser import Given, finish
 from ..files import check_folder, check_source
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
@@ -33,20 +47,20 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     _add_generation_flags(parser)
     _add_cache_flags(parser)
-    cli.add_mtp(parser)
-    cli.add_copy_drafts(parser)
-    cli.add_arguments(parser)
-    cli.add_acceptance(parser)
-    return cli.finish(parser)
+    add_mtp(parser)
+    add_copy_drafts(parser)
+    add_arguments(parser)
+    add_acceptance(parser)
+    return finish(parser)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default=str(DEMO), help=cli.MODEL)
+    add("--model", default=str(DEMO), help=MODEL_HELP)
     add("--served-model-name", metavar="NAME", help="The name of --model for clients, in place of its path.")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="Not here: mlx_lm.server drafts with a second model.")
-    cli.add_num_draft_tokens(parser)
+    add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
     add("--use-default-chat-template", action="store_true", help="Use the default chat template")
@@ -57,7 +71,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
     )
-    cli.add_pipeline(parser)
+    add_pipeline(parser)
     add(
         "--serve-model",
         action="append",
@@ -126,13 +140,13 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    cli.add_sampling(parser)
-    cli.add_images(parser)
+    add_sampling(parser)
+    add_images(parser)
     add(
         "--max-tokens",
         type=int,
         default=512,
-        action=cli.Given,
+        action=Given,
         help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
     )
     parser.set_defaults(has_max_tokens=False)
@@ -180,7 +194,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
         "the model leaves.",
     )
-    cli.add_prompt_cache_dir(parser, requires_drafts=False)
+    add_prompt_cache_dir(parser, requires_drafts=False)
     add(
         "--prompt-cache-disk-bytes",
         type=_size,
@@ -228,7 +242,7 @@ def check(args: argparse.Namespace) -> Options:
     """
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
-    cli.check_generation_flags(args, no_limit=False)
+    check_generation_flags(args, no_limit=False)
     for name, least, most in (
         ("port", 0, 65535),
         ("decode_concurrency", 1, 1 << 16),
@@ -248,7 +262,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise ValueError("--mtp HEAD is of one model: remove --serve-model and --allow-any-model.")
-    cli.check_prompt_cache_dir(args, requires_drafts=False)
+    check_prompt_cache_dir(args, requires_drafts=False)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     for name in ("adapter_path", "allowed_local_media_path"):
@@ -259,7 +273,7 @@ def check(args: argparse.Namespace) -> Options:
     _read_api_key(args)
     names = {option.name for option in fields(Options)} - {"load", "sampling"}
     own = {name: getattr(args, name) for name in names}
-    return Options(load=_load_arguments(args), sampling=cli.given_sampling(args), **own)
+    return Options(load=_load_arguments(args), sampling=given_sampling(args), **own)
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,10 +281,10 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
-    own = {"trust_remote_code": args.trust_remote_code, "mtp": cli.head(args), "copy_drafts": True}
+    own = {"trust_remote_code": args.trust_remote_code, "mtp": head_of(args), "copy_drafts": True}
     if args.images:
         own["vision"] = "auto"
-    return {**own, "tokenizer_config": tokenizer_config, **cli.options(args), **cli.groups(args)}
+    return {**own, "tokenizer_config": tokenizer_config, **load_options(args), **rank_groups(args)}
 
 
 def _check_template(args: argparse.Namespace) -> None:
@@ -286,7 +300,7 @@ def _check_template(args: argparse.Namespace) -> None:
 
 def _check_processes(args: argparse.Namespace) -> None:
     """Check what depends on the number of processes that ``mlx.launch`` has started."""
-    cli.check_alone(args, "serve_model", "allow_any_model", "images")
+    check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
 
@@ -309,7 +323,7 @@ def check_model(args: argparse.Namespace, provider: ModelProvider) -> None:
     Raises:
         ValueError: A flag does not fit the model.
     """
-    cli.check_model_flags(args, vars(provider.model.args))
+    check_model_flags(args, vars(provider.model.args))
     if args.chat_template:
         messages = [{"role": "user", "content": "a"}]
         try:

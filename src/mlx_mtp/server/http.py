@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from .. import cli
+from ..cli.errors import INTERRUPTED
 from .engine.engine import Engine
 from .engine.frontend import in_thread
 
@@ -169,7 +169,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            os._exit(cli.INTERRUPTED)
+            os._exit(INTERRUPTED)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

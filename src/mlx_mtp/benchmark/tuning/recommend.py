@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...cli import table
+from ...cli.tables import table
 from ...decoding.counts import DraftCounts
 from ...layers.drafting import Settings
 

@@ -1,0 +1,1 @@
+"""What the commands share: flags and their checks, errors in one line, and tables."""

@@ -1,0 +1,90 @@
+"""The arguments that the flags give to the library's functions."""
+
+import argparse
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import Sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint.generation_config import Sampling, sampling_defaults
+from ..distributed.ranks import Ranks
+from ..drafts.options import asks_for_copies
+from ..prompt_store import PromptStore
+from ..sampling.sampler import AcceptanceName, make_sampler
+from .flags import SAMPLING
+
+
+def head_of(args: argparse.Namespace) -> bool | str:
+    """The ``mtp`` of ``mlx_mtp.load``: a command finds a missing head by itself."""
+    return "auto" if args.mtp is True else args.mtp
+
+
+def asks_for_drafts(args: argparse.Namespace) -> bool:
+    """Whether the flags ask for drafts of the model's head or for copies."""
+    return bool(args.mtp) or asks_for_copies(args.copy_drafts)
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``mlx_mtp.load`` that the flags of ``add_arguments`` give."""
+    return {name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits", "settings")}
+
+
+def rank_groups(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``mlx_mtp.load`` that say how the processes of ``mlx.launch`` run the model together."""
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return {}
+    return {"pipeline_group" if args.pipeline else "tensor_group": group}
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The sampling that the command line has, by the names of ``Sampling``."""
+    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, f"has_{flag}")}
+
+
+def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
+    """Give the flags of sampling that the command line lacks the model's values -> all of them."""
+    sampling = sampling_defaults(args.model, given_sampling(args), ranks)
+    for flag, field in SAMPLING.items():
+        setattr(args, flag, getattr(sampling, field))
+    return sampling
+
+
+def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
+    """The sampler that the flags ask for; with a seed, each turn of a conversation has one of its own."""
+    acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
+    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # the others draw from MLX's random state
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+        tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        acceptance=acceptance,
+        seed=(args.seed + turn) % 2**64 if is_seeded else None,
+    )
+
+
+def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
+    """The prompt store that the flags ask for, if any."""
+    return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
+
+
+def report_settings(args: argparse.Namespace, model: Any) -> None:
+    """Print which head was fetched and which tuned settings are in use, if any."""
+    if args.mtp and (fetched := model.fetched_head) is not None:
+        when = "fetched to" if fetched.is_new else "fetched before to"
+        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)
+        accepted = fetched.acceptance(model.fingerprint())
+        print(f"Drafts accepted on built-in text: {accepted or 0:.0%}", file=sys.stderr)
+    if args.mtp and model.drafting.tuned is not None:
+        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
+        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
+        print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)

@@ -1,0 +1,79 @@
+"""Errors in one line, and the output of several processes."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import mlx.core as mx
+
+from ..distributed.ranks import Ranks
+from ..distributed.watch import watch
+
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
+BROKEN_PIPE = 141  # of one that SIGPIPE has ended
+SYSTEM_ERRORS: dict[type[OSError], str] = {
+    FileNotFoundError: "There is no file or folder {}.",
+    FileExistsError: "{} exists already.",
+    IsADirectoryError: "{} is a folder: name a file.",
+    NotADirectoryError: "{} is below a file, which is not a folder.",
+    PermissionError: "You have no permission to use {}.",
+}
+
+
+@contextmanager
+def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
+    """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and with 141 without a word
+    where what reads the output has ended: ``| head``.
+
+    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
+    """
+    group = mx.distributed.init()
+    with _silent_where_nobody_reads(), rank_0_prints():
+        try:
+            with watch(Ranks(group) if group.size() > 1 else None, on_loss=on_loss):
+                yield
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as e:
+            print(f"{program}: error: {' '.join(sentence(e).split())}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+def sentence(error: ValueError | OSError) -> str:
+    """What an error says; of one of the system's own, without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return f"{error.strerror}."
+    for kind, text in SYSTEM_ERRORS.items():
+        if isinstance(error, kind):
+            return text.format(error.filename)
+    return f"{error.filename}: {error.strerror}."
+
+
+@contextmanager
+def _silent_where_nobody_reads() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes what it could not write once more when it ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(BROKEN_PIPE)
+
+
+@contextmanager
+def rank_0_prints() -> Iterator[None]:
+    """Inside, the other processes of ``mlx.launch`` are silent: output, warnings and bars. A traceback comes after it."""
+    if mx.distributed.init().rank() == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

@@ -1,0 +1,167 @@
+"""The flags that several commands have."""
+
+import argparse
+from typing import get_args
+
+from ..checkpoint.generation_config import Sampling
+from ..checkpoint.vocabulary import LIST_FILE
+from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..sampling.sampler import AcceptanceName
+from .parser import Given, flag_of, number_or
+
+MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
+# The flags of sampling, and their names in generation_config.json and in requests.
+SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+
+
+def add_drafting(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``generate`` and ``chat`` share, and our help for mlx-lm's where its own does not hold."""
+    add = parser.add_argument
+    add("--model", type=str, help=MODEL_HELP)
+    add("--max-kv-size", type=int, help="Set the maximum key-value cache size; not with --mtp or --copy-drafts.")
+    add(
+        "--seed",
+        type=int,
+        help="PRNG seed (default: none, so that --temp gives another text each time). With --mtp, the text depends on the "
+        "prompt and the seed alone: see --acceptance.",
+    )
+    add_num_draft_tokens(parser)
+    add_mtp(parser)
+    add(
+        "--draft-p-min",
+        type=float,
+        help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
+    )
+    add(
+        "--show-drafts",
+        action="store_true",
+        help="Colour each token by its source, in a terminal: accepted drafts of the head green, accepted copies yellow.",
+    )
+    add_prompt_cache_dir(parser)
+    add_copy_drafts(parser)
+    add_arguments(parser)
+    add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
+    add_pipeline(parser)
+
+
+def add_mtp(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the head."""
+    parser.add_argument(
+        "--mtp",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="HEAD",
+        help="Draft with the model's multi-token-prediction head. Where the checkpoint lacks it, the head of its original is "
+        "fetched once. HEAD is another one: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a model that drafts."""
+    parser.add_argument(
+        "--draft-vocab",
+        metavar="N|FILE",
+        type=lambda x: int(x) if x.isdecimal() else x,
+        help="Draft from the first N token ids, or from those in a file of mlx_mtp.draft_vocab; verification uses the whole "
+        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} beside the checkpoint where there is one.",
+    )
+    parser.add_argument(
+        "--mtp-bits",
+        type=int,
+        metavar="BITS",
+        help="Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
+    )
+    parser.add_argument(
+        "--draft-head-bits",
+        type=int,
+        metavar="BITS",
+        help="Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
+    )
+    parser.add_argument(
+        "--settings",
+        default=True,
+        metavar="FILE|off",
+        type=lambda x: False if x == "off" else x,
+        help="Settings that `mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
+        "user's cache folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
+    )
+
+
+def add_num_draft_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the number of drafts."""
+    parser.add_argument(
+        "--num-draft-tokens",
+        metavar="auto|N",
+        type=number_or("auto"),
+        help=f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS}, or auto: chosen at every step for speed "
+        "(default: that of the settings, or auto; 3 for a draft model).",
+    )
+
+
+def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of copy drafts."""
+    parser.add_argument(
+        "--copy-drafts",
+        metavar="auto|off|N",
+        type=number_or("auto", "off"),
+        help="Where the text repeats itself, draft what followed there: auto, wherever that is faster than the head's drafts, "
+        f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
+        "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
+    )
+
+
+def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> None:
+    """Add the flag that says how sampled drafts are accepted; ``without_mtp`` is its default then, in a sentence."""
+    parser.add_argument(
+        "--acceptance",
+        choices=get_args(AcceptanceName),
+        help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
+        "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
+        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without."
+        + without_mtp,
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags whose defaults are the model's; ``given_sampling`` returns those of the command line."""
+    for flag, kind, text in (
+        ("temp", float, "temperature; 0 chooses the most likely token"),
+        ("top_p", float, "top-p"),
+        ("top_k", int, "top-k; 0 is all tokens"),
+        ("min_p", float, "min-p"),
+    ):
+        default = getattr(Sampling, SAMPLING[flag])
+        text = f"Sampling {text} (default: that of the model's generation_config.json, or {default})."
+        parser.add_argument(flag_of(flag), type=kind, default=default, action=Given, help=text)
+        parser.set_defaults(**{f"has_{flag}": False})
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the vision tower."""
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="Take images: where the checkpoint has no vision tower, that of its original is fetched once. A checkpoint with a "
+        "tower takes images without this flag, if it drafts.",
+    )
+
+
+def add_prompt_cache_dir(parser: argparse.ArgumentParser, requires_drafts: bool = True) -> None:
+    """Add the flag of a prompt store's folder."""
+    required = " Requires --mtp or --copy-drafts." if requires_drafts else ""
+    parser.add_argument(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="Keep what was read of prompts in this folder, which other commands may share: a text that begins alike is not "
+        f"read again, nor after a restart. It holds the texts themselves.{required}",
+    )
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Add mlx-lm's flag of several machines."""
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="Use pipelining instead of tensor parallelism, with mlx.launch.",
+    )
