@@ -124,7 +124,14 @@ def show_as(page: Page, view: str) -> None:
 
 def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#description")).to_have_text("Demo model: completes Python only")
-    expect(page.locator(".button", has_text="Image")).to_be_hidden()
+    expect(page.locator(".button", has_text="Add image")).to_be_hidden()
+    shot("welcome")
+    page.click("#example")
+    wait(page)
+    expect(page.locator(".answer > .text")).to_contain_text("def __init__(self")
+    expect(page.locator("#welcome")).to_be_hidden()
+    page.click("#new-chat")
+    expect(page.locator("#welcome")).to_be_visible()
     page.click("#show-settings")
     page.fill("#max-tokens", "30")
     page.click("#show-settings")
@@ -372,7 +379,7 @@ def progress(page: Page, shot: Callable[..., None]) -> None:
         } })); }"""
     )
     ask(page, "A long prompt")
-    expect(page.locator(".reading")).to_have_text(" Reading the prompt: 1,024 of 4,000 tokens", use_inner_text=True)
+    expect(page.locator(".reading")).to_have_text(" Processing the prompt: 1,024 of 4,000 tokens", use_inner_text=True)
     assert page.locator("progress").evaluate("(bar) => bar.value / bar.max") == 0.256
     shot("progress")
     page.keyboard.press("Escape")

@@ -102,7 +102,7 @@ async function run(turn, isContinued) {
   view.isRunning = true;
   view.show();
   $("turns").scrollTop = $("turns").scrollHeight;
-  announce("Reading the prompt");
+  announce("Processing the prompt");
   save(own);
   try {
     await receive(complete(body, keyOf(), controller.signal), answer, view);
@@ -169,8 +169,11 @@ function showDescription() {
   $("description").textContent = description;
   $("description").hidden = !description;
   for (const id of ["system", "thinking", "files"]) $(id).closest("label").hidden = !canChat();
-  const action = canChat() ? "Ask something" : "Begin a text that the model continues";
-  $("question").placeholder = `${action}. Enter sends, Shift+Enter starts a new line.`;
+  const action = canChat() ? "Ask a question" : "Begin a text that the model continues";
+  $("question").placeholder = action;
+  $("invitation").textContent = `${action}.`;
+  $("example").textContent = canChat() ? "Write a binary search in Python." : 'class Stack:\n    """A stack of items."""\n';
+  document.body.classList.toggle("continues", !canChat());
 }
 
 function askForKey() {
@@ -197,6 +200,7 @@ function setUp() {
   $("settings").addEventListener("change", saveSettings);
   $("key").addEventListener("change", () => { notify(""); showModels(); });
   $("model").addEventListener("change", showDescription);
+  $("example").addEventListener("click", () => { $("question").value = $("example").textContent; send(); });
   $("stop").addEventListener("click", () => running?.abort());
   $("new-chat").addEventListener("click", () => open(newChat()));
   $("show-settings").addEventListener("click", () => showSettings($("settings").hidden));

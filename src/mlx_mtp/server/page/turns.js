@@ -71,13 +71,13 @@ export class TurnView {
     this.reading.hidden = !this.isRunning || (text.length + thoughts.length > 0 && read === null);
     if (this.reading.hidden) return;
     if (!read?.all) {
-      this.reading.textContent = "Reading the prompt …";
+      this.reading.textContent = "Processing the prompt …";
       return;
     }
-    const words = `Reading the prompt: ${read.read.toLocaleString("en")} of ${read.all.toLocaleString("en")} tokens`;
+    const words = `Processing the prompt: ${read.read.toLocaleString("en")} of ${read.all.toLocaleString("en")} tokens`;
     const bar = add(this.reading, "progress");
     Object.assign(bar, { max: read.all, value: read.read });
-    bar.setAttribute("aria-label", "Reading the prompt");
+    bar.setAttribute("aria-label", "Processing the prompt");
     this.reading.append(` ${words}`);
   }
 
