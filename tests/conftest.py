@@ -11,8 +11,10 @@ from tests.support.hub_stand_in import Hub
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
-settings.register_profile("tests", deadline=None)  # no test asserts a time
-settings.load_profile("tests")
+# No test asserts a time, and what passes once passes again: only the long run looks for new examples.
+settings.register_profile("short", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None)
+settings.load_profile("short")
 
 
 def pytest_addoption(parser):
@@ -25,6 +27,7 @@ def pytest_configure(config):
         os.environ.pop(name, None)
     if config.getoption("--long"):
         profiles.LONG, config.option.markexpr = True, ""
+        settings.load_profile("long")
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )

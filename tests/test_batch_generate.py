@@ -4,14 +4,14 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import random
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
@@ -21,6 +21,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.decoder import Decoder
+from mlx_mtp.server.engine.metrics import Metrics
 from tests.support import distribution
 from tests.support.batches import Faulty, Text, run
 from tests.support.decoding import assert_goes_on, mtp, plain
@@ -41,28 +42,6 @@ PROMPTS = [
 model_of = functools.cache(tiny_model)
 
 
-def cases():
-    """All families, sizes and depths behind -m slow; by default one of each size and family, the others in test_loop.py."""
-    fast = [("qwen3_5", 8, 2), ("qwen3_5_moe", 2, "auto"), ("qwen3_next", 3, 3)]
-    for family, B, k in itertools.product(FAMILIES, (2, 3, 8), (0, 1, 2, 3, 4, "auto")):
-        yield pytest.param(family, B, k, marks=() if (family, B, k) in fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("family", "B", "k"), [*cases()])
-def test_rows_equal_single_runs(family, B, k):
-    """As many rows as there are, each of another rate."""
-    model, coins = model_of(family), random.Random(0)
-    prompts, max_tokens = PROMPTS[:B], [10 + 2 * i for i in range(B)]
-    rates = [coins.random() for _ in prompts]
-    generator, uids = scripted(model, prompts, max_tokens, lambda uid, i: coins.random() < rates[uid], k)
-    texts = run(generator)
-    for uid, prompt, n in zip(uids, prompts, max_tokens):
-        assert texts[uid].tokens == plain(prompt, model, max_tokens=n)
-        assert texts[uid].finish_reason == "length"
-        assert texts[uid].last.all_tokens == prompt + texts[uid].tokens
-        assert_goes_on(model, texts[uid].last.prompt_cache, prompt + texts[uid].tokens)
-
-
 def test_rows_accept_by_themselves():
     """A head that is right for one row and wrong for another speeds up the one."""
     generator, (fast, slow) = scripted(model_of("qwen3_5"), [[1, 2], [3, 4]], [40, 40], lambda uid, i: uid == 0, 3)
@@ -71,76 +50,6 @@ def test_rows_accept_by_themselves():
     # Whether the last drafts of a text count depends on how many tokens are left.
     assert sum(texts[fast].last.counts.accepted) == sum(texts[fast].last.counts.drafted)
     assert sum(texts[slow].last.counts.accepted) == 0
-
-
-requests = st.lists(
-    st.fixed_dictionaries(
-        dict(
-            prompt=st.lists(st.integers(0, 31), min_size=1, max_size=20),
-            max_tokens=st.integers(1, 20),
-            arrival=st.integers(0, 16),  # the step before which it arrives
-            stay=st.none() | st.integers(1, 12),  # steps after which it is removed
-            rate=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-            seed=st.none() | st.integers(0, 2**64 - 1),
-            penalty=st.booleans(),
-            max_drafts=st.sampled_from([0, 1, 8]),
-        )
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=6)
-@given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
-def test_rows_come_and_go(requests, k, coins):
-    come_and_go("qwen3_5", requests, k, coins)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=80)
-@given(requests=requests, k=st.sampled_from([0, 1, 2, 3, 4, "auto"]), coins=st.randoms(use_true_random=False))
-def test_rows_come_and_go_in_all_families(family, requests, k, coins):
-    come_and_go(family, requests, k, coins)
-
-
-def come_and_go(family, requests, k, coins):
-    """Sequences with demands of their own arrive, end and are removed: each text and each cache is that of a single run."""
-    model = model_of(family)
-    generator, _ = scripted(model, [], [], lambda uid, i: coins.random() < rates[uid], k, prefill_step_size=7)
-    rates, texts, removed, of_uid = {}, {}, {}, {}
-    for step in range(200):
-        for r in [r for r in requests if r["arrival"] == step]:
-            processors = make_logits_processors(repetition_penalty=1.3) if r["penalty"] else []
-            sampler = None if r["seed"] is None else make_sampler(1.0, seed=r["seed"])
-            options = dict(max_tokens=r["max_tokens"], logits_processors=processors, sampler=sampler)
-            (uid,) = generator.insert(
-                [r["prompt"]],
-                max_tokens=[r["max_tokens"]],
-                samplers=[sampler],
-                logits_processors=[processors],
-                num_draft_tokens=[r["max_drafts"]],
-            )
-            text = plain(r["prompt"], model, **options)
-            generator.model.texts[uid] = r["prompt"] + text
-            rates[uid], of_uid[uid], texts[uid] = r["rate"], (r, text, step), Text()
-        for uid, (r, _, arrival) in of_uid.items():
-            if r["stay"] is not None and arrival + r["stay"] == step and texts[uid].finish_reason is None:
-                removed |= generator.remove([uid], return_prompt_caches=True)
-                texts[uid].finish_reason = "removed"
-        run(generator, texts, 1)
-    for uid, (r, text, _) in of_uid.items():
-        if uid in removed:
-            cache, tokens = removed[uid]
-            assert tokens == (r["prompt"] + text)[: len(tokens)]
-            assert len(tokens) <= len(r["prompt"]) + len(texts[uid].tokens)
-        else:
-            assert (texts[uid].tokens, texts[uid].finish_reason) == (text, "length")
-            cache, tokens = texts[uid].last.prompt_cache, r["prompt"] + text
-        if tokens:
-            assert_goes_on(model, cache, tokens)
-    assert len(generator.decoder) == 0
 
 
 def test_prompt_cache_in_and_out():
@@ -164,16 +73,6 @@ def test_prompt_cache_in_and_out():
         )
     after = [c.state for c in ours if hasattr(c, "offset")]
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
-
-
-def test_a_running_cache_can_be_looked_at():
-    model = model_of("qwen3_5")
-    generator, (uid, _) = scripted(model, [[1, 2, 3], [4]], [30, 30], lambda uid, i: i % 3 > 0, 3)
-    texts = run(generator, n_steps=6)
-    cache, tokens = generator.extract_cache([uid])[uid]
-    assert tokens == [1, 2, 3, *texts[uid].tokens]
-    assert_goes_on(model, cache, tokens)
-    assert run(generator, texts)[uid].tokens == plain([1, 2, 3], model, max_tokens=30)
 
 
 def test_segments():
@@ -252,6 +151,33 @@ def test_distribution_of_each_row(runs):
     for uid, text in run(generator).items():
         kind[uid].counts[tuple(text.tokens[:2])] += 1
     assert all(case.p_value(runs) > distribution.LEVEL for case in cases)
+
+
+def test_distribution_where_a_second_sequence_arrives():
+    """The second token is drawn where the first sequence is no longer alone. Chi-square at 1e-4, fixed seed."""
+    case = RowCase(temp=1.0)
+    case.counts, model = distribution.Counter(), case.model()
+    mx.random.seed(0)
+    for _ in range(200):
+        generator = BatchGenerator(model, num_draft_tokens=3, max_token_gap=math.inf, min_decode_share=0.0)
+        (uid,) = generator.insert([distribution.PROMPT], max_tokens=[2], samplers=[make_sampler(1.0)])
+        texts = run(generator, n_steps=2)
+        generator.insert([[2]], max_tokens=[1], samplers=[make_sampler(1.0)])
+        case.counts[tuple(run(generator, texts)[uid].tokens)] += 1
+    assert case.p_value(200) > distribution.LEVEL
+
+
+def test_switches_between_one_sequence_and_several_are_counted():
+    metrics = Metrics()
+    generator = BatchGenerator(model_of("qwen3_5"), max_token_gap=math.inf, min_decode_share=0.0)
+    generator.insert([[1, 5, 2]], max_tokens=[40])
+    for step in range(200):
+        if step in (10, 30):
+            generator.insert([[2, 5, 2]], max_tokens=[8])
+        run(generator, {}, 1)
+        metrics.count_switches(len(generator.decoder))
+    counted = [metrics.registry.get_sample_value("mlx_mtp_mode_switches_total", {"to": to}) for to in ("batch", "mtp")]
+    assert counted == [2, 2]
 
 
 def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
@@ -371,6 +297,20 @@ def test_row_that_is_not_drafted_for_is_not_copied():
     )
     texts = run(generator)
     assert [texts[uid].finish_reason for uid in uids] == ["length", "length"]
+
+
+def test_a_stop_among_drafts_that_were_accepted_in_order():
+    """As with a grammar: the processor has seen the drafts behind the token that stops, and the cache has none of them."""
+    model, processors = model_of("qwen3_5"), [Faulty("none", 0, ("rollback",))]
+    want = plain([3, 1, 4], model, max_tokens=20, logits_processors=processors)
+    for n in range(2, 9):
+        stops = [StopSequences([want[n - 2 : n]])]
+        options = dict(logits_processors=[processors], stop_sequences=stops)
+        generator, (uid,) = scripted(model, [[3, 1, 4]], [20], lambda uid, i: True, 4, **options)
+        generator.model.texts[uid] = [3, 1, 4, *want]
+        text = run(generator)[uid]
+        assert (text.finish_reason, text.tokens) == ("stop", want[:n])
+        assert_goes_on(model, text.last.prompt_cache, [3, 1, 4, *text.tokens])
 
 
 # The public function

@@ -7,7 +7,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -20,10 +20,10 @@ from mlx_mtp.decoding.sequence import without_images
 from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
-from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
+from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies
-from tests.support.ways import WAYS, alone_and_beside_others, company_of, every_way, generate
+from tests.support.ways import WAYS, alone_and_beside_others, company_of, generate
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
@@ -118,40 +118,6 @@ def test_learns_how_often_copies_are_right_without_drafting():
 
 
 # The loop
-
-
-@cache
-def truth_of(family) -> list[int]:
-    """With the prompt."""
-    return PROMPT.tolist() + plain(PROMPT, model_of(family), max_tokens=100)
-
-
-@every_way
-@settings(max_examples=4)
-@given(
-    family=st.sampled_from(FAMILIES),
-    copies=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=12),
-    right=st.lists(st.booleans(), min_size=1, max_size=7),
-    n_copies=st.integers(1, MAX_COPY_TOKENS) | st.just("auto"),
-    depth=st.integers(0, 4) | st.sampled_from([8, "auto"]),
-    max_tokens=st.integers(1, 60),
-)
-def test_any_pattern_of_sources(way, family, copies, right, n_copies, depth, max_tokens):
-    """Copies, right or wrong, and the head's drafts, right or wrong, take turns in every way; beside others differently."""
-    model, truth = model_of(family), truth_of(family)
-    options = dict(text=truth, right=lambda i: right[i % len(right)], num_draft_tokens=depth, copy_drafts=n_copies)
-    with pytest.MonkeyPatch.context() as m:
-        script_copies(m, [truth, *company_of(model)], lambda i: copies[i % len(copies)])
-        text = generate(way, PROMPT, model, max_tokens=max_tokens, **options)
-    truth, prompt_cache, counts = truth[: len(PROMPT) + max_tokens], text.last.prompt_cache, text.last.counts
-    assert text.last.all_tokens == truth
-    assert prompt_cache[-1][2].tolist() == truth
-    assert_goes_on(model, prompt_cache, truth)
-    if isinstance(n_copies, int):
-        assert len(counts.copied) <= n_copies
-        if None not in copies and way == "alone":
-            assert counts.drafted == []
-            assert (sum(counts.copied) > 0) == (max_tokens > 2)
 
 
 @pytest.mark.parametrize("stops", STOPS)

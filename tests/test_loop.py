@@ -17,7 +17,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
+from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, assert_goes_on, mtp, plain
@@ -36,27 +36,6 @@ def text_of_plain(family: str, seed: int = 0, max_tokens: int = 100) -> list[int
 
 
 # Identity
-
-
-@every_way
-@settings(max_examples=6)
-@given(
-    family=st.sampled_from(FAMILIES),
-    n_layers=st.sampled_from([2, 4]),
-    seed=st.integers(0, 3),
-    prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
-    is_twice=st.booleans(),
-    depth=st.integers(0, 8) | st.just("auto"),
-    copies=st.integers(1, MAX_COPY_TOKENS) | st.sampled_from([None, "auto"]),
-    prefill=st.integers(1, 50),
-    max_tokens=st.integers(1, 40),
-)
-def test_greedy_tokens_match_mlx_lm(way, family, n_layers, seed, prompt, is_twice, depth, copies, prefill, max_tokens):
-    """A prompt that repeats itself is copied from."""
-    model, prompt = model_of(family, seed, num_hidden_layers=n_layers), prompt * (1 + is_twice)
-    options = dict(max_tokens=max_tokens, prefill_step_size=prefill)
-    text = generate(way, prompt, model, num_draft_tokens=depth, copy_drafts=copies, **options)
-    assert text.tokens == plain(prompt, model, **options)
 
 
 @every_way

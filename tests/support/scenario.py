@@ -4,6 +4,8 @@ A scenario is run in one of several ways (``WAYS``). Whatever the way, each text
 alone, up to where it ends, and its prompt cache holds exactly the tokens of the prompt and the text.
 """
 
+import itertools
+import math
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -13,17 +15,20 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
+import pytest
 from hypothesis import strategies as st
+from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.decoding import clock
 from mlx_mtp.decoding.head_cache import HeadCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 
-from .batches import Fault, Faulty, Text, run
+from .batches import Fault, Faulty, Text
 from .decoding import assert_goes_on, plain
 from .models import tiny_model
-from .scripted import Scripted
+from .scripted import Scripted, script_copies
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 VOCAB, MAX_STEPS = 32, 2000
@@ -56,6 +61,9 @@ class Ask:
         fault (Tuple, optional): The arguments of ``Faulty``, a processor of which one hook raises.
         arrives (int): The step before which it joins; in a batch.
         leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
+        seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
+        stop_at (int, optional): The position behind the two tokens of its text that stop it, wherever they are; in a batch.
+        n_segments (int): Of the prompt; in a batch.
     """
 
     prompt: list[int]
@@ -68,6 +76,18 @@ class Ask:
     fault: tuple[str, int, tuple[str, ...]] | None = None
     arrives: int = 0
     leaves: int | None = None
+    seen: int | None = None
+    stop_at: int | None = None
+    n_segments: int = 1
+
+    @property
+    def segments(self) -> list[list[int]]:
+        n = -(-len(self.prompt) // self.n_segments)
+        return [self.prompt[i : i + n] for i in range(0, len(self.prompt), n)]
+
+    def stop(self, text: list[int]) -> list[int]:
+        """What stops it."""
+        return [] if self.stop_at is None or self.stop_at > len(text) else text[self.stop_at - 2 : self.stop_at]
 
     @property
     def sampler(self) -> Any:
@@ -92,6 +112,8 @@ class Scenario:
         close (str): How a sequence that leaves is closed, one of ``CLOSES``; alone.
         alone (Dict[str, Any]): Options of ``mtp_generate_step`` that several sequences do not have.
         draft_rows (int, optional): The number of tokens in the draft vocabulary.
+        copies (List[Optional[bool]], optional): Whether the copy of token i is right, over and over; ``None`` where none is
+          offered. Default: ``None``, the texts decide.
     """
 
     family: str
@@ -104,6 +126,7 @@ class Scenario:
     close: str
     alone: dict[str, Any]
     draft_rows: int | None
+    copies: list[bool | None] | None
 
     @property
     def model(self) -> Any:
@@ -171,6 +194,9 @@ def _asks() -> st.SearchStrategy[Ask]:
         fault=st.none() | st.builds(lambda hook, n: (hook[0], n, hook[1]), hooks, st.integers(0, 12)),
         arrives=st.integers(0, 20),
         leaves=st.none() | st.none() | st.integers(1, 20),
+        seen=st.none() | st.integers(1, 20),
+        stop_at=st.none() | st.integers(2, 12),
+        n_segments=st.integers(1, 3),
     ).filter(lambda ask: (ask.num_draft_tokens, ask.copy_drafts) != (0, "off"))
 
 
@@ -197,6 +223,7 @@ def scenarios() -> st.SearchStrategy[Scenario]:
         close=st.sampled_from([*CLOSES]),
         alone=ALONE,
         draft_rows=st.sampled_from([None, None, 6, 20]),
+        copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
     )
 
 
@@ -209,17 +236,22 @@ def assert_single_run(way: str, scenario: Scenario) -> None:
     Raises:
         AssertionError: A text, its end or its cache differs.
     """
-    with _drafting(scenario):
-        WAYS[way](scenario)
+    with _drafting(scenario) as truths:
+        WAYS[way](scenario, truths)
 
 
 @contextmanager
 def _drafting(scenario: Scenario) -> Any:
-    model = scenario.model
+    """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
+    model, copies, truths = scenario.model, scenario.copies, []
     if scenario.draft_rows is not None:
         model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            if copies is not None:
+                script_copies(patch, truths, lambda i: copies[i % len(copies)])
+            patch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
+            yield truths
     finally:
         model.drafting.lm_head = None
 
@@ -235,7 +267,7 @@ def _single_run(scenario: Scenario, ask: Ask, **options: Any) -> list[int]:
     )
 
 
-def _run_alone(scenario: Scenario) -> None:
+def _run_alone(scenario: Scenario, truths: list[list[int]]) -> None:
     """One sequence after the other, a token at a time."""
     model = scenario.model
     for ask in scenario.asks:
@@ -243,7 +275,8 @@ def _run_alone(scenario: Scenario) -> None:
         if "kv_bits" in alone:
             kv = dict(kv_bits=alone.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
         want = _single_run(scenario, ask, prefill_step_size=scenario.prefill_step_size, **kv)
-        scripted = Scripted(model, ask.prompt + want + [0] * 20, lambda i, right=ask.right: right[i % len(right)])
+        truths.append(ask.prompt + want + [0] * 40)
+        scripted = Scripted(model, truths[-1], lambda i, right=ask.right: right[i % len(right)])
         prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
         steps = mtp_generate_step(
             mx.array(ask.prompt),
@@ -278,7 +311,7 @@ def _run_alone(scenario: Scenario) -> None:
             assert_goes_on(model, prompt_cache, ask.prompt + tokens)
 
 
-def _run_batch(scenario: Scenario) -> None:
+def _run_batch(scenario: Scenario, truths: list[list[int]]) -> None:
     """All in a batch, which they join and leave while it generates."""
     model, asks, texts, wants, removed = scenario.model, {}, {}, {}, {}
     scripted = Scripted(model, {}, lambda uid, i: asks[uid].right[i % len(asks[uid].right)])
@@ -286,6 +319,8 @@ def _run_batch(scenario: Scenario) -> None:
         scripted,
         completion_batch_size=scenario.completion_batch_size,
         prefill_step_size=scenario.prefill_step_size,
+        max_token_gap=math.inf,  # prompts are read whenever there are some
+        min_decode_share=0.0,
         return_prompt_caches=True,
     )
     scripted.decoder = generator.decoder
@@ -293,15 +328,27 @@ def _run_batch(scenario: Scenario) -> None:
         if step in scenario.refused:
             _insert_refused(generator, scenario.refused[step])
         for ask in (ask for ask in scenario.asks if ask.arrives == step):
-            uid = _insert(generator, ask)
-            wants[uid] = _single_run(scenario, ask)
-            scripted.texts[uid] = ask.prompt + wants[uid]
-            asks[uid], texts[uid] = ask, Text()
+            want = _single_run(scenario, ask)
+            truths.append(ask.prompt + want + [0] * 40)
+            uid = _insert(generator, ask, want)
+            scripted.texts[uid] = ask.prompt + want
+            asks[uid], wants[uid], texts[uid] = ask, want, Text()
         for uid, ask in asks.items():
             if ask.leaves is not None and len(texts[uid].tokens) >= ask.leaves and not texts[uid].finish_reason:
                 removed |= generator.remove([uid], return_prompt_caches=True)
                 texts[uid].finish_reason = "removed"
-        run(generator, texts, 1)
+            if len(texts[uid].tokens) == ask.seen and not texts[uid].finish_reason:
+                prompt_cache, tokens = generator.extract_cache([uid])[uid]
+                assert tokens == ask.prompt + texts[uid].tokens
+                assert_goes_on(model, prompt_cache, tokens)
+        read, generated = generator.next()
+        for p in read:
+            if p.end_of_segment and not p.end_of_prompt:
+                prompt_cache, tokens = generator.extract_cache([p.uid])[p.uid]
+                assert tokens == asks[p.uid].prompt[: p.progress[0]]
+                assert_goes_on(model, prompt_cache, tokens)
+        for r in generated:
+            texts[r.uid].add(r)
         if len(generator) == 0 and step > 20:
             break
     assert len(generator) == len(generator.decoder) == 0, "it never ends"
@@ -310,12 +357,13 @@ def _run_batch(scenario: Scenario) -> None:
         _check_text(model, ask, wants[uid], texts[uid], removed.get(uid))
 
 
-def _insert(generator: BatchGenerator, ask: Ask) -> int:
-    (uid,) = generator.insert(
-        [ask.prompt],
+def _insert(generator: BatchGenerator, ask: Ask, want: list[int]) -> int:
+    (uid,) = generator.insert_segments(
+        [ask.segments],
         max_tokens=[ask.max_tokens],
         samplers=[ask.sampler],
         logits_processors=[ask.processors(fails=True)],
+        stop_sequences=[StopSequences([ask.stop(want)])],
         **{name: [value] for name, value in ask.drafts.items()},
     )
     return uid
@@ -345,7 +393,9 @@ def _check_text(model: Any, ask: Ask, want: list[int], text: Text, removed: Any)
             assert isinstance(last.error, Fault), last.error
             assert str(last.error) == ask.fault[0], "the error of another sequence"
         else:
-            assert (text.finish_reason, n, last.error) == ("length", ask.max_tokens, None)
+            stop = ask.stop(want)
+            n_want = next((i for i in range(2, n + 1) if want[i - 2 : i] == stop), ask.max_tokens)
+            assert (text.finish_reason, n, last.error) == ("stop" if stop else "length", n_want, None)
     if last is not None:
         _check_counts(ask, last.counts)
     if tokens:
@@ -358,4 +408,4 @@ def _check_counts(ask: Ask, counts: DraftCounts) -> None:
     assert copies is None or len(counts.copied) <= {"auto": 16, "off": 0}.get(copies, copies)
 
 
-WAYS: dict[str, Callable[[Scenario], None]] = {"alone": _run_alone, "batch": _run_batch}
+WAYS: dict[str, Callable[[Scenario, list[list[int]]], None]] = {"alone": _run_alone, "batch": _run_batch}

@@ -203,7 +203,8 @@ class Decoder:
         window = self.window
         if step is None or window is not step.window:
             return
-        if len(self) > 1:
+        # Behind a token that stops a sequence, drafts may have been accepted one after the other (``choose_in_order``).
+        if len(self) > 1 or self.sequences[0].end == "stop":
             window.kept = [step.n_decided(b) for b in range(len(self))]
             return
         for i in range(window.kept[0] - 1, step.n_decided(0) - 1):
