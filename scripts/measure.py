@@ -243,7 +243,7 @@ def show(section: Section) -> str:
 INTRODUCTION = """# Measurements
 
 What the pages quote, each with its command and machine. `scripts/measure.py` runs the commands, keeps their output in
-[measurements/](measurements) and writes this page. Figures of one small model on a CPU say nothing about your model on an
+`docs/develop/measurements/` and writes this page. Figures of one small model on a CPU say nothing about your model on an
 Apple GPU: [measure that](../speed.md), and [add it](../results.md).
 
 Runs alternate in one process, so that a machine that slows down slows all of them. A ratio is taken in each round; the
