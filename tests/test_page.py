@@ -10,11 +10,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp.server.__main__ import make_engine
-from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.frontend import Frontend
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.page_files import FOLDER
+from mlx_mtp.server.http.app import make_app
+from mlx_mtp.server.http.page_files import FOLDER
 
 PROMPT = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())

@@ -25,8 +25,8 @@ from openai import AuthenticationError, OpenAI
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server import __main__ as command
-from mlx_mtp.server import app
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.http import app
 from tests.support import decoding
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED

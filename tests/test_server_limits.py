@@ -11,15 +11,15 @@ import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from mlx_mtp.server import app as app_module
-from mlx_mtp.server import bodies, http
 from mlx_mtp.server.api import body as limits
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES, parse_json
-from mlx_mtp.server.app import APIS, make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.http import Seldom
+from mlx_mtp.server.http import app as app_module
+from mlx_mtp.server.http import bodies, connections
+from mlx_mtp.server.http.app import APIS, make_app
+from mlx_mtp.server.http.connections import Seldom
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
@@ -148,7 +148,7 @@ def test_bodies_that_arrive_together_are_bounded(monkeypatch):
 
 def test_a_body_that_never_ends_is_answered(server, monkeypatch):
     monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.05)
-    monkeypatch.setattr(http, "IDLE", 0.05)
+    monkeypatch.setattr(connections, "IDLE", 0.05)
     answer = server.talk(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", is_complete=True
     )
@@ -161,7 +161,7 @@ def test_a_body_that_never_ends_is_answered(server, monkeypatch):
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"GET / HT"])
 def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch, sent):
     """uvicorn alone waits for it for ever."""
-    monkeypatch.setattr(http, "IDLE", 0.05)
+    monkeypatch.setattr(connections, "IDLE", 0.05)
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s:
         s.sendall(sent)
         answer = b""
@@ -171,7 +171,7 @@ def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch, sent)
 
 
 def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch):
-    monkeypatch.setattr(http, "IDLE", 0.3)
+    monkeypatch.setattr(connections, "IDLE", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as s:
         for byte in b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100_000:
             try:
@@ -188,7 +188,7 @@ def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", PART])
 def test_connections_that_send_no_request_keep_nobody_out(tmp_path, monkeypatch, sent):
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 100)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 100)
     with serve_here(tmp_path / "log", "--model", TRAINED) as s, ExitStack() as stack:
         address = "127.0.0.1", s.port
         clients = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(60)]
@@ -210,11 +210,11 @@ class Clients:
     """
 
     def __init__(self):
-        self.closed, self.n_asked, self.state = [], 0, http.State()
+        self.closed, self.n_asked, self.state = [], 0, connections.State()
         self.config = SimpleNamespace(limit_concurrency=5, backlog=2)
 
     def connect(self, number, cycle):
-        c = object.__new__(http.Connection)
+        c = object.__new__(connections.Connection)
         transport = SimpleNamespace(is_closing=self._is_closing, abort=lambda: self._abort(number, c))
         loop = SimpleNamespace(call_later=lambda *_: None)
         vars(c).update(cycle=cycle, transport=transport, connections=self.state.connections, server_state=self.state)
@@ -267,7 +267,9 @@ def test_running_out_of_files_is_one_line(caplog):
     try:
         loop = SimpleNamespace(default_exception_handler=None)
         for _ in range(100):
-            http._log_exception(loop, {"message": "socket.accept()", "exception": OSError(24, "Too many open files")})
+            connections._log_exception(
+                loop, {"message": "socket.accept()", "exception": OSError(24, "Too many open files")}
+            )
     finally:
         log.removeFilter(seldom)
     assert [r.getMessage() for r in caplog.records] == ["A connection cannot be accepted: Too many open files."]
@@ -280,7 +282,7 @@ def test_an_error_of_our_own_is_logged_each_time():
     assert seldom.filter(record)
     record.exc_info = None
     assert not seldom.filter(record)
-    record.created += http.LOG_INTERVAL
+    record.created += connections.LOG_INTERVAL
     assert seldom.filter(record)
 
 

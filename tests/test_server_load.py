@@ -18,7 +18,6 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches import memory
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.server.__main__ import make_engine
-from mlx_mtp.server.app import make_app
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import admission as admission_of
 from mlx_mtp.server.engine import frontend
@@ -30,6 +29,7 @@ from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.engine import Engine
 from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.http.app import make_app
 from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
 from tests.support.models import tiny_model
 from tests.support.prompt_store import TEXT, read

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from mlx_mtp.server.__main__ import make_engine, make_server
 from mlx_mtp.server.arguments import check, check_model, make_parser
-from mlx_mtp.server.http import listen
+from mlx_mtp.server.http.connections import listen
 
 from .launch import connected, free_ports
 

@@ -18,7 +18,6 @@ from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
-from .app import make_app
 from .arguments import check, check_model, make_parser
 from .client_settings import CLIENTS, connection_to
 from .engine.admission import Admission
@@ -29,7 +28,8 @@ from .engine.frontend import Frontend
 from .engine.metrics import Metrics
 from .engine.provider import ModelProvider
 from .engine.ranks import SharedClients
-from .http import Server, listen
+from .http.app import make_app
+from .http.connections import Server, listen
 from .options import Options
 from .request import ApiError
 

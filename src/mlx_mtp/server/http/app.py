@@ -1,11 +1,10 @@
-"""The HTTP side: routes, checks of the client, streams."""
+"""The HTTP application: its routes, the API key, errors."""
 
-import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,29 +19,29 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .._version import __version__
-from ..checkpoint.load import DEMO
-from .api import chat_completions, completions, messages, responses
-from .api.body import Body, Json, parse_json
-from .api.writer import Usage, Writer
+from ..._version import __version__
+from ...checkpoint.load import DEMO
+from ..api import chat_completions, completions, messages, responses
+from ..api.body import Body, Json, parse_json
+from ..api.writer import Writer
+from ..choices import choices_of
+from ..engine.frontend import Frontend
+from ..request import ApiError, Request
 from .bodies import Bodies
 from .browsers import ANY, Browsers
-from .choices import choices_of, generate
-from .engine.delta import Delta
-from .engine.frontend import Frontend
 from .page_files import PageFiles, page_response
-from .request import ApiError, Request, Waiting
+from .response import GeneratedResponse, watched
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
 
 
 class API(NamedTuple):
-    """What answers the requests to a path.
+    """The API of a path.
 
     Args:
         module (ModuleType): Has ``read_request`` and ``error_content``.
-        body (type): The request's body.
-        writer (type): Makes the answer.
+        body (type): The model of a request's body.
+        writer (type): Writes the answer.
         needs (str): The field that a body must have.
     """
 
@@ -71,17 +70,17 @@ def make_app(
     """The application that answers HTTP requests.
 
     Args:
-        frontend (Frontend): What generates.
-        api_key (str, optional): What clients must know.
-        origins (Sequence[str], optional): Of web pages that may use the server, as ``--allowed-origins`` has them.
-        hosts (Sequence[str]): Names of the server, as ``--allowed-hosts`` has them. Default: any.
+        frontend (Frontend): Generates.
+        api_key (str, optional): The key that requests must have.
+        origins (Sequence[str], optional): The value of ``--allowed-origins``.
+        hosts (Sequence[str]): The server's names, as in ``--allowed-hosts``. Default: any.
     """
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # those load scripts from a CDN
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
-        _add(app, path, "POST", endpoints.generate(api), api.body)
-    _add(app, COUNT_TOKENS, "POST", endpoints.count_tokens, messages.MessagesBody)
-    _add(app, COUNT_INPUT_TOKENS, "POST", endpoints.count_input_tokens, responses.ResponsesBody)
+        _add_post(app, path, endpoints.generate(api), api)
+    _add_post(app, COUNT_TOKENS, endpoints.count_tokens, MESSAGES)
+    _add_post(app, COUNT_INPUT_TOKENS, endpoints.count_input_tokens, RESPONSES)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -104,23 +103,22 @@ def make_app(
     return app
 
 
-def _add(app: FastAPI, path: str, method: str, endpoint: Callable[..., Awaitable[Response]], body: type[Body]) -> None:
-    """A route whose body the endpoint reads itself: the limits on it come before its JSON."""
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    content = {"application/json": {"schema": schema}}
+def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]], api: API) -> None:
+    """A route whose body the endpoint reads itself: its size is limited before its JSON is parsed."""
+    schema = api.body.model_json_schema(ref_template="#/components/schemas/{model}")
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     name = path.strip("/").replace("/", "_")
-    extra = {"requestBody": {"required": True, "content": content}}
     app.add_api_route(
-        path, endpoint, methods=[method], response_model=None, openapi_extra=extra, operation_id=name, name=name
+        path, endpoint, methods=["POST"], response_model=None, openapi_extra=described, operation_id=name, name=name
     )
 
 
 class Endpoints:
-    """What answers the requests."""
+    """The functions behind the routes."""
 
     def __init__(self, frontend: Frontend, api_key: str | None):
         self.frontend, self.api_key = frontend, api_key
-        self.waiting: set[int] = set()  # the numbers of requests that have no first token
+        self.waiting: set[int] = set()  # the numbers of requests without a first token
         self.bodies = Bodies()
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
@@ -131,20 +129,22 @@ class Endpoints:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
             choices = choices_of(request)
-            return Answer(self.frontend, choices, api.writer(body), body.stream, api.module.error_content, self.waiting)
+            return GeneratedResponse(
+                self.frontend, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
+            )
 
         return endpoint
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
-        _, request = await self._read(http, MESSAGES)
-        async with watched([request], http.receive):
-            return JSONResponse({"input_tokens": await self.frontend.count_tokens(request)})
+        return JSONResponse({"input_tokens": await self._count(http, MESSAGES)})
 
     async def count_input_tokens(self, http: HTTPRequest) -> Response:
-        _, request = await self._read(http, RESPONSES)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": await self._count(http, RESPONSES)})
+
+    async def _count(self, http: HTTPRequest, api: API) -> int:
+        _, request = await self._read(http, api)
         async with watched([request], http.receive):
-            n = await self.frontend.count_tokens(request)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
+            return await self.frontend.count_tokens(request)
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
@@ -161,7 +161,7 @@ class Endpoints:
         return body, request
 
     async def root(self) -> Response:
-        """The page to chat, or where there is none, what this is."""
+        """The chat page, or with ``--no-ui`` the name and version."""
         if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
         return page_response()
@@ -216,112 +216,6 @@ class Endpoints:
             raise ApiError(
                 401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
             )
-
-
-@asynccontextmanager
-async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterator[None]:
-    """Note in the requests of a client when it hangs up; behind it nobody wants more, whatever has ended it."""
-
-    def leave() -> None:
-        for request in requests:
-            request.is_gone = True
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        leave()
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        leave()
-        task.cancel()
-
-
-class Answer(Response):
-    """What a request's steps become, as a stream or whole. The request ends where its client hangs up.
-
-    Args:
-        frontend (Frontend): What generates.
-        choices (List[Request]): The answers that it asks for, as ``choices_of`` has them.
-        writer (Writer): The API's.
-        is_stream (bool): Whether the client wants a stream.
-        error_content (Callable): Makes the API's form of an error.
-        waiting (Set[int]): Has the number of the first one's request until its first token.
-    """
-
-    def __init__(
-        self,
-        frontend: Frontend,
-        choices: list[Request],
-        writer: Writer,
-        is_stream: bool,
-        error_content: Callable[[ApiError], Json],
-        waiting: set[int],
-    ):
-        super().__init__()
-        self.waiting = waiting
-        self.frontend, self.choices = frontend, choices
-        self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with watched(self.choices, receive):
-                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
-        except OSError:
-            logging.info("The client has hung up.")
-        finally:
-            self.waiting.discard(self.choices[0].number)
-
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for _ in self._pieces():
-            pass
-        await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
-
-    async def _stream(self, send: Send) -> None:
-        has_begun = False
-        try:
-            async for piece in self._pieces():
-                if not has_begun:
-                    await _begin_stream(send)
-                    has_begun = True
-                if piece:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            last = self.writer.end(self._usage())
-        except ApiError as e:
-            if not has_begun:
-                raise
-            last = self.writer.failed(e)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        """What each step adds to a stream."""
-        has_begun = False
-        async for i, item in generate(self.frontend, self.choices):
-            if isinstance(item, Waiting):
-                yield self.writer.waiting(item.n_read, item.n_prompt)
-            elif isinstance(item, Delta):
-                self.waiting.discard(self.choices[0].number)
-                yield self.writer.add(item, i)
-            elif not has_begun:
-                has_begun = True
-                yield self.writer.begin(self._usage())
-
-    def _usage(self) -> Usage:
-        read = self.choices[:: self.choices[0].n]  # the first one to each prompt
-        return Usage(
-            n_prompt=sum(request.n_prompt for request in read),
-            n_cached=sum(request.n_cached for request in read),
-            n_generated=sum(request.n_tokens for request in self.choices),
-            n_accepted=sum(request.n_accepted for request in self.choices),
-            drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
-        )
-
-
-async def _begin_stream(send: Send) -> None:
-    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 class Counting:

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from ..cli.errors import INTERRUPTED
-from .engine.engine import Engine
-from .engine.frontend import in_thread
+from ...cli.errors import INTERRUPTED
+from ..engine.engine import Engine
+from ..engine.frontend import in_thread
 
 LAST_ANSWERS = 5  # seconds to send them when the server ends
 IDLE = 75  # seconds in which the head of a request must arrive

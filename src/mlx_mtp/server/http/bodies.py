@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from .api.body import MAX_BODY
-from .engine.frontend import in_thread
-from .request import ApiError
+from ..api.body import MAX_BODY
+from ..engine.frontend import in_thread
+from ..request import ApiError
 
 T = TypeVar("T")
 MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time

@@ -1,0 +1,1 @@
+"""HTTP: routes, answers, connections, limits."""

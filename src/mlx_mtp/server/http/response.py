@@ -1,0 +1,120 @@
+"""The HTTP response of a request that is generated: a stream, or the whole answer. It ends where the client hangs up."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ..api.writer import Json, Usage, Writer
+from ..choices import generate
+from ..engine.delta import Delta
+from ..engine.frontend import Frontend
+from ..request import ApiError, Request, Waiting
+
+
+@asynccontextmanager
+async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterator[None]:
+    """Mark requests as gone when their client hangs up, and when the context ends."""
+
+    def leave() -> None:
+        for request in requests:
+            request.is_gone = True
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        leave()
+        task.cancel()
+
+
+class GeneratedResponse(Response):
+    """
+    Args:
+        frontend (Frontend): Generates.
+        choices (List[Request]): The answers to generate, of ``choices_of``.
+        writer (Writer): The API's.
+        is_stream (bool): Whether the client wants a stream.
+        error_content (Callable): Writes an error for the API.
+        waiting (Set[int]): Has the first request's number until its first token.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        choices: list[Request],
+        writer: Writer,
+        is_stream: bool,
+        error_content: Callable[[ApiError], Json],
+        waiting: set[int],
+    ):
+        super().__init__()
+        self.waiting = waiting
+        self.frontend, self.choices = frontend, choices
+        self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with watched(self.choices, receive):
+                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+        except OSError:
+            logging.info("The client has hung up.")
+        finally:
+            self.waiting.discard(self.choices[0].number)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for _ in self._pieces():
+            pass
+        await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        has_begun = False
+        try:
+            async for piece in self._pieces():
+                if not has_begun:
+                    await _begin_stream(send)
+                    has_begun = True
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            last = self.writer.end(self._usage())
+        except ApiError as e:
+            if not has_begun:
+                raise
+            last = self.writer.failed(e)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """The parts of a stream."""
+        has_begun = False
+        async for i, item in generate(self.frontend, self.choices):
+            if isinstance(item, Waiting):
+                yield self.writer.waiting(item.n_read, item.n_prompt)
+            elif isinstance(item, Delta):
+                self.waiting.discard(self.choices[0].number)
+                yield self.writer.add(item, i)
+            elif not has_begun:
+                has_begun = True
+                yield self.writer.begin(self._usage())
+
+    def _usage(self) -> Usage:
+        read = self.choices[:: self.choices[0].n]  # the first one to each prompt
+        return Usage(
+            n_prompt=sum(request.n_prompt for request in read),
+            n_cached=sum(request.n_cached for request in read),
+            n_generated=sum(request.n_tokens for request in self.choices),
+            n_accepted=sum(request.n_accepted for request in self.choices),
+            drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
+        )
+
+
+async def _begin_stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
