@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.answers import structured_output as form
+from mlx_mtp.server.answers import structured_output
 from mlx_mtp.server.answers.call_grammar import CallGrammar
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
-from mlx_mtp.server.request import ApiError, Form, Request
+from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
@@ -144,11 +144,11 @@ def test_each_api_reads_its_own():
         responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS),
         messages.read_request({"messages": ASK, "output_format": flat}, FLAGS),
     ]
-    assert [request.form.grammar for _, request, _ in read] == [{"json_schema": PERSON}] * 4
+    assert [request.structured_output.grammar for _, request, _ in read] == [{"json_schema": PERSON}] * 4
     _, request, _ = chat_completions.read_request({"messages": ASK, "response_format": {"type": "json_object"}}, FLAGS)
-    assert request.form == Form("response_format", {"json_schema": {"type": "object"}})
+    assert request.structured_output == StructuredOutput("response_format", {"json_schema": {"type": "object"}})
     for body in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {}):
-        assert chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1].form is None
+        assert chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1].structured_output is None
 
 
 @pytest.mark.parametrize(
@@ -300,11 +300,14 @@ def test_a_grammar_that_is_given_up_fails_its_own_request_alone(tmp_path, monkey
 
 
 def test_other_ranks_are_not_sent_the_grammar(tagged):
-    request = Request("chat", "", ASK, None, None, form=Form("guided_regex", {"regex": "a"}))
-    first, second = form.make_form(tagged[1], request, False), form.make_form(tagged[1], request, False)
+    request = Request("chat", "", ASK, None, None, structured_output=StructuredOutput("guided_regex", {"regex": "a"}))
+    first, second = (
+        structured_output.make_output_grammar(tagged[1], request, False),
+        structured_output.make_output_grammar(tagged[1], request, False),
+    )
     assert first[0].matcher is not second[0].matcher
     sent = pickle.loads(pickle.dumps(request))
-    assert (sent.form, sent.grammar) == (request.form, None)
+    assert (sent.structured_output, sent.grammar) == (request.structured_output, None)
 
 
 # The grammar of calls
@@ -324,7 +327,7 @@ def tokenizer(tagged):
 
 def allows(tokenizer, text: str) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = CallGrammar(tokenizer, Form("tool_choice", calls=TOOLS)).lark
+    lark = CallGrammar(tokenizer, StructuredOutput("tool_choice", calls=TOOLS)).lark
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
 
@@ -371,10 +374,10 @@ def test_calls_as_qwen3_next_writes_them(monkeypatch, tokenizer, name, arguments
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
-    request = SimpleNamespace(form=Form("tool_choice", calls=TOOLS), grammar=None)
+    request = SimpleNamespace(structured_output=StructuredOutput("tool_choice", calls=TOOLS), grammar=None)
     other = SimpleNamespace(tool_parser=lambda text, tools: None)
     with pytest.raises(ApiError, match="tool_choice: no grammar describes the calls of this model"):
-        form.make_form(other, request, False)
+        structured_output.make_output_grammar(other, request, False)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +400,7 @@ def test_values_follow_their_schemas(tokenizer, schema, texts, others):
         "required": ["x"],
         "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
     }
-    tools = Form("tool_choice", calls=[{"name": "f", "parameters": parameters}])
+    tools = StructuredOutput("tool_choice", calls=[{"name": "f", "parameters": parameters}])
     lark = CallGrammar(tokenizer, tools).lark
     for text in (*texts, *others):
         tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
@@ -418,8 +421,8 @@ def functions(tools: list[dict]) -> list[dict]:
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
-    request = SimpleNamespace(form=form.form_of_strict(functions(STRICT)), grammar=None)
-    (grammar,) = form.make_form(tokenizer, request, in_reasoning)
+    request = SimpleNamespace(structured_output=structured_output.from_strict_tools(functions(STRICT)), grammar=None)
+    (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar
 
 
@@ -506,9 +509,11 @@ def test_each_api_reads_strict_tools():
         messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS),
     ]
     for _, request, _ in read:
-        assert not request.form.is_required
-        assert [(f["name"], f["parameters"], f["strict"]) for f in request.form.calls] == [("pick", PICK, True)]
+        assert not request.structured_output.is_required
+        assert [(f["name"], f["parameters"], f["strict"]) for f in request.structured_output.calls] == [
+            ("pick", PICK, True)
+        ]
     body = {"messages": ASK, "tools": functions([{**flat, "parameters": PICK}])}
     for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        assert chat_completions.read_request({**body, **others}, FLAGS)[1].form.is_required
-    assert chat_completions.read_request({**body, "tool_choice": "none"}, FLAGS)[1].form is None
+        assert chat_completions.read_request({**body, **others}, FLAGS)[1].structured_output.is_required
+    assert chat_completions.read_request({**body, "tool_choice": "none"}, FLAGS)[1].structured_output is None

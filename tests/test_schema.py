@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.answers.structured_output import make_form
+from mlx_mtp.server.answers.structured_output import make_output_grammar
 from mlx_mtp.server.api import chat_completions
-from mlx_mtp.server.request import ApiError, Form
+from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.text.schema import Schema, document
 from mlx_mtp.text.tool_calls import CallArguments, ToolCallParser
 from tests.support.tool_texts import THINKING, make_model, render
@@ -29,8 +29,8 @@ def tokenizer(tmp_path_factory):
 
 def grammar_of(tokenizer, parameters, strict=False):
     tool = {"name": "f", "parameters": parameters, "strict": strict}
-    request = SimpleNamespace(form=Form("tool_choice", calls=[tool]), grammar=None)
-    (grammar,) = make_form(tokenizer, request, in_reasoning=False)
+    request = SimpleNamespace(structured_output=StructuredOutput("tool_choice", calls=[tool]), grammar=None)
+    (grammar,) = make_output_grammar(tokenizer, request, in_reasoning=False)
     return grammar
 
 

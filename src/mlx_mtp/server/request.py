@@ -69,15 +69,15 @@ class Prompt:
 
 
 @dataclass
-class Form:
-    """What an answer must look like.
+class StructuredOutput:
+    """The structured output that a request asks for: a grammar, or calls.
 
     Args:
         param (str): The field of the request that asks for it.
-        grammar (Dict[str, Any]): An argument of ``make_grammar``, if it has one.
-        calls (List[Dict[str, Any]]): The answer is a call of one of these functions, or several, if there are any.
-        is_required (bool): Whether it is nothing but calls. Else it is free up to the first one, and only the arguments of
-          functions that are ``strict`` follow their schemas. Default: ``True``.
+        grammar (Dict[str, Any]): An argument of ``make_grammar``.
+        calls (List[Dict[str, Any]]): The functions that the answer calls.
+        is_required (bool): Whether the answer is calls alone. Otherwise it is free up to the first call, and the arguments of
+          ``strict`` functions alone follow their schemas. Default: ``True``.
     """
 
     param: str
@@ -129,8 +129,8 @@ class Request:
         more_prompts (List[Any]): Texts, or the tokens of each.
         copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
         thinking (Thinking): How long to think.
-        form (Form, optional): What the answer must look like.
-        grammar (Grammar, optional): The form's, once it is compiled: each text takes a copy.
+        structured_output (StructuredOutput, optional): The structured output that it asks for.
+        grammar (Grammar, optional): The compiled grammar of that: each text takes a copy.
         images (List[str]): URLs, in the order of their placeholders; empty once they are read.
         goes_on (bool): Whether the answer continues a text in the middle of a line.
         one_call (bool): Whether the answer ends with its first call.
@@ -161,7 +161,7 @@ class Request:
     more_prompts: list[Any] = field(default_factory=list)
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
-    form: Form | None = None
+    structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None
     images: list[str] = field(default_factory=list)
     goes_on: bool = False

@@ -17,7 +17,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ...text.schema import ANY, STRING, Leaf, Node, Schema, document, may_match, types_of
 from ...text.tool_arguments import to_json
 from ...text.tool_calls import END, START
-from ..request import Form
+from ..request import StructuredOutput
 
 Json = dict[str, Any]
 END_OF_PARAMETER = "\n</parameter>\n"
@@ -88,17 +88,17 @@ class Rules:
 
 
 class CallGrammar:
-    """One call of a form's tools after the other.
+    """The grammar of one or more calls of a request's tools.
 
     Args:
         tokenizer (TokenizerWrapper): Of the model.
-        form (Form): The tools, and whether the answer is nothing but calls.
+        output (StructuredOutput): The tools, and whether the answer is nothing but calls.
 
     Raises:
         ValueError: The model writes its calls in another way, a schema is malformed, or a strict one cannot be enforced.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, form: Form):
+    def __init__(self, tokenizer: TokenizerWrapper, output: StructuredOutput):
         write = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}.get(
             tokenizer.tool_parser
         )
@@ -108,14 +108,14 @@ class CallGrammar:
         self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
         self._texts = {"value"}  # those of them that take a text that is not listed
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
-        names = [f"call_{i}" for i in range(len(form.calls))]
-        self.rules.add("start", r"/\n{0,2}/ calls" if form.is_required else "calls")
+        names = [f"call_{i}" for i in range(len(output.calls))]
+        self.rules.add("start", r"/\n{0,2}/ calls" if output.is_required else "calls")
         self.rules.add("calls", r"call (/\n{0,2}/ call)* /\n?/")
         self.rules.add("call", " | ".join(names))
         self.rules.add("value", _free_value(tokenizer))
-        for name, tool in zip(names, form.calls):
+        for name, tool in zip(names, output.calls):
             self.rules.is_strict = is_strict = tool.get("strict") is True
-            is_exact = form.is_required or is_strict
+            is_exact = output.is_required or is_strict
             schema = _read(tool, is_strict) if is_exact else None
             self.rules.add(name, f"{begin} {write(tool['name'], schema)} {end}")
 

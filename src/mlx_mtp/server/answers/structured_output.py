@@ -1,4 +1,4 @@
-"""The form that a request asks of its answer: ``response_format``, a ``tool_choice`` that requires a call, strict tools."""
+"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, strict tools."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...text.grammar import Grammar, GrammarError, make_grammar
 from ...text.schema import Schema, document
-from ..request import ApiError, Form, Request
+from ..request import ApiError, Request, StructuredOutput
 from .answer import start_of_calls, think_marks
 from .call_grammar import CallGrammar
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read, and that are left free one after another
 
 
-def form_of(value: Any, param: str) -> Form | None:
+def from_response_format(value: Any, param: str) -> StructuredOutput | None:
     """
     Args:
         value (Any): OpenAI's ``response_format``, or ``text.format`` of Responses.
@@ -28,34 +28,34 @@ def form_of(value: Any, param: str) -> Form | None:
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        schema = value.get("schema", {"type": "object"})  # llama.cpp's form has one
+        schema = value.get("schema", {"type": "object"})  # llama.cpp's has one
         if not isinstance(schema, dict):
             raise ApiError(400, f"{param}.schema must be a JSON schema.", param=param)
-        return Form(param, {"json_schema": schema})
+        return StructuredOutput(param, {"json_schema": schema})
     inner = value.get("json_schema", value) if kind == "json_schema" else None
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
         raise ApiError(400, f"{param} must be text, json_object or json_schema with a schema.", param=param)
-    return Form(param, {"json_schema": schema})
+    return StructuredOutput(param, {"json_schema": schema})
 
 
-def the_only(*asked: Form | None) -> Form | None:
+def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
     """
     Raises:
-        ApiError: More than one form is asked for.
+        ApiError: More than one structured output is asked for.
     """
-    forms = [form for form in asked if form is not None]
-    if len(forms) > 1:
-        first, second, *_ = (form.param for form in forms)
+    outputs = [output for output in asked if output is not None]
+    if len(outputs) > 1:
+        first, second, *_ = (output.param for output in outputs)
         raise ApiError(400, f"{second} does not go with {first}: send one of them.", param=second)
-    return forms[0] if forms else None
+    return outputs[0] if outputs else None
 
 
-def form_of_choice(choice: Any, tools: list[Json]) -> Form | None:
+def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
     """
     Args:
         choice (Any): A ``tool_choice`` of any API: ``auto``, ``none``, or ``required`` (``any``), or the name of a tool.
-        tools (List[Dict[str, Any]]): In OpenAI's form.
+        tools (List[Dict[str, Any]]): In OpenAI's format.
 
     Raises:
         ApiError: It is none of these, or there is no such tool.
@@ -64,78 +64,78 @@ def form_of_choice(choice: Any, tools: list[Json]) -> Form | None:
     if kind in ("auto", "none"):
         return None
     if kind in ("required", "any"):
-        return _form_of_calls(None, tools)
+        return _calls_of(None, tools)
     name = None
     if kind in ("function", "tool", "custom"):
         inner = choice.get("function", choice)
         name = inner.get("name") if isinstance(inner, dict) else None
     if not isinstance(name, str):
         raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
-    return _form_of_calls(name, tools)
+    return _calls_of(name, tools)
 
 
-def form_of_strict(tools: list[Json]) -> Form | None:
-    """What holds under ``tool_choice: auto`` where a tool is ``strict``: the answer is free up to its first call.
+def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
+    """The structured output of ``tool_choice: auto`` with a ``strict`` tool: the answer is free up to its first call.
 
     Args:
-        tools (List[Dict[str, Any]]): In OpenAI's form.
+        tools (List[Dict[str, Any]]): In OpenAI's format.
     """
     functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
     is_strict = any(f.get("strict") is True for f in functions)
-    return Form("strict", calls=functions, is_required=False) if is_strict else None
+    return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None
 
 
-def _form_of_calls(name: str | None, tools: list[Json]) -> Form:
+def _calls_of(name: str | None, tools: list[Json]) -> StructuredOutput:
     """Calls of the tool of this name; ``None`` means any."""
     functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
     calls = functions if name is None else [f for f in functions if f["name"] == name]
     if not calls:
         missing = "the request has no tools" if name is None else f"there is no tool {name[:50]!r}"
         raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
-    return Form("tool_choice", calls=calls)
+    return StructuredOutput("tool_choice", calls=calls)
 
 
-def make_form(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
-    """The logits processor of a request's form, if it has one; it begins behind the reasoning, or with the first call.
+def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
+    """The logits processor of a request's structured output, if any; it begins behind the reasoning, or with the first call.
 
-    Compiling it may take seconds, so the first call belongs where the prompt is tokenized, and not in the generation thread.
-    It is kept with the request, and later calls give copies.
+    Compiling may take seconds, so the first call is made in the thread that tokenizes the prompt. The grammar is kept with the
+    request, and each call returns a copy.
 
     Raises:
         ApiError: The grammar cannot be read, or the model's calls cannot be forced.
     """
-    form = request.form
-    if form is None:
+    output = request.structured_output
+    if output is None:
         return []
     if request.grammar is None:
         try:
-            request.grammar = _compile(tokenizer, form, in_reasoning)
+            request.grammar = _compile(tokenizer, output, in_reasoning)
         except (ValueError, RecursionError) as e:
             reason = "it is too deep" if isinstance(e, RecursionError) else str(e)
-            raise ApiError(400, f"{form.param}: {reason}", param=form.param) from e
+            raise ApiError(400, f"{output.param}: {reason}", param=output.param) from e
     return [request.grammar.copy()]
 
 
-def _compile(tokenizer: TokenizerWrapper, form: Form, in_reasoning: bool) -> Grammar:
+def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool) -> Grammar:
     """
     Raises:
         ValueError: The grammar cannot be read.
         RecursionError: It is too deep.
     """
     after: Any = tokenizer.think_end if in_reasoning else ""
-    if not form.is_required:
+    if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    if form.calls:
-        return _compile_calls(tokenizer, form, after)
-    grammar = dict(form.grammar)
+    if output.calls:
+        return _compile_calls(tokenizer, output, after)
+    grammar = dict(output.grammar)
     if "json_schema" in grammar:
         grammar["json_schema"] = _checked(grammar["json_schema"])
     return make_grammar(tokenizer, **grammar, after=after)
 
 
-def _compile_calls(tokenizer: TokenizerWrapper, form: Form, after: Any) -> Grammar:
+def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after: Any) -> Grammar:
     """Where llguidance cannot read a schema of a tool that is not strict, what it says there is left free."""
-    calls = CallGrammar(tokenizer, form)
+    calls = CallGrammar(tokenizer, output)
     for _ in range(MAX_LOOSENED):
         try:
             return make_grammar(tokenizer, lark=calls.lark, after=after)

@@ -96,7 +96,7 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
         images,
         tools,
         thinking=body.thinking_wanted,
-        forms=[body.form],
+        outputs=[body.structured_output],
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
         role_mapping=body.role_mapping,

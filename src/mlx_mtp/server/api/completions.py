@@ -46,7 +46,9 @@ def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request, An
     """The body, the request and mlx-lm's arguments."""
     body = read(CompletionBody, content)
     first, *others = body.prompts
-    request = Request("text", first, [], None, None, param="prompt", form=body.form, goes_on=True)
+    request = Request(
+        "text", first, [], None, None, param="prompt", structured_output=body.structured_output, goes_on=True
+    )
     request.n, request.more_prompts = body.n, others
     return body, request, body.openai_arguments(flags)
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..answers.structured_output import form_of_choice, form_of_strict, the_only
+from ..answers.structured_output import from_strict_tools, from_tool_choice, only_one
 from ..answers.thinking import Thinking
 from ..engine.prompt import goes_on
 from ..images import MARKED_IMAGES
-from ..request import ApiError, Form, Request
+from ..request import ApiError, Request, StructuredOutput
 from .writer import Json
 
 SYSTEM = ("system", "developer")
@@ -46,7 +46,7 @@ def make_request(
     tools: list[Json],
     *,
     thinking: Thinking,
-    forms: Sequence[Form | None],
+    outputs: Sequence[StructuredOutput | None],
     tool_choice: Any,
     one_call: bool,
     param: str = "messages",
@@ -57,10 +57,10 @@ def make_request(
     Args:
         messages (List[Dict[str, Any]]): In order, with any role.
         images (Images): Those of the messages.
-        tools (List[Dict[str, Any]]): In OpenAI's form.
+        tools (List[Dict[str, Any]]): In OpenAI's format.
         thinking (Thinking): How long to think.
-        forms (Sequence[Form]): What the answer must look like by the API's fields, of which one may say it.
-        tool_choice (Any): See ``form_of_choice``.
+        outputs (Sequence[StructuredOutput]): The structured outputs that the API's fields ask for: one at most.
+        tool_choice (Any): See ``from_tool_choice``.
         one_call (bool): Whether the answer ends with its first call.
         param (str): The field with the messages.
         role_mapping (Dict[str, Any], optional): mlx-lm's.
@@ -69,7 +69,7 @@ def make_request(
         ApiError: These do not go together.
     """
     messages = fold_roles(messages)
-    form = the_only(*forms, form_of_choice(tool_choice, tools)) or form_of_strict(tools)
+    output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
     return Request(
         "chat",
         "",
@@ -77,9 +77,9 @@ def make_request(
         tools or None,
         role_mapping,
         thinking=thinking,
-        form=form,
+        structured_output=output,
         images=images,
-        goes_on=continues(messages, form),
+        goes_on=continues(messages, output),
         one_call=one_call,
         param=param,
     )
@@ -91,16 +91,16 @@ def _folded(message: Json) -> Json:
     return {"role": "user", "content": f"<system>\n{text_of(message.get('content'))}\n</system>"}
 
 
-def continues(messages: list[Json], form: Form | None) -> bool:
+def continues(messages: list[Json], output: StructuredOutput | None) -> bool:
     """
     Whether the answer continues the last message.
 
     Raises:
-        ApiError: The answer has a form, which its beginning would be a part of.
+        ApiError: The answer has a structured output, of which the last message would be a part.
     """
-    if goes_on(messages) and form is not None and form.is_required:
-        message = f"{form.param} does not go with a last message of the assistant, which would be continued."
-        raise ApiError(400, message, param=form.param)
+    if goes_on(messages) and output is not None and output.is_required:
+        message = f"{output.param} does not go with a last message of the assistant, which would be continued."
+        raise ApiError(400, message, param=output.param)
     return goes_on(messages)
 
 
@@ -122,7 +122,7 @@ def arguments_of(value: Any) -> Json:
 
 
 def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> Json:
-    """A tool as templates take it, which is OpenAI's form."""
+    """A tool as templates take it, which is OpenAI's format."""
     function: Json = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function | ({"strict": True} if strict else {})}
 

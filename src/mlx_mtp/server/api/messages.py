@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
-from ..answers.structured_output import form_of
+from ..answers.structured_output import from_response_format
 from ..answers.thinking import Effort, Thinking
 from ..engine.delta import Delta
 from ..request import ApiError, Request
@@ -111,13 +111,16 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
     tools = _tools(body)
-    formats = form_of(body.output_config.format, "output_config.format"), form_of(body.output_format, "output_format")
+    outputs = (
+        from_response_format(body.output_config.format, "output_config.format"),
+        from_response_format(body.output_format, "output_format"),
+    )
     request = make_request(
         messages,
         images,
         tools,
         thinking=body.thinking_wanted,
-        forms=formats,
+        outputs=outputs,
         tool_choice=body.tool_choice.model_dump(),
         one_call=body.tool_choice.disable_parallel_tool_use,
     )

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
-from ..answers.structured_output import form_of, the_only
+from ..answers.structured_output import from_response_format, only_one
 from ..engine.delta import Delta
-from ..request import ApiError, Form
+from ..request import ApiError, StructuredOutput
 from . import refused
 from .body import Body, Part, Positive, Stop, stop_words
 from .writer import Json, Usage, event, keep_alive
@@ -54,15 +54,15 @@ class OpenAIBody(Body):
         raise NotImplementedError
 
     @property
-    def form(self) -> Form | None:
+    def structured_output(self) -> StructuredOutput | None:
         """
         Raises:
             ApiError: More than one is asked for, or one that does not exist.
         """
         guided = {"json_schema": self.guided_json, "regex": self.guided_regex, "lark": self.guided_grammar}
         names = "guided_json", "guided_regex", "guided_grammar"
-        forms = [Form(name, {kind: g}) for name, (kind, g) in zip(names, guided.items()) if g is not None]
-        return the_only(*forms, form_of(self.response_format, "response_format"))
+        outputs = [StructuredOutput(name, {kind: g}) for name, (kind, g) in zip(names, guided.items()) if g is not None]
+        return only_one(*outputs, from_response_format(self.response_format, "response_format"))
 
     def openai_arguments(self, flags: Any) -> Any:
         """mlx-lm's arguments."""

@@ -1,6 +1,6 @@
-"""Fields that would have to change an answer and are not supported, by API.
+"""Fields that are not supported and would change the answer, by API.
 
-Each has the values that change nothing, and what to do instead. Other fields that an API does not know are ignored.
+Each has the values that change nothing, and what to do instead. All other unknown fields are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 Refused = Mapping[str, tuple[Sequence[Any], str]]
 
-NO_FORM = "docs/server.md lists the forms that an answer can have"
+OUTPUTS = "docs/server.md#structured-output lists those that are supported"
 ALL: Refused = {
     "modalities": ([["text"]], "answers are texts"),
     "audio": ([], "answers are texts"),
     "web_search_options": ([], "let the client search"),
-    "structured_outputs": ([{}], NO_FORM),
-    "guided_choice": ([[]], NO_FORM),
-    "grammar": ([""], NO_FORM),
+    "structured_outputs": ([{}], OUTPUTS),
+    "guided_choice": ([[]], OUTPUTS),
+    "grammar": ([""], OUTPUTS),
     "continue_final_message": ([False], "a last message of the assistant is continued without it"),
 }
 # /v1/chat/completions and /v1/completions.
@@ -36,11 +36,11 @@ COMPLETIONS: Refused = {
         ([], "a text without a chat template has no thinking: leave it out"),
     ),
 }
-# Of those two, which would change the answers of the others as well.
+# Of OPENAI, for the other APIs.
 OF_OPENAI: Refused = {
     "n": ([1], "an answer is one"),
-    "response_format": ([{"type": "text"}], NO_FORM),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], NO_FORM)),
+    "response_format": ([{"type": "text"}], OUTPUTS),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
 }
 RESPONSES: Refused = {
     **ALL,

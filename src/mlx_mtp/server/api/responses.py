@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
-from ..answers.structured_output import form_of
+from ..answers.structured_output import from_response_format
 from ..answers.thinking import Effort
 from ..engine.delta import Delta
 from ..engine.prompt import NO_LIMIT
@@ -129,7 +129,7 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any
         images,
         tools,
         thinking=body.thinking_wanted,
-        forms=[form_of((body.text or {}).get("format"), "text.format")],
+        outputs=[from_response_format((body.text or {}).get("format"), "text.format")],
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
         param="input",

@@ -7,14 +7,14 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, make_logits_processors
 
 from ..answers.answer import QwenReader
-from ..answers.structured_output import make_form
+from ..answers.structured_output import make_output_grammar
 from ..request import Prompt, Request
 
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
 
 
 def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
-    """The logits processors of a request: mlx-lm's, that of its form, and that of its budget."""
+    """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
     asked = request.args.logits
     processors: list[LogitsProcessor] = make_logits_processors(
         asked.logit_bias,
@@ -25,7 +25,7 @@ def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[Lo
         asked.frequency_penalty,
         asked.frequency_context_size,
     )
-    processors += make_form(tokenizer, request, prompt.in_reasoning)
+    processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
     budget = request.thinking.limit(tokenizer)
     if budget is not None:
         processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))

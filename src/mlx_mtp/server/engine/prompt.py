@@ -10,7 +10,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ...checkpoint.generation_config import Sampling
 from ...images.prompt import ImagePrompt, read_images
 from ...images.vision import Vision
-from ..answers.structured_output import make_form
+from ..answers.structured_output import make_output_grammar
 from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
 from ..options import Options
 from ..request import ApiError, Prompt, Request
@@ -156,7 +156,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
         tokens = pictured.tokens
     tokenizer.complete(request.args)
     tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
-    make_form(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
+    make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
     return Prompt(tokens, in_reasoning, pictured=pictured)
 
 
