@@ -195,7 +195,7 @@ def store_of(store, text):
 
 def any_unwritten(store):
     with store._lock:
-        return store._next_write(False) is not None
+        return store._files.next_write(False) is not None
 
 
 def wait_until(condition, seconds=30):
@@ -406,13 +406,13 @@ def test_a_piece_whose_text_was_dropped_is_written_with_it(tmp_path):
     """As where another process needed the space."""
     with stored(tmp_path) as store:
         read(store.model, TEXT, store=store)
-        store._next_write(True)
+        store._files.next_write(True)
         other = SharedFolder(tmp_path, 1, ROOM)
         wait_until(lambda: not any_unwritten(store))
-        work = store._next_write(True)
+        work = store._files.next_write(True)
         while work is not None and store.disk._write(work)[0] is Outcome.WRITTEN:
-            store._on_written(work, Outcome.WRITTEN, store.disk._write(work)[1])
-            work = store._next_write(True)
+            store._files.on_written(work, Outcome.WRITTEN, store.disk._write(work)[1])
+            work = store._files.next_write(True)
         for file in pieces(tmp_path):
             other.forget(file.stem)
         other.close()

@@ -111,13 +111,6 @@ class PromptCache:
         self._last.generation = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether a generation is open on this cache, or on the cache that it was copied from."""
-        ref = getattr(self._last, "generation", None)
-        generation = None if ref is None else ref()
-        return generation is not None and (generation.gi_running or generation.gi_suspended)
-
-    @property
     def part(self) -> list[int]:
         """The rank that has this part of the caches, and the number of ranks; empty for one process."""
         part = self._last[3]
@@ -140,11 +133,6 @@ class PromptCache:
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
         self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
-
-    @property
-    def shift(self) -> int:
-        """The difference of the next token's position and index."""
-        return Positions(tuple(self.images)).shift
 
     @property
     def first_position(self) -> int:
@@ -283,7 +271,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             f"The prompt cache is that of {_name(cache.part)} and this is {_name(_part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
-    if cache.is_open:
+    if _is_open(last):
         raise ValueError(
             "A generation is open on this prompt cache: close its generator first, or give each generation its own "
             "copy.deepcopy of a cache on which none is."
@@ -298,6 +286,13 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "The prompt cache is that of another model, or of other weights of this one: make it anew with "
             "mlx_mtp.make_prompt_cache(model)."
         )
+
+
+def _is_open(last: Any) -> bool:
+    """Whether a generation is open on this cache, or on the cache that it was copied from."""
+    ref = getattr(last, "generation", None)
+    generation = None if ref is None else ref()
+    return generation is not None and (generation.gi_running or generation.gi_suspended)
 
 
 def _check_head(model: Any, cache: PromptCache) -> None:

@@ -308,9 +308,8 @@ class RowsCache:
                 entry.join(new, len(self.rows.lengths))
             else:
                 entry.join(new)
-        self.rows.set(
-            [*self.rows.lengths, *(c.n_tokens for c in caches)], [*self.rows.shifts, *(c.shift for c in caches)]
-        )
+        shifts = (sum(image.shift for image in c.images) for c in caches)
+        self.rows.set([*self.rows.lengths, *(c.n_tokens for c in caches)], [*self.rows.shifts, *shifts])
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""

@@ -20,6 +20,9 @@ class Forest:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         self.roots: dict[Format, Node] = {}
         self.nbytes = self.now = 0
         self.by_file: dict[str, Node] = {}

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,12 @@ from ..caches.memory import cache_budget
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.single import KVOptions
 from . import arrays
-from .arrays import Arrays, Format
-from .disk_writer import FLUSH, DiskWriter, PendingWrite, key_of
-from .forest import Forest, in_memory, only_for
-from .shared_folder import Outcome, SharedFolder
+from .arrays import Format
+from .disk_writer import FLUSH, DiskWriter
+from .files import Files
+from .forest import Forest, in_memory
+from .shared_folder import SharedFolder
 from .tree import Handle, Node, StoredArrays, Tokens
-from .write_behind import add_entry, next_write, settle
 
 MAX_DISK_BYTES = 64 * 10**9
 MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
@@ -53,7 +54,7 @@ class Counts:
     tokens: int = 0
 
 
-class PromptStore:
+class PromptStore(AbstractContextManager["PromptStore"]):
     """Prompt caches of the texts that a model has read, each part of a text once.
 
     A text is inserted wherever it may part from others: there it gets a snapshot, from which any text with this beginning is
@@ -89,25 +90,23 @@ class PromptStore:
         self.counts = Counts()
         self._lock = threading.RLock()
         self._key = model.fingerprint()
-        self._clear()
-        self.disk: DiskWriter | None = None
+        self._forest = Forest()
+        self._files = Files(model, self._forest, self._lock)
         if folder is not None:
-            self.disk = DiskWriter(
-                SharedFolder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes),
-                self._next_write,
-                self._on_written,
-            )
+            self._files.open(SharedFolder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes))
+
+    @property
+    def disk(self) -> DiskWriter | None:
+        """The folder's reader and writer; ``None`` without a folder."""
+        return self._files.disk
 
     def close(self, seconds: float = FLUSH) -> None:
         """Write what is left to disk, as far as it takes no longer than this, and forget all texts."""
         if self.disk is not None:
             self.disk.close(seconds)
-            self.disk = None
+            self._files.disk = None
         with self._lock:
-            self._clear()
-
-    def __enter__(self) -> "PromptStore":
-        return self
+            self._files.forget()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -124,7 +123,7 @@ class PromptStore:
             self._check_model()
             self._forest.now += 1
             self.counts.fetches += 1
-            self._read_index(kv)
+            self._files.read_index(kv)
             while (found := self._forest.deepest(text, kv)) is not None:
                 entries = self._restore(*found, text)
                 if entries is not None:
@@ -206,23 +205,18 @@ class PromptStore:
         with self._lock:
             return sum(map(in_memory, self._forest.nodes()))
 
-    def _clear(self) -> None:
-        self._forest = Forest()
-        self._keys: dict[Format, str] = {}
-        self._last_entry: dict[Format, int] = {}  # of the index that was read
-
     def _check_model(self) -> None:
         if (key := self.model.fingerprint()) != self._key:
             self._key = key
-            self._clear()
-
-    # Find
+            self._files.forget()
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
         """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
             rows = arrays.rows(cache, format, child.begin, child.length)
-            stored = child.span.arrays or self._read(child, child.span, format)  # of one that differs, nothing is held
+            stored = child.span.arrays or self._files.read(
+                child, child.span, format
+            )  # of one that differs, nothing is held
             if stored is not None and arrays.are_equal(stored, rows):
                 return child
         return None
@@ -230,7 +224,7 @@ class PromptStore:
     def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
         """A prompt cache that ends at a node's snapshot; ``None`` if a file of it is no longer there or damaged."""
         (_, snapshot), *path = parts = _parts(node)
-        if not self._load_all(parts, format):
+        if not self._files.load_all(parts, format):
             return None
         node.used, node.uses = self._forest.now, node.uses + 1
         self.counts.hits += 1
@@ -242,80 +236,17 @@ class PromptStore:
         self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
         return entries
 
-    # On disk
-
-    def _read_index(self, kv: KVOptions | None) -> None:
-        """Add what this process or another one has written since."""
-        if self.disk is None:
-            return
-        for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)}:
-            for entry in self.disk.entries(self._key_of(format), self._last_entry.get(format, 0)):
-                self._last_entry[format] = entry.id
-                add_entry(self._forest, format, entry)
-
     def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
         with self._lock:
             self._check_model()
-            self._read_index(kv)
+            self._files.read_index(kv)
             if (found := self._forest.deepest(text, kv)) is None:
                 return
             format, node = found
             node.used = self._forest.now  # it stays until it is fetched
             parts = _parts(node)
-        self._load_all(parts, format)
+        self._files.load_all(parts, format)
         self.trim_to(self.max_bytes, self.max_snapshots)
-
-    def _key_of(self, format: Format) -> str:
-        if format not in self._keys:
-            self._keys[format] = key_of(self.model, format)
-        return self._keys[format]
-
-    def _load_all(self, parts: list[tuple[Node, StoredArrays]], format: Format) -> bool:
-        """Have the parts of a prompt cache in memory, or none that is of no other use -> whether that was possible."""
-        if all(self._load(node, stored, format) for node, stored in parts):
-            return True
-        with self._lock:
-            for node, _ in parts[::-1]:
-                if node.parent is not None and not in_memory(node):
-                    self._forest.free(only_for(node))
-        return False
-
-    def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
-        """Have a node's span or snapshot in memory -> whether that was possible."""
-        if stored.in_memory:
-            return True
-        found = self._read(node, stored, format)
-        with self._lock:
-            # Other threads may have loaded it meanwhile, or given up its node.
-            is_there = node in self._forest and stored in (node.span, node.snapshot)
-            if is_there and not stored.in_memory and found is not None:
-                self._forest.put(stored, found)
-            return is_there and stored.in_memory
-
-    def _read(self, node: Node, stored: StoredArrays, format: Format) -> Arrays | None:
-        """The arrays of a node's span or snapshot in its file. One that is gone or damaged leaves the tree."""
-        disk, above, name = self.disk, node.parent, stored.name
-        if disk is None or above is None or name is None:
-            return None
-        is_span = stored is node.span
-        parent = (above.span.name or "") if is_span else node.span.name or ""
-        found = disk.read(name, self._key_of(format), parent, node.tokens if is_span else None)
-        if found is None:
-            with self._lock:
-                is_there = node in self._forest and stored in (node.span, node.snapshot)
-                if is_there and not stored.in_memory and is_span:
-                    self._forest.remove(node)
-                elif is_there and not stored.in_memory:
-                    node.snapshot = None
-        return found
-
-    def _next_write(self, is_last: bool) -> PendingWrite | None:
-        with self._lock:
-            return next_write(self._forest, self._key_of, is_last)
-
-    def _on_written(self, write: PendingWrite, outcome: Outcome, name: str) -> None:
-        with self._lock:
-            settle(self._forest, write, outcome, name)
 
 
 def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:
