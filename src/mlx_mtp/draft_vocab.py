@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
     parser.add_argument(
-        "--corpus", required=True, nargs="+", metavar="FILE", help="Text like that which the model will write."
+        "--corpus", required=True, nargs="+", metavar="FILE", help="Text like the model's future output."
     )
     parser.add_argument(
         "--size",

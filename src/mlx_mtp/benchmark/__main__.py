@@ -69,7 +69,7 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=4,
         metavar="K",
-        help="Beside auto, with copies and without, measure the head at each fixed depth from 1 to K, or to 4 without K.",
+        help="Also measure the head at each fixed depth from 1 to K, or to 4 without K.",
     )
     add(
         "--tune",
@@ -142,7 +142,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add(
         "--settings",
         metavar="FILE",
-        help="Measure with the tuned settings in this file (default: none, so that auto is auto).",
+        help="Measure with the tuned settings in this file (default: no settings).",
     )
 
 

@@ -22,7 +22,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--seed",
         type=int,
-        help="PRNG seed (default: none, so that --temp gives another text each time). With --mtp, the text depends on the "
+        help="PRNG seed (default: none: sampled texts differ from run to run). With --mtp, the text depends on the "
         "prompt and the seed alone: see --acceptance.",
     )
     add_num_draft_tokens(parser)
@@ -35,7 +35,8 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--show-drafts",
         action="store_true",
-        help="Colour each token by its source, in a terminal: accepted drafts of the head green, accepted copies yellow.",
+        help="Color tokens by their source, in a terminal: the head's drafts green, copies yellow, tokens forced by a "
+        "grammar blue.",
     )
     add_prompt_cache_dir(parser)
     add_copy_drafts(parser)
@@ -52,8 +53,8 @@ def add_mtp(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="HEAD",
-        help="Draft with the model's multi-token-prediction head. Where the checkpoint lacks it, the head of its original is "
-        "fetched once. HEAD is another one: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
+        help="Draft with the model's multi-token-prediction head. If the checkpoint has none, its original's head is "
+        "downloaded once. HEAD selects another: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
     )
 
 
@@ -105,9 +106,9 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
         "--copy-drafts",
         metavar="auto|off|N",
         type=number_or("auto", "off"),
-        help="Where the text repeats itself, draft what followed there: auto, wherever that is faster than the head's drafts, "
-        f"or N tokens at a time, up to {MAX_COPY_TOKENS}. Also without --mtp, for a model without a head. Defaults to off "
-        "without --mtp and with a number of --num-draft-tokens, and to auto otherwise.",
+        help="Draft by prompt lookup: where the text repeats itself, copy the tokens that followed. auto copies where that is "
+        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Needs neither --mtp nor a head. "
+        "Defaults to off without --mtp or with a number of --num-draft-tokens, and to auto otherwise.",
     )
 
 
@@ -118,7 +119,7 @@ def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> No
         choices=get_args(AcceptanceName),
         help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
         "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
-        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without."
+        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without one."
         + without_mtp,
     )
 
@@ -142,8 +143,8 @@ def add_images(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images",
         action="store_true",
-        help="Take images: where the checkpoint has no vision tower, that of its original is fetched once. A checkpoint with a "
-        "tower takes images without this flag, if it drafts.",
+        help="Accept images. If the checkpoint has no vision tower, its original's is downloaded once. A checkpoint with a "
+        "tower accepts images without this flag if it drafts.",
     )
 
 
@@ -153,8 +154,8 @@ def add_prompt_cache_dir(parser: argparse.ArgumentParser, requires_drafts: bool 
     parser.add_argument(
         "--prompt-cache-dir",
         metavar="DIR",
-        help="Keep what was read of prompts in this folder, which other commands may share: a text that begins alike is not "
-        f"read again, nor after a restart. It holds the texts themselves.{required}",
+        help="Keep prompt caches in this folder, which commands may share: the beginning of a prompt that is cached there is "
+        f"not prefilled again, even after a restart. The folder contains the texts themselves.{required}",
     )
 
 

@@ -28,7 +28,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = extend(configure_parser(), "mlx_mtp.convert", description)
     _add_quantization(parser)
     parser.add_argument(
-        "--recipe", metavar="NAME|FILE", help="A recipe by name, or a TOML file with these flags; flags given here win."
+        "--recipe",
+        metavar="NAME|FILE",
+        help="A recipe by name, or a TOML file with these flags; flags of the command line take precedence.",
     )
     parser.add_argument("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
@@ -37,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--mtp-bits",
         type=int,
         metavar="BITS",
-        help="Quantize the head's decoder layer to this many bits, and print what that costs. Defaults to no quantization.",
+        help="Quantize the head's decoder layer to this many bits and print the effect on acceptance (default: not quantized).",
     )
     parser.add_argument(
         "--mtp-group-size",

@@ -18,8 +18,8 @@ GROUPS = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp.fit",
-        description="Train a model's MTP head to guess what the model itself says. Nothing else of the model changes, and "
-        "neither does its text. Exit status 1 if the head is not better than before.",
+        description="Train a model's MTP head to predict the model's own text. The rest of the model stays as it is, and so "
+        "does its text. Exit status 1 if the head is not better than before.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--corpus",
         nargs="+",
         metavar="FILE",
-        help="Text like that which the model will write, or mlx_lm.lora's .jsonl (default: its answers to prompts).",
+        help="Text like the model's future output, or mlx_lm.lora's .jsonl (default: its answers to prompts).",
     )
     add(
         "--prompts",

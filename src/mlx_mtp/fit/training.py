@@ -157,7 +157,7 @@ def train_head(
 
 
 class _Plain(io.TextIOBase):
-    """Writes text to a stream, without the codes for a terminal's colours."""
+    """Writes text to a stream, without the codes for a terminal's colors."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -173,7 +173,7 @@ class _Plain(io.TextIOBase):
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Print without colours, unless to a terminal: mlx-lm's trainer writes them into files, too."""
+    """Print without colors, unless to a terminal: mlx-lm's trainer writes them into files, too."""
     if sys.stdout.isatty():
         yield
     else:

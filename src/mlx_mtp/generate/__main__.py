@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
     )
     parser.add_argument(
-        "--json-schema", metavar="FILE|JSON", help="The text is JSON of this schema, or of the one in this file."
+        "--json-schema", metavar="FILE|JSON", help="Generate JSON that follows this schema, or the schema in this file."
     )
     return finish(parser)
 

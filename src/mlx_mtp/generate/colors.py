@@ -1,4 +1,4 @@
-"""The colours of ``--show-drafts``: where each token of a text came from."""
+"""The colors of ``--show-drafts``: where each token of a text came from."""
 
 import sys
 
@@ -6,11 +6,11 @@ CODES = {
     "head": 32,
     "copies": 33,
     "grammar": 34,
-}  # green, yellow, blue; the model's own tokens have the terminal's colour
+}  # green, yellow, blue; the model's own tokens have the terminal's color
 
 
 def paint(text: str, source: str) -> str:
-    """A text in its source's colour, or as it is where stdout is no terminal."""
+    """A text in its source's color, or as it is where stdout is no terminal."""
     if source not in CODES or not text or not sys.stdout.isatty():
         return text
     return f"\033[{CODES[source]}m{text}\033[0m"

@@ -239,7 +239,7 @@ def generate(
        tokenizer (PreTrainedTokenizer): The tokenizer.
        prompt (Union[str, List[int]]): The input prompt string or integer tokens.
        verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
-       show_drafts (bool): With ``verbose``, colour each token by its source if stdout is a terminal. Default: ``False``.
+       show_drafts (bool): With ``verbose``, color each token by its source if stdout is a terminal. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
     """
     text = ""

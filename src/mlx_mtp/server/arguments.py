@@ -57,9 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=str(DEMO), help=MODEL_HELP)
-    add("--served-model-name", metavar="NAME", help="The name of --model for clients, in place of its path.")
+    add("--served-model-name", metavar="NAME", help="The name of --model for clients (default: its path).")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
-    add("--draft-model", help="Not here: mlx_lm.server drafts with a second model.")
+    add("--draft-model", help="Not supported here: mlx_lm.server drafts with a second model.")
     add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
@@ -77,7 +77,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODEL",
-        help="One more model that a request may name; can be repeated. One model at a time is loaded.",
+        help="Another model that requests may name; can be repeated. One model is loaded at a time.",
     )
     add(
         "--allow-any-model",
@@ -119,9 +119,9 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--print-config",
         choices=CLIENTS,
-        help="Print the settings with which this client finds a server of the other flags, and exit.",
+        help="Print the settings that connect this client to a server with these flags, and exit.",
     )
-    add("--no-ui", action="store_true", help="Serve no page to chat at /.")
+    add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
     add(
         "--log-level",
         default="INFO",
@@ -132,10 +132,14 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         "--max-queue",
         type=int,
         metavar="N",
-        help="Refuse a request with status 429 where N others wait for their first token. Defaults to any number.",
+        help="Refuse requests with status 429 while N others wait for their first token. Defaults to no limit.",
     )
     add("--api-key", help="Answer only requests with this key (default: every request).")
-    add("--api-key-file", type=Path, help="A file with the key, which hides it from other users of the machine.")
+    add(
+        "--api-key-file",
+        type=Path,
+        help="Read the key from this file, so that other users of the machine cannot see it.",
+    )
 
 
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +151,7 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         action=Given,
-        help="Default maximum number of tokens to generate (default: 512); /v1/responses has none without this flag.",
+        help="Default maximum number of tokens to generate (default: 512); /v1/responses has no limit without this flag.",
     )
     parser.set_defaults(has_max_tokens=False)
     add(
@@ -160,7 +164,7 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--prompt-concurrency",
         type=int,
         default=8,
-        help="Changes nothing: prompts are read one after the other. A flag of mlx_lm.server",
+        help="Ignored: prompts are prefilled one after the other. A flag of mlx_lm.server",
     )
     add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
     add(
@@ -168,15 +172,15 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MAX_TOKEN_GAP,
         metavar="SECONDS",
-        help="Read less of a prompt at a time where running answers would wait longer than this for their next token; inf for "
-        f"no such limit (default: {MAX_TOKEN_GAP})",
+        help="Prefill prompts in smaller chunks where running answers would otherwise wait longer than this for a token; inf "
+        f"sets no limit (default: {MAX_TOKEN_GAP})",
     )
     add(
         "--min-decode-share",
         type=float,
         default=MIN_DECODE_SHARE,
         metavar="SHARE",
-        help="The share of the time that running answers get while prompts are read, from 0 to below 1 "
+        help="Minimum share of the time that running answers get while prompts are prefilled, from 0 to below 1 "
         f"(default: {MIN_DECODE_SHARE})",
     )
 
@@ -186,7 +190,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-size",
         type=int,
-        help="Maximum number of snapshots to hold in the prompt cache. Defaults to any number.",
+        help="Maximum number of snapshots to hold in the prompt cache. Defaults to no limit.",
     )
     add(
         "--prompt-cache-bytes",
