@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import anthropic
 import openai
 import pytest
 
@@ -251,6 +250,8 @@ def test_messages_refuses_in_anthropics_form(server, change, param):
 
 
 def test_errors_are_those_that_the_clients_know(claude, client):
+    import anthropic  # its import takes seconds, and other workers do without
+
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
     with pytest.raises(anthropic.NotFoundError) as theirs:

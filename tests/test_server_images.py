@@ -7,7 +7,6 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -121,6 +120,8 @@ def test_responses(client, text_of):
 
 
 def test_errors_name_the_image(client, claude):
+    import anthropic  # its import takes seconds, and other workers do without
+
     broken = png(1)[:60]
     cases = [
         ([part(broken)], "Image 1 cannot be read"),
