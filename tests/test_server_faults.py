@@ -14,10 +14,11 @@ from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BODY, parse_json
 from mlx_mtp.server.engine.prompt import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
-from scripts.attack.server import attack
+from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
+from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
-from tests.support.server_process import serve
+from tests.support.server_process import serve, serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -26,7 +27,7 @@ ASK = {"messages": [{"role": "user", "content": "import os\n"}], "max_tokens": 2
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp", "--max-tokens", "16") as s:
+    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp", "--max-tokens", "16") as s:
         s.good = s.request(TEXT, GOOD)[1]["choices"][0]["text"]
         yield s
         status, content = s.request(TEXT, GOOD)
@@ -383,7 +384,7 @@ def test_ignores_query_strings(server):
 
 
 def test_attack(server):
-    assert attack(server, seed=0, count=60) == []
+    assert attack(server, 3000 if LONG else 60) == []
 
 
 def stream_request(max_tokens: int) -> bytes:
@@ -412,10 +413,10 @@ def test_slow_reader_delays_nobody(server):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         s.settimeout(60)
         s.connect(("127.0.0.1", server.port))
-        s.sendall(stream_request(200))
+        s.sendall(stream_request(100))
         assert server.request(TEXT, GOOD)[1]["choices"][0]["text"] == server.good
         answer = b""
         while chunk := s.recv(512):
             answer += chunk
     assert b"data: [DONE]\n\n" in answer
-    assert answer.count(b'"text":') >= 200 or b'"stop"' in answer
+    assert answer.count(b'"text":') >= 100 or b'"stop"' in answer

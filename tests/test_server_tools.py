@@ -5,8 +5,9 @@ import json
 import pytest
 from openai import OpenAI
 
-from scripts.attack.answers import attack
+from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
+from tests.support.spoken_answers import attack
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
@@ -210,4 +211,4 @@ def test_history_is_taken_as_clients_send_it(server, arguments, rendered):
 
 
 def test_attack(server):
-    assert attack(server, seed=0, count=10) == []
+    assert attack(server, 500 if LONG else 10) == []

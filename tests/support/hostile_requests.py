@@ -1,27 +1,17 @@
-"""Attack a server with hostile requests: every one must get an answer that blames the client, and none may change the others.
+"""Hostile requests: every one must get an answer that blames the client, and none may change the others.
 
-    python -m scripts.attack.server --count 2000 --seed 1 --bodies
-
-Half of the requests are valid bodies of each API with random mutations, half are bytes that resemble HTTP; with ``--bodies``
-all are bodies. Each must get an HTTP answer below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a
-closed connection, and the error of a body must have its API's form. Valid requests in between
-must get the same text as before, and SIGTERM must end the server. Failures are printed, and the exit status is 1.
+Half of them are valid bodies of each API with random mutations, half are bytes that resemble HTTP. Each must get an HTTP answer
+below 500 (or 501 or 505, for methods and versions that HTTP does not have) or a closed connection, and the error of a body must
+have its API's form. Valid requests in between must get the same text as before.
 """
 
 import copy
 import json
 import random
 import re
-import signal
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from scripts.attack.driver import arguments
-from tests.support.server_process import Server, serve
+from .server_process import Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "import os\n", "max_tokens": 4}
@@ -215,36 +205,18 @@ def _has_form(raw: bytes, answer: bytes) -> bool:
     return content["error"].keys() == fields and (not is_theirs or content["type"] == "error")
 
 
-def attack(server: Server, seed: int, count: int, bodies: bool = False) -> list[str]:
+def attack(server: Server, count: int) -> list[str]:
     """Send hostile requests -> what went wrong."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     want = server.request(TEXT, GOOD)[1]["choices"][0]["text"]
     failures = []
-    for i in tqdm(range(count), desc="attack", disable=None):
-        is_json = bodies or bool(i % 2)
+    for i in range(count):
+        is_json = bool(i % 2)
         raw = hostile_json(rng) if is_json else hostile_http(rng)
         if (wrong := failure(server, raw, is_json)) is not None:
-            failures.append(f"request {i} of seed {seed}: {wrong} to {raw[:500]!r}")
+            failures.append(f"request {i}: {wrong} to {raw[:500]!r}")
         if i % 50 == 49:
             status, content = server.request(TEXT, GOOD)
             if status != 200 or content["choices"][0]["text"] != want:
-                failures.append(f"after request {i} of seed {seed}, a valid request gets {status}: {content}")
+                failures.append(f"after request {i}, a valid request gets {status}: {content}")
     return failures
-
-
-def main() -> None:
-    args = arguments("Attack a server with hostile requests.", count=2000, flags=("bodies",))
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    with serve(log, "--mtp", "--max-tokens", "16") as server:
-        failures = attack(server, args.seed, args.count, args.bodies)
-        server.until_idle()
-        if (status := server.stop(signal.SIGTERM)) != 0:
-            failures.append(f"SIGTERM ends the server with {status}")
-    if "Traceback" in log.read_text():
-        failures.append(f"a traceback in {log}")
-    print(*failures, f"{args.count} requests, {len(failures)} failures", sep="\n")
-    sys.exit(bool(failures))
-
-
-if __name__ == "__main__":
-    main()
