@@ -1,4 +1,4 @@
-"""Two versions of this package side by side: speed relative to plain mlx-lm, and efficiency, by depth.
+"""Two versions of this package side by side: speed relative to plain mlx-lm, by depth, and the one's time over the other's.
 
     git worktree add ../old COMMIT
     python -m benchmarks.compare_versions ../old/src src
@@ -6,14 +6,11 @@
 Each version runs in a child process of its own, and the two take turns at every generation, so that drift of the machine
 affects both alike. Greedy, the bundled demo in bfloat16, its Python prompts; a round is every run on every prompt.
 
-A version against itself (the same folder twice) tells how precise the figures are on a machine.
-
-Efficiency is as in ``mlx_mtp.benchmark``: the measured ratio over the one that the parts of a step allow. Only what both
-versions have is used: ``mlx_mtp.load``, ``mtp_generate_step``, ``DraftCounts`` and the models' ``mtp_forward``.
+A version against itself (the same folder twice) tells how precise the figures are on a machine. Only what both versions have
+is used: ``mlx_mtp.load`` and ``mtp_generate_step``.
 """
 
 import argparse
-import copy
 import json
 import os
 import statistics
@@ -21,12 +18,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-N_CALLS = 4  # of each part in a round
 PLAIN, AUTO = "plain", "auto"
 
 
@@ -43,7 +39,7 @@ class Version:
         folder = Path(mlx_mtp.__file__).parent
         self.model, tokenizer = mlx_mtp.load(str(folder / "demo"))
         self.prompts = [tokenizer.encode(text) for text in PYTHON]
-        self.step, self.counts = mlx_mtp.mtp_generate_step, find_draft_counts()
+        self.step = mlx_mtp.mtp_generate_step
 
     def describe(self) -> dict[str, Any]:
         import mlx_mtp
@@ -55,62 +51,16 @@ class Version:
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
-        tokens, counts, first = [], self.counts(), 0.0
+        tokens, first = [], 0.0
         ids = mx.array(self.prompts[prompt])
         if run == PLAIN:
             steps = generate_step(ids, self.model, max_tokens=max_tokens)
         else:
-            steps = self.step(ids, self.model, max_tokens=max_tokens, num_draft_tokens=run, counts=counts)
+            steps = self.step(ids, self.model, max_tokens=max_tokens, num_draft_tokens=run)
         for token, *_ in steps:
             first = first or time.perf_counter()
             tokens.append(int(token))
-        seconds = time.perf_counter() - first
-        return {"seconds": seconds, "tokens": tokens, "drafted": counts.drafted, "accepted": counts.accepted}
-
-    def parts(self, max_drafts: int) -> dict[str, Any]:
-        """Time a verify pass over 1, 2, ... tokens, and a pass of the head over one."""
-        import mlx.core as mx
-        from mlx_lm.models.cache import KVCache
-
-        model, ids = self.model, mx.array([self.prompts[0]])
-        cache, head_cache = model.make_cache(), KVCache()
-        _, hidden = model(ids, cache=cache, return_hidden=True)
-        _, out = model.mtp_forward(hidden[:, :-1], ids[:, 1:], head_cache)
-        mx.eval(out, [c.state for c in cache], head_cache.state)
-        windows = [mx.repeat(ids[:, -1:], n, axis=1) for n in range(1, max_drafts + 2)]
-
-        def verify(window: mx.array) -> float:
-            caches = copy.deepcopy(cache)
-            mx.eval([c.state for c in caches])
-            return timed(lambda: mx.eval(model(window, cache=caches, return_hidden=True, n_confirmed=1)))
-
-        def head() -> float:
-            def call() -> None:
-                logits, _ = model.mtp_forward(hidden[:, -1:], ids[:, -1:], head_cache)
-                mx.eval(mx.argmax(logits, axis=-1))
-
-            seconds = timed(call)
-            head_cache.trim(1)
-            return seconds
-
-        turns = [([verify(window) for window in windows], head()) for _ in range(N_CALLS + 1)][1:]  # the first compiles
-        return {"verify": [list(column) for column in zip(*(v for v, _ in turns))], "head": [d for _, d in turns]}
-
-
-def find_draft_counts() -> Any:
-    import mlx_mtp
-
-    if hasattr(mlx_mtp, "DraftCounts"):
-        return mlx_mtp.DraftCounts
-    from mlx_mtp.speculative import DraftCounts  # before it was public
-
-    return DraftCounts
-
-
-def timed(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+        return {"seconds": time.perf_counter() - first, "tokens": tokens}
 
 
 def serve() -> None:
@@ -163,39 +113,17 @@ class Figures:
     def __init__(self) -> None:
         self.seconds: dict[str | int, list[float]] = defaultdict(list)  # of each round, by run
         self.tokens: dict[str | int, list[list[int]]] = defaultdict(list)
-        self.drafted: dict[str | int, list[int]] = defaultdict(list)
-        self.accepted: dict[str | int, list[int]] = defaultdict(list)
-        self.verify: dict[int, list[float]] = defaultdict(list)  # by the number of drafts
-        self.head: list[float] = []
 
     def add(self, run: str | int, answer: dict[str, Any]) -> None:
         self.seconds[run][-1] += answer["seconds"]
         self.tokens[run].append(answer["tokens"])
-        for total, new in ((self.drafted[run], answer["drafted"]), (self.accepted[run], answer["accepted"])):
-            total += [0] * (len(new) - len(total))
-            total[: len(new)] = [a + b for a, b in zip(total, new)]
-
-    def add_parts(self, answer: dict[str, Any]) -> None:
-        for k, seconds in enumerate(answer["verify"]):
-            self.verify[k] += seconds
-        self.head += answer["head"]
 
     def ratios(self, run: str | int) -> list[float]:
         return [plain / mtp for plain, mtp in zip(self.seconds[PLAIN], self.seconds[run])]
 
-    def efficiency(self, run: str | int) -> float:
-        """The median ratio over the one that the parts of a step allow, as ``mlx_mtp.benchmark`` has it."""
-        verify, head = [statistics.median(self.verify[k]) for k in sorted(self.verify)], statistics.median(self.head)
-        drafted, n_tokens = self.drafted[run], sum(len(tokens) - 1 for tokens in self.tokens[run])
-        n_plain = n_tokens - sum(self.accepted[run]) - (drafted[0] if drafted else 0)
-        n_steps = [n_plain, *(n - m for n, m in zip(drafted, [*drafted[1:], 0]))]  # that drafted 0, 1, ...
-        seconds = sum(n * (verify[k] + k * head) for k, n in enumerate(n_steps))
-        return statistics.median(self.ratios(run)) * seconds / (n_tokens * verify[0])
-
 
 def measure(children: Sequence[Child], runs: Sequence[str | int], max_tokens: int, repeat: int) -> list[Figures]:
-    """Every round: each version times its parts, then they take turns at each run on each prompt."""
-    max_drafts = max(8 if run == AUTO else int(run) for run in runs if run != PLAIN)
+    """Every round, the versions take turns at each run on each prompt."""
     figures = [Figures() for _ in children]
     versions = list(zip(children, figures))
     n_prompts = children[0].ask("describe")["n_prompts"]
@@ -204,8 +132,7 @@ def measure(children: Sequence[Child], runs: Sequence[str | int], max_tokens: in
             child.ask("generate", run=run, prompt=0, max_tokens=min(max_tokens, 32))
     for i in range(repeat):
         print(f"round {i + 1} of {repeat}", file=sys.stderr)
-        for child, f in versions[:: 1 if i % 2 else -1]:
-            f.add_parts(child.ask("parts", max_drafts=max_drafts))
+        for f in figures:
             for run in runs:
                 f.seconds[run].append(0.0)
         for prompt in range(n_prompts):
@@ -222,13 +149,12 @@ def spread(values: Sequence[float]) -> str:
 
 
 def show(old: Figures, new: Figures, runs: Sequence[str | int]) -> str:
-    rows = [["run", "ratio, old", "ratio, new", "efficiency, old", "new", "time, new / old", "same tokens"]]
+    rows = [["run", "ratio, old", "ratio, new", "time, new / old", "same tokens"]]
     for run in runs:
         time_ratio = spread([b / a for a, b in zip(old.seconds[run], new.seconds[run])])
         same = "yes" if old.tokens[run] == new.tokens[run] == new.tokens[PLAIN] else "no"
         ratios = [spread(f.ratios(run)) if run != PLAIN else "" for f in (old, new)]
-        efficiency = [f"{f.efficiency(run):.3f}" if run != PLAIN else "" for f in (old, new)]
-        rows.append([str(run), *ratios, *efficiency, time_ratio, same])
+        rows.append([str(run), *ratios, time_ratio, same])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
