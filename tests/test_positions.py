@@ -102,7 +102,7 @@ def test_the_head_is_that_of_the_definition(j):
 
 
 @pytest.mark.parametrize("j", PROMPTS)
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4, "auto"])
+@pytest.mark.parametrize("depth", [0, 2, "auto"])
 def test_greedy_tokens_are_those_of_transformers(j, depth):
     assert greedy(j, num_draft_tokens=depth) == VALUES[f"greedy_{j}"].tolist()
 
@@ -225,12 +225,12 @@ def test_several_turns(j, tmp_path):
             save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
             cache = load_prompt_cache(str(tmp_path / "cache.safetensors"))
         tokens, options = p.part(cut, n)
-        steps = mtp_generate_step(tokens, model, prompt_cache=cache, max_tokens=6, num_draft_tokens=3, **options)
-        assert [t for t, *_ in steps] == want[:6]
+        steps = mtp_generate_step(tokens, model, prompt_cache=cache, max_tokens=4, num_draft_tokens=3, **options)
+        assert [t for t, *_ in steps] == want[:4]
         assert PromptCache(cache, len(model.layers)).images == p.images
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", PROMPTS[::2])
 @pytest.mark.parametrize("stops", STOPS)
 def test_stopped_anywhere_and_gone_on_with(j, stops):
     p, model, want = image_prompt(j), image_model(), VALUES[f"greedy_{j}"].tolist()
@@ -276,7 +276,7 @@ def test_text_may_not_go_on_inside_an_image():
 
 
 @pytest.mark.parametrize("together", [ENDING_WITH_TEXT, [3, 3]])
-@pytest.mark.parametrize("depth", [0, 3, "auto"])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_a_batch(together, depth):
     """Of prompts with images and without, which join and leave one after the other."""
     model, generator = image_model(), BatchGenerator(image_model(), num_draft_tokens=depth)

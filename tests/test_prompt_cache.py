@@ -20,6 +20,7 @@ from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint.load import DEMO
 from tests.support.decoding import STOPS, plain
 from tests.support.models import tiny_model
+from tests.support.profiles import LONG
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 model_of = functools.cache(tiny_model)
@@ -43,19 +44,11 @@ class Counting:
         return self._model(inputs, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "stops",
-    [
-        pytest.param((1, 2, 3, 5, 8, 12), id="some stops"),
-        pytest.param(range(1, 13), marks=pytest.mark.slow, id="all stops"),
-    ],
-)
-@pytest.mark.parametrize("turn", [0, 1, 2])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth, stops):
+@pytest.mark.parametrize(("turn", "depth"), [(0, 3), (1, 1), (2, 3)])
+def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
     """One turn is stopped after n tokens, the others after 5; every turn is plain decoding's after all that came before."""
     model = model_of("qwen3_5", 1)
-    for n in stops:
+    for n in range(1, 13) if LONG else (1, 2, 3, 5, 8, 12):
         prompt_cache, history = make_prompt_cache(model), []
         for i, question in enumerate(TURNS):
             max_tokens = n if i == turn else 5
@@ -230,35 +223,8 @@ def test_each_rank_resumes_its_own_part_alone(tmp_path):
 def test_resumes_a_file_of_mlx_lm_cache_prompt(tmp_path):
     file = tmp_path / "cache.safetensors"
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
-    run(
-        [
-            sys.executable,
-            "-m",
-            "mlx_lm",
-            "cache_prompt",
-            "--model",
-            DEMO,
-            "--prompt",
-            "def f(x):",
-            "--prompt-cache-file",
-            file,
-        ]
-    )
-    out = [
-        run(
-            [
-                sys.executable,
-                "-m",
-                "mlx_mtp.generate",
-                "--prompt-cache-file",
-                file,
-                "--prompt",
-                "\n    return",
-                "--verbose",
-                "False",
-            ]
-            + ["--max-tokens", "20", "--ignore-chat-template", *mtp]
-        ).stdout
-        for mtp in ([], ["--mtp"])
-    ]
+    python, cached = (sys.executable, "-m"), ("--prompt-cache-file", file)
+    run([*python, "mlx_lm", "cache_prompt", "--model", DEMO, "--prompt", "def f(x):", *cached])
+    more = ("--prompt", "\n    return", "--verbose", "False", "--max-tokens", "20", "--ignore-chat-template")
+    out = [run([*python, "mlx_mtp.generate", *cached, *more, *mtp]).stdout for mtp in ([], ["--mtp"])]
     assert out[0] == out[1] != "\n"

@@ -25,9 +25,9 @@ from tests.support.ways import generate
 LEVEL = 1e-4  # of each chi-square test
 P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
 OPTIONS = [
-    {"temp": 0.7, "top_p": 0.95, "top_k": 20},
+    pytest.param({"temp": 0.7, "top_p": 0.95, "top_k": 20}, marks=pytest.mark.slow),
     pytest.param({"temp": 1.0}, marks=pytest.mark.slow),
-    {"temp": 1.5, "min_p": 0.1},
+    {"temp": 1.5, "top_k": 20, "min_p": 0.1},
     {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
 ]
 
