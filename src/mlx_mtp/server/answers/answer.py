@@ -7,7 +7,7 @@ reasoning and calls are not the answer's. Stop words end the answer's text; in t
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from ...text import tool_calls
 from ...text.reasoning import ReasoningReader, overlap
@@ -17,7 +17,7 @@ from ...text.tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What the model says to itself."""
+    """The model's reasoning."""
 
     text: str
 
@@ -25,24 +25,16 @@ class Reasoning:
 Event = Reasoning | tool_calls.Event
 
 
-class Reader(Protocol):
-    """Takes a text apart, piece by piece; see ``ToolCallParser``."""
-
-    def add(self, text: str) -> list[Event]: ...
-
-    def finish(self, cut: bool) -> list[Event]: ...
-
-
 class Answer:
     """
     Args:
-        reader (Reader): What takes the text apart.
-        stop_words (List[str]): What ends the text, and is no part of it.
+        reader (QwenReader): Takes the text apart.
+        stop_words (List[str]): End the text, and are no part of it.
         is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
         one_call (bool): Whether the answer ends with its first call. Default: ``False``.
     """
 
-    def __init__(self, reader: Reader, stop_words: list[str], is_chat: bool = True, one_call: bool = False):
+    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
         self.reader, self.one_call = reader, one_call
         self.stop = _StopWords(stop_words)
         self.tokens = TextTokens()
@@ -51,10 +43,10 @@ class Answer:
         self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """The next token -> what it says, and why the answer ends here, if it does.
+        """The next token -> its events, and the reason why the answer ends here, if it does.
 
         Args:
-            text (str): What it adds to the text.
+            text (str): The token's text.
             finish_reason (str, optional): "stop" or "length", with the last piece.
 
         Returns:
@@ -270,7 +262,7 @@ def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool
 def make_answer(
     tokenizer: Any, in_reasoning: bool, tools: list[Any] | None, stop_words: list[str], *, is_chat: bool, one_call: bool
 ) -> Answer:
-    """What reads the answer to a request.
+    """The reader of a request's answer.
 
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.

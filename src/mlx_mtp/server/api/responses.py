@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from contextlib import suppress
+from itertools import count
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -208,12 +209,12 @@ class ResponsesWriter(BlockWriter):
         self.body, self.tools = body, body.named_tools
         self.n_reasoning = 0
         self.steps: list[Delta] = []  # where their log probabilities are asked for
-        self.event = Events()
+        self.numbers = count()  # of events
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
 
     def begin(self, usage: Usage) -> bytes:
         response = self.message(None, "in_progress")
-        return self.event("created", response=response) + self.event("in_progress", response=response)
+        return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return keep_alive(n_read, n_prompt)
@@ -254,7 +255,7 @@ class ResponsesWriter(BlockWriter):
         return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=piece.text)
 
     def opened(self, item: Json) -> bytes:
-        return self.event("output_item.added", output_index=len(self.blocks) - 1, item=_shown(item))
+        return self._event("output_item.added", output_index=len(self.blocks) - 1, item=_shown(item))
 
     def closed(self, item: Json) -> bytes:
         item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
@@ -272,7 +273,7 @@ class ResponsesWriter(BlockWriter):
             done += self._item_event("content_part.done", content_index=0, part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
-        return done + self.event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
+        return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
 
     def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
         """Add to the only part of the last item, or begin this one."""
@@ -286,18 +287,22 @@ class ResponsesWriter(BlockWriter):
             whole[name] += more
         return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
 
+    def _event(self, kind: str, **data: Any) -> bytes:
+        name = f"response.{kind}"
+        return event({"type": name, "sequence_number": next(self.numbers), **data}, name)
+
     def _item_event(self, kind: str, **data: Any) -> bytes:
-        return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
+        return self._event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
 
     def end(self, usage: Usage) -> bytes:
         closed = self.close()
         response = self.message(usage)
-        return closed + self.event(response["status"], response=response)
+        return closed + self._event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> bytes:
         response = self.message(None, "failed")
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        return self.event("failed", response={**response, "error": {"code": code, "message": error.message}})
+        return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
         """The response. Default: with the status of one that has ended."""
@@ -327,18 +332,6 @@ class ResponsesWriter(BlockWriter):
             "usage": None if usage is None else _usage(usage, self.n_reasoning),
             "metadata": body.metadata or {},
         }
-
-
-class Events:
-    """The events of a stream, which are numbered."""
-
-    def __init__(self) -> None:
-        self.n = 0
-
-    def __call__(self, kind: str, **data: Any) -> bytes:
-        name, number = f"response.{kind}", self.n
-        self.n += 1
-        return event({"type": name, "sequence_number": number, **data}, name)
 
 
 def _usage(usage: Usage, n_reasoning: int) -> Json:

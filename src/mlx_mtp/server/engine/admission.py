@@ -20,7 +20,7 @@ from ..answers.answer import make_answer
 from ..options import Options
 from ..request import ModelKey, Prompt, Request
 from .budget import make_processors
-from .caches import Caches
+from .caches import Stores
 from .memory import cache_bytes, check_fits
 from .provider import ModelProvider
 
@@ -32,7 +32,7 @@ class Admission:
     Args:
         options (Options): The server's.
         models (ModelProvider): Loads them.
-        caches (Caches): What earlier requests have read.
+        caches (Stores): The prompt caches.
         ranks (Ranks, optional): Who runs the model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Admission:
         memory_left (int): Bytes beside the model.
     """
 
-    def __init__(self, options: Options, models: ModelProvider, caches: Caches, ranks: Ranks | None):
+    def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None):
         self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
         self.batch: Any = None
         self.max_cache_bytes = self.memory_left = 0
@@ -89,8 +89,8 @@ class Admission:
             self.batch = None
             self.caches.release()
 
-    def let_go(self) -> None:
-        """Let go of the model, in the thread that owns its arrays' streams; the streams' threads must not outlast it."""
+    def unload(self) -> None:
+        """Drop the model, in the thread that owns its arrays' streams, and end the streams' threads."""
         self.models.reset()
         gc.collect()
         mx.clear_streams()

@@ -13,11 +13,11 @@ IDLE = 0.1  # seconds that an idle server waits for a request before it looks fo
 
 @dataclass
 class Changes:
-    """What clients have done. With what was generated, all that the next steps depend on.
+    """The requests that came and went since the last step.
 
     Args:
         arrived (List[Request]): New requests, in order.
-        gone (Set[int]): The numbers of requests whose clients have hung up, or do not want more.
+        gone (Set[int]): The numbers of requests whose clients have hung up.
     """
 
     arrived: list[Request] = field(default_factory=list)
@@ -42,32 +42,32 @@ class Clients:
     # Any thread
 
     def add(self, request: Request) -> None:
-        """A client waits for an answer."""
+        """Queue a request whose client waits for the answer."""
         self.open.add(request)
         self.arriving.put(request)
 
     def leave(self, request: Request) -> None:
-        """The client waits no more."""
+        """The client has its answer, or has hung up."""
         self.open.discard(request)
 
     def fail_all(self, error: ApiError) -> None:
-        """End all open answers, whatever the generation thread is waiting for."""
+        """End all open answers, without the generation thread."""
         for request in self.open.copy():
             request.client.put(error)
 
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """What clients have done since the last step; ``None`` where the server ends.
+        """The changes since the last step; ``None`` when the server ends.
 
         Args:
             known (Iterable[Request]): The requests that wait or run.
-            is_idle (bool): Whether none runs. It then waits a moment for one.
+            is_idle (bool): Whether none runs: it then waits a moment for one.
         """
         return None if self.is_stopping else self.look(known, wait=is_idle)
 
     def look(self, known: Iterable[Request], wait: bool) -> Changes:
-        """What the clients of this process have done."""
+        """The changes among the clients of this process."""
         arrived: list[Request] = []
         with suppress(Empty):
             arrived.append(self.arriving.get(block=wait, timeout=IDLE))
@@ -75,5 +75,5 @@ class Clients:
                 arrived.append(self.arriving.get_nowait())
         return Changes(arrived, {request.number for request in (*known, *arrived) if request.is_gone})
 
-    def after_step(self, read: list[PromptResponse], generated: list[Response]) -> None:
-        """A step of the batch generator has made this."""
+    def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
+        """Called with the result of each step of the batch generator."""

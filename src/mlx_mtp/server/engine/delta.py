@@ -1,4 +1,4 @@
-"""What a token adds to an answer."""
+"""The steps of an answer: the events of one token."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,10 @@ from ..request import Request
 
 @dataclass(frozen=True)
 class Likely:
-    """A token, and how likely it was.
+    """A token and its log probability.
 
     Args:
-        piece (bytes): What it says: one token may have a part of a character.
+        piece (bytes): Its text, which may end within a character.
         logprob (float): Before the temperature and the sampler's filters.
     """
 
@@ -27,16 +27,16 @@ class Likely:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a token adds to an answer.
+    """A token's part of an answer.
 
     Args:
-        events (List[Event]): What it says.
+        events (List[Event]): Its text, reasoning and calls.
         token (int): The token.
-        finish_reason (str, optional): Why the answer ends here, if it does.
-        stop_word (str, optional): The one of the request's that has ended the text.
-        source (str, optional): "model", or what has drafted the token: "head", "copies" or "grammar".
-        likely (Likely, optional): The token as ``logprobs`` shows it; ``None`` where the request does not ask for that.
-        top (List[Likely]): The likeliest tokens in its place, as many as were asked for, the likeliest first.
+        finish_reason (str, optional): The reason why the answer ends here, if it does.
+        stop_word (str, optional): The request's stop word that ended the text.
+        source (str, optional): "model", or the source of the accepted draft: "head", "copies" or "grammar".
+        likely (Likely, optional): The token's log probability, if the request asks for it.
+        top (List[Likely]): The likeliest tokens at its position, in order, as many as the request asks for.
     """
 
     events: list[Event]
@@ -79,7 +79,7 @@ def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
 
 
 def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
-    """The token, and the n likeliest ones in its place; those that a grammar forbids are left out."""
+    """The token, and the n likeliest ones at its position, without those that a grammar forbids."""
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
     values: Any = logprobs[tokens].tolist()

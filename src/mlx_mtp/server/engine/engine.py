@@ -21,21 +21,21 @@ from .ranks import reseed, seed_alike
 
 
 class Engine:
-    """It takes requests in order and generates them together as far as ``Admission`` lets them begin.
+    """Takes requests in order, and generates those together that ``Admission`` lets begin.
 
-    An error ends the requests that are being generated, never the thread.
+    An error ends the running requests, never the thread.
 
     Args:
         admission (Admission): Loads models and lets requests begin.
-        clients (Clients): Who asks.
+        clients (Clients): The open requests.
         metrics (Metrics): Counts.
-        ranks (Ranks, optional): Who runs the model.
+        ranks (Ranks, optional): The ranks that run the model.
 
     Attributes:
         waiting (Deque[Request]): Requests that have not begun, in order.
-        running (Dict[int, Request]): Those that have, by their uid in the batch generator.
-        loaded (Future[None]): Done when the default model is loaded, or could not be.
-        error (BaseException, optional): What has ended the thread.
+        running (Dict[int, Request]): Requests that have begun, by their uid in the batch generator.
+        loaded (Future[None]): Done when the default model is loaded, or with the error of loading it.
+        error (BaseException, optional): The error that ended the thread.
     """
 
     def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
@@ -55,7 +55,7 @@ class Engine:
         return self.thread.is_alive() and self.error is None
 
     def stop_and_join(self) -> None:
-        """End the answers that are open, and the thread."""
+        """End the open answers, and the thread."""
         self.clients.is_stopping = True
         self.thread.join()
 
@@ -67,7 +67,7 @@ class Engine:
             self.admission.open(self.admission.models.default)
         except BaseException as e:
             self.loaded.set_exception(e)
-            self.admission.let_go()
+            self.admission.unload()
             return
         self.loaded.set_result(None)
         try:
@@ -81,7 +81,7 @@ class Engine:
             _thread.interrupt_main()  # it serves HTTP
 
     def _generate(self) -> None:
-        """Until the server ends."""
+        """Run until the server ends."""
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
             self.waiting += changes.arrived
@@ -95,7 +95,7 @@ class Engine:
 
     @contextmanager
     def _errors_end_what_runs(self) -> Iterator[None]:
-        """And not the thread: the next requests have a new batch generator."""
+        """End the running requests with an error; the next ones have a new batch generator."""
         try:
             yield
         except Exception as e:
@@ -108,7 +108,7 @@ class Engine:
             self.admission.restart()
 
     def _drop(self, gone: set[int]) -> None:
-        """End requests that nobody waits for."""
+        """End requests whose clients have hung up."""
         for request in [request for request in self.waiting if request.number in gone]:
             self.waiting.remove(request)
             request.client.put(ApiError(400, "The client has hung up."))
@@ -118,7 +118,7 @@ class Engine:
     def _begin(self, request: Request) -> None:
         try:
             self._open(request)
-            if request.encoded is None:  # it needs the model's tokenizer first
+            if request.encoded is None:  # it waited for the model's tokenizer
                 request.client.put(None)
                 return
             uid = self.admission.begin(request, request.encoded)
@@ -147,25 +147,25 @@ class Engine:
             raise ApiError(404, message, param="model", code="model_not_found") from e
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Do a step of the batch generator, and send what it has made.
+        """Run a step of the batch generator, and send its tokens.
 
         Args:
-            finish_reason (str, optional): With which the next token is an answer's last one. Default: ``None``, it is not.
+            finish_reason (str, optional): Ends each answer with its next token. Default: ``None``.
         """
         batch = self.admission.batch
         with self.metrics.step([request.counts for request in self.running.values()]):
-            read, generated = batch.next()
+            prefilled, generated = batch.next()
         self.metrics.count_switches(len(batch.decoder))
-        self.clients.after_step(read, generated)
-        for progress in read:
+        self.clients.after_step(prefilled, generated)
+        for progress in prefilled:
             self._tell(progress)
         last = {r.uid: r for r in generated if r.finish_reason is not None}
         for response in generated:
-            if response.uid in self.running:  # a step may go on behind a stop word
+            if response.uid in self.running:  # a stop word may have ended it within the step
                 self._answer(response, last.get(response.uid), finish_reason)
 
     def _tell(self, progress: PromptResponse) -> None:
-        """A part of a prompt is read."""
+        """Tell the client how much of its prompt is prefilled, and cache the prompt where it is cut."""
         request = self.running[progress.uid]
         request.client.put(Waiting(*progress.progress))
         cuts = request.encoded.cuts if request.encoded is not None else []
@@ -175,7 +175,7 @@ class Engine:
             self.admission.keep(request, prompt_cache, tokens)
 
     def _answer(self, response: Response, last: Response | None, finish_reason: str | None) -> None:
-        """Send a token to the client; ``last`` is the response that ends the sequence in this step, if one does."""
+        """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
         uid, request, metrics = response.uid, self.running[response.uid], self.metrics
         if response.error is not None:
             request.client.put(ApiError(500, f"Generation failed: {response.error}"))
@@ -204,7 +204,7 @@ class Engine:
         self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
 
     def _end(self) -> None:
-        """End every request: those that have begun with one last token."""
+        """End every request. Those that have begun get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
             self._take_out(uid)
             del self.running[uid]
@@ -216,4 +216,4 @@ class Engine:
         self.clients.fail_all(ApiError(503, "The server is stopping."))
         self.admission.close()
         self.admission.caches.close()
-        self.admission.let_go()
+        self.admission.unload()

@@ -1,4 +1,4 @@
-"""What the event loop does for a request: it has the prompt encoded, hands the request to the engine, and waits."""
+"""The event loop's side of a request: encode the prompt in a thread, submit the request to the engine, await its tokens."""
 
 import asyncio
 import threading
@@ -14,25 +14,25 @@ from .delta import Delta
 from .engine import Engine
 from .prompt import BoundedTokenizer, encode
 
-KEEP_ALIVE = 5.0  # seconds of waiting after which a client is told how far its prompt is read
-POLL = 1.0  # seconds between two looks whether the generation thread lives
+KEEP_ALIVE = 5.0  # seconds between two reports of prefill progress to a client
+POLL = 1.0  # seconds between two checks that the generation thread lives
 T = TypeVar("T")
 
 
 class Mailbox:
-    """Takes what the generation thread says to a request, for the event loop that it is made in."""
+    """Passes the generation thread's items for a request to the event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
 
     def put(self, item: Any) -> None:
-        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 async def in_thread(f: Callable[..., T], *args: Any) -> T:
-    """Call a function that may take long in a thread that nobody waits for when the server ends."""
+    """Call a slow function in a daemon thread, so that the server need not wait for it when it ends."""
     future: Future[T] = Future()
 
     def run(future: Future[T]) -> None:
@@ -49,12 +49,11 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
 
 
 class Frontend:
-    """
-    Templates are rendered and prompts tokenized in threads of their own, so that no prompt delays other requests.
+    """Renders templates and tokenizes prompts in threads of their own, so that no prompt delays other requests.
 
     Args:
         options (Options): The server's.
-        engine (Engine): What generates.
+        engine (Engine): Generates.
     """
 
     def __init__(self, options: Options, engine: Engine):
@@ -68,7 +67,7 @@ class Frontend:
         return self.engine.is_alive
 
     async def generate(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
-        """What a request becomes: its start, its tokens, and while it waits, every few seconds, how far its prompt is read.
+        """The start and the tokens of a request and, every few seconds while it waits, the progress of its prefill.
 
         Raises:
             ApiError: It cannot be generated.
@@ -97,7 +96,7 @@ class Frontend:
         return encode(tokenizer, request, self.options)
 
     async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
-        """Queue a request -> what the generation thread answers."""
+        """Queue a request -> the generation thread's items."""
         request.client = mailbox = Mailbox()
         try:
             self.clients.add(request)
@@ -109,7 +108,7 @@ class Frontend:
             self.clients.leave(request)
 
     async def _next(self, mailbox: Mailbox) -> Any:
-        """The next item; of those about the prompt's progress only one every few seconds."""
+        """The next item; progress is reported every few seconds only."""
         progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
         while True:
             is_alive = self.engine.is_alive

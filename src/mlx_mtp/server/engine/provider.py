@@ -1,4 +1,4 @@
-"""Which models a server may load, and the one that it has loaded."""
+"""The models that a server may load, and the loaded one."""
 
 import gc
 import logging
@@ -27,10 +27,10 @@ class ModelProvider:
         options (Options): The server's.
 
     Attributes:
-        key (ModelKey, optional): Of the model that is loaded, if one is.
-        model (MTPModel): It.
-        tokenizer (TokenizerWrapper): mlx-lm's, of this model.
-        tokenizers (Dict[ModelKey, BoundedTokenizer]): Of the models that were loaded.
+        key (ModelKey, optional): The loaded model's.
+        model (MTPModel): The loaded model.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        tokenizers (Dict[ModelKey, BoundedTokenizer]): The tokenizers of all models that were loaded.
     """
 
     def __init__(self, options: Options):
@@ -43,7 +43,7 @@ class ModelProvider:
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
 
     def resolve(self, asked: ModelDescription) -> ModelKey:
-        """The model that a request means. Where only one is served it is that one, whatever name the client has for it.
+        """The model of a request. Where only one is served, any name means that one.
 
         Raises:
             ApiError: A request may not name this model.
@@ -79,7 +79,7 @@ class ModelProvider:
             return
         self.reset()
         gc.collect()
-        mx.clear_cache()  # returns the weights of the one before to the system
+        mx.clear_cache()  # returns the old weights to the system
         path, adapter_path = key
         self.model, self.tokenizer = load(path, adapter_path=adapter_path, **self.options.load)
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
@@ -95,5 +95,5 @@ class ModelProvider:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
     def reset(self) -> None:
-        """Let go of the model."""
+        """Drop the model."""
         self.key = self.model = self.tokenizer = None

@@ -30,7 +30,7 @@ ALONE = 10.0  # seconds that a rank waits for the others to fail as it has
 class SharedClients(Clients):
     """
     Args:
-        ranks (Ranks): Who runs the model.
+        ranks (Ranks): The ranks that run the model.
     """
 
     def __init__(self, ranks: Ranks):
@@ -46,7 +46,7 @@ class SharedClients(Clients):
         self.n_turns += 1
         if not is_idle and self.n_turns < EVERY:
             return Changes()
-        is_reading, self.n_turns = self.n_turns > EVERY, 0
+        is_prefilling, self.n_turns = self.n_turns > EVERY, 0
         self.n_idle = self.n_idle + 1 if is_idle else 0
         if self.ranks.rank == 0:
             new = self.look(known, wait=is_idle and not self.unsent)
@@ -55,16 +55,16 @@ class SharedClients(Clients):
         if changes is None:
             return None
         self._tell()
-        if not is_reading:
+        if not is_prefilling:
             return changes
         # No pass is in flight behind which the exchange would wait, and a chunk of a prompt would delay what it says.
         more = self._exchange()
         return None if more is None else Changes(changes.arrived + more.arrived, changes.gone | more.gone)
 
-    def after_step(self, read: list[PromptResponse], generated: list[Response]) -> None:
-        if read:
-            self.n_turns = EVERY  # reading a part of a prompt took long
-        for uid, what in [(r.uid, "read") for r in read] + [(r.uid, r.token) for r in generated]:
+    def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
+        if prefilled:
+            self.n_turns = EVERY  # prefilling took long
+        for uid, what in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
             self.checksum = zlib.crc32(f"{uid} {what} ".encode(), self.checksum)
 
     def _tell(self) -> None:
@@ -86,9 +86,9 @@ class SharedClients(Clients):
             raise RuntimeError(f"{others} have generated other tokens than rank 0.")
         if any(stop):
             return None
-        return self._share() if has_changes[0] else Changes()
+        return self._broadcast() if has_changes[0] else Changes()
 
-    def _share(self) -> Changes:
+    def _broadcast(self) -> Changes:
         """Rank 0's changes, on every rank."""
         mine, self.unsent = self.unsent, Changes()
         shared = self.ranks.broadcast(mine)
