@@ -118,7 +118,7 @@ def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
         for name in ("insert", "fetch"):
             monkeypatch.setattr(PromptStore, name, fail)
             assert engine.ask(MESSAGES, max_tokens=5).logprobs == want.logprobs
-    for what in ("a text is not kept", "a prompt is read from its beginning"):
+    for what in ("a text is not cached", "the whole prompt is prefilled"):
         assert what in caplog.text
 
 
