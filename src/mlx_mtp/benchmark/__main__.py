@@ -188,7 +188,7 @@ def verdicts(args: argparse.Namespace, reports: Sequence[Report]) -> str:
 
 
 def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> None:
-    """Write what the flags ask for, now that all is measured."""
+    """Write the files that the flags ask for."""
     if args.json:
         write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
@@ -201,7 +201,7 @@ def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> No
 
 @dataclass
 class Subject:
-    """What is measured."""
+    """A model and prompts to measure."""
 
     model: Any
     name: str  # for the report
@@ -236,7 +236,7 @@ def prepare_synthetic(args: argparse.Namespace) -> Subject:
 
 
 def prompt_kind(args: argparse.Namespace) -> str:
-    """What the prompts are, in a word; a file of prompts is the user's own."""
+    """The kind of the prompts in a word; a file of prompts is ``own``."""
     if args.prompts:
         return args.prompts if args.prompts in KINDS else "own"
     return "nine" if args.model else "python"

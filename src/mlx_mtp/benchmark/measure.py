@@ -120,7 +120,7 @@ def measure(
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
-        runs (Sequence[Union[int, str]]): What drafts, see ``runs.py``.
+        runs (Sequence[Union[int, str]]): The sources of drafts, see ``runs.py``.
         max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
         repeat (int): The number of rounds. Default: ``5``.
         stop (Collection[int]): Tokens that end a text. Default: none.
@@ -178,7 +178,7 @@ def _run_round(
 def summarize(
     name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round], parts: Parts
 ) -> Result:
-    """Summarize what the rounds say of a run on these prompts together."""
+    """Summarize the rounds of a run on these prompts together."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]

@@ -122,7 +122,7 @@ def verdict(report: Report, flag: str = "--mtp", name: str = "auto") -> str:
     Args:
         report (Report): Has auto among its runs.
         flag (str): That of the head which was measured. Default: ``"--mtp"``.
-        name (str): What the line calls auto. Default: ``"auto"``.
+        name (str): Auto's name in the line. Default: ``"auto"``.
     """
     (r,) = (r for r in report.of(OVERALL) if r.run == AUTO)
     ratio = f"{name}: {r.ratio:.2f} x plain mlx-lm"

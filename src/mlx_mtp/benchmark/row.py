@@ -1,6 +1,6 @@
 """One machine's row of the table in docs/results.md: ``--report`` writes it, ``scripts/results_table.py`` reads it.
 
-A row says what made each figure. It holds nothing of the user's: no path, no prompt, no host name.
+A row names the machine, versions and model of its figures, and nothing private: no path, no prompt, no host name.
 """
 
 import os
@@ -69,7 +69,7 @@ def make_row(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]
         report (Report): Of ``RUNS``.
         model (nn.Module): The model that was measured.
         name (str): Its repository, or its folder, of which the row has the last part.
-        kind (str): What the prompts are.
+        kind (str): The kind of the prompts.
     """
     first, *_ = results = report.of(OVERALL)
     n_prompts = len({r.prompt for r in report.results}) - 1
@@ -113,7 +113,7 @@ def _describe_run(r: Result) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The chip as MLX names it, and what else the speed depends on."""
+    """The chip as MLX names it, and the other parts that the speed depends on."""
     return {
         "chip": str(mx.device_info()["device_name"]),
         "device": mx.default_device().type.name,
@@ -124,7 +124,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """The model's type, what its weights are, and how it was told to draft."""
+    """The model's type, the precision of its weights, and its settings for drafts."""
     tuned, lm_head = model.drafting.tuned, model.drafting.lm_head
     layer = None if lm_head is None else lm_head.layers[0]
     return {
@@ -137,7 +137,7 @@ def describe_model(model: Any) -> dict[str, Any]:
 
 
 def precision(modules: Sequence[nn.Module]) -> str:
-    """What most of the weights are: ``4-bit`` where MLX's affine quantization made them, another quantization, or a type."""
+    """The precision of most weights: ``4-bit`` for MLX's affine quantization, another quantization, or a type."""
     sizes: Counter[str] = Counter()
     for m in modules:
         if "weight" in m:
@@ -185,7 +185,7 @@ def _model(row: Mapping[str, Any]) -> str:
 
 
 def describe_row(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What a row is of: the machine, the model and the prompts."""
+    """The machine, the model and the prompts of a row."""
     return _machine(row), _model(row), f"prompts: {row['prompts']['kind']}"
 
 

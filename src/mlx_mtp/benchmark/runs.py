@@ -1,4 +1,4 @@
-"""Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. A run's name says what drafts, and nothing else does:
+"""Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. A run's name tells the source of its drafts:
 
 plain              nothing: mlx-lm's own generation
 1, 2, ...          the head, so many tokens in every step
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class Generation:
-    """What one run on one prompt yielded, and its times."""
+    """The tokens of one run on one prompt, and its times."""
 
     tokens: list[int]
     origins: list[str]  # of each token
@@ -66,8 +66,8 @@ def generate(
         model (nn.Module): A model of ``mlx_mtp.load``.
         prompt (mx.array): [T]
         max_tokens (int): The maximum number of tokens.
-        run (Union[int, str]): What drafts.
-        depth (Depth, optional): What auto goes by. Default: ``None``, the model's own.
+        run (Union[int, str]): The source of drafts.
+        depth (Depth, optional): The depth of auto. Default: ``None``, the model's own.
         stop (Collection[int]): Tokens that end the text. Default: none.
         draft_p_min (float, optional): As in ``mtp_generate_step``.
 
@@ -96,7 +96,7 @@ def generate(
             break
     end = time.perf_counter()
     steps.close()
-    mx.synchronize(generation_stream)  # what has begun of a next token is not the next run's
+    mx.synchronize(generation_stream)  # a token that has begun is not the next run's
     if len(tokens) < 2:
         raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
     return Generation(tokens, _origins(marks), first - start, end - first, mx.get_peak_memory() / 1e9, counts)
@@ -110,7 +110,7 @@ def _n_drafts(run: Run, depth: Depth | None) -> Any:
 
 
 def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
-    """Where each token came from. A step's drafts are handed over before its own token, and all are copies or none is."""
+    """The source of each token. A step yields its drafts before its own token, and they have one source."""
     origins, n_before = [], 0  # steps that had copied before this step
     for drafted, n_copying in marks:
         origins.append(TARGET if not drafted else COPY if n_copying > n_before else HEAD)

@@ -1,4 +1,4 @@
-"""A conversation: what its prompt cache holds, and what the next turn adds."""
+"""A conversation: its prompt cache, and the tokens that the next turn adds."""
 
 import argparse
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Conversation:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (TokenizerWrapper): Its tokenizer.
         args (argparse.Namespace): The flags of ``mlx_mtp.chat``.
-        store (PromptStore, optional): What holds the turns. Default: ``None``, a prompt cache.
+        store (PromptStore, optional): Holds the turns. Default: ``None``, a prompt cache.
 
     Raises:
         ValueError: ``--thinking`` is given, and the chat template has no such switch.
@@ -81,7 +81,7 @@ class Conversation:
         Generate an answer. Ctrl-C ends it, and what was generated stays in the conversation.
 
         Args:
-            query (str): What the user says.
+            query (str): The user's message.
             show (Callable[[str], None]): Is called with each piece of the answer.
 
         Returns:

@@ -147,7 +147,7 @@ def load_tensors(file: Path) -> dict[str, mx.array]:
 
 
 def quantization_beside(config: Config, head: Iterable[str]) -> Config:
-    """What to change in a config for a head from elsewhere, whose quantization mlx-lm tells from its tensors.
+    """The changes to a config for a head from elsewhere, whose quantization mlx-lm tells from its tensors.
 
     Entries for the replaced head are dropped. Where only the head is quantized, mlx-lm needs an entry all the same, which
     then applies to no module.
@@ -171,7 +171,7 @@ def head_bits(mtp: nn.Module) -> int | None:
 
 
 def few_bits_warning(head_of: str, bits: int, model: str) -> str:
-    """What a head of few bits costs, and the command that fixes it."""
+    """The cost of a head of few bits, and the command that fixes it."""
     return (
         f"the MTP head of {head_of} is quantized to {bits} bits, which can cost most drafts. Give it the original's: "
         f"`mlx_mtp.convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."

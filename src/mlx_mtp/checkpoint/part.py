@@ -47,7 +47,7 @@ class Stage:
 def make_ranks(
     tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
 ) -> Ranks | None:
-    """Who runs the model together; ``None`` for one process.
+    """The ranks that run the model together; ``None`` for one process.
 
     Raises:
         ValueError: It cannot be loaded so.

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
-    """What settings depend on: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
+    """The key of settings: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
 
     A checkpoint is identified by its path, its config and the sizes of its weights. Several machines are another device.
     """

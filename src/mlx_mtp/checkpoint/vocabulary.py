@@ -75,7 +75,7 @@ def read_list(file: Path, vocab_size: int) -> list[int]:
 
 
 def check_list(file: Path) -> tuple[Any, Any]:
-    """What is in a file of ``mlx_mtp.draft_vocab``: the ids, and the size of the vocabulary that it is for.
+    """The content of a file of ``mlx_mtp.draft_vocab``: the ids, and the size of the vocabulary that it is for.
 
     Raises:
         FileNotFoundError: The file is missing.

@@ -1,1 +1,1 @@
-"""What the commands share: flags and their checks, errors in one line, and tables."""
+"""The common part of the commands: flags and their checks, errors in one line, and tables."""

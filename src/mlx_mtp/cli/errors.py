@@ -23,8 +23,8 @@ SYSTEM_ERRORS: dict[type[OSError], str] = {
 
 @contextmanager
 def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and with 141 without a word
-    where what reads the output has ended: ``| head``.
+    """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and silently with 141
+    where the reader of the output has ended: ``| head``.
 
     Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
     """
@@ -43,7 +43,7 @@ def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ())
 
 
 def sentence(error: ValueError | OSError) -> str:
-    """What an error says; of one of the system's own, without its number."""
+    """The message of an error, without the number of the system's own ones."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.filename is None:

@@ -49,7 +49,7 @@ def graft(
         original_revision (str, optional): A revision of both.
         dtype (str, optional): Cast the head to it. Default: ``None``, the original's.
         skip_check (bool): Do not run the model to check that the head is its own. Default: ``False``.
-        name (str, optional): What the model card calls the new checkpoint. Default: ``None``, its folder.
+        name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
 
     Raises:
         FileNotFoundError: A checkpoint or one of its files is missing.

@@ -83,7 +83,7 @@ def _describe_tower(checkpoint: CheckpointReader) -> list[Line]:
 
 
 def _verdict(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
-    """What loading the checkpoint with its head would say."""
+    """The result of loading the checkpoint with its head."""
     name = checkpoint.name
     try:
         config = check_config(checkpoint.config, name)

@@ -1,4 +1,4 @@
-"""What a conversion does to the weights: cast, quantize or dequantize the backbone, and leave the head alone."""
+"""The weights of a conversion: cast, quantize or dequantize the backbone, and leave the head alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -39,8 +39,8 @@ def write_checkpoint(
     Args:
         source (Path): The folder of the model that was fitted.
         model (nn.Module): The model with the fitted head.
-        name (str): What the user calls it.
-        record (Dict[str, Any]): What it was fitted on.
+        name (str): The user's name of it.
+        record (Dict[str, Any]): The data of the fit.
         table (str): Its acceptance before and after.
     """
     reader = CheckpointReader(str(source), None, False)

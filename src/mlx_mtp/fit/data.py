@@ -17,7 +17,7 @@ SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
 
 @dataclass(frozen=True)
 class Data:
-    """What a head is fitted on; see ``fit``."""
+    """The data of a fit; see ``fit``."""
 
     corpus: Sequence[str | Path] | None
     prompts: str | Path | None
@@ -71,7 +71,7 @@ def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
 
 
 def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any]:
-    """What the model card says of a fit."""
+    """The model card's text about a fit."""
     n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
     what = "of the user's files" if data.corpus is not None else "of its own answers"
     return {

@@ -70,7 +70,7 @@ def write_adapter(target: Path, model: Any, lora: Lora, record: dict[str, Any]) 
     """Write the adapter of a fitted head.
 
     Args:
-        record (Dict[str, Any]): What it was fitted on.
+        record (Dict[str, Any]): The data of the fit.
     """
     weights: Any = {} if lora.beside is None else load_tensors(Path(lora.beside) / "adapters.safetensors")
     trained: Any = tree_flatten(model.mtp.trainable_parameters())

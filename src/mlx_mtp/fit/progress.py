@@ -33,8 +33,8 @@ def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
     """A bar on stderr, which is shown from the start, with an estimate of the time that is left.
 
     Args:
-        desc (str): What is done.
-        unit (str): What is counted, in the singular.
+        desc (str): The work.
+        unit (str): The unit, in the singular.
         total (int): How many there are.
         disable (bool): Show nothing. Default: ``False``.
     """

@@ -1,4 +1,4 @@
-"""What the backbone says of a text, computed once and kept on disk: a step of training is then the head's alone."""
+"""The backbone's hidden states and predictions for a text, recorded on disk: a training step then runs the head alone."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = 1 << 25  # logits that are computed at once
 
 
 def bytes_per_token(model: MTPModel) -> int:
-    """What a token takes on disk: its hidden state, and the ids and probabilities of the likeliest next tokens."""
+    """The bytes of a token on disk: its hidden state, and the ids and probabilities of the likeliest next tokens."""
     embedding = model.model.embed_tokens(mx.array([0]))  # [1, H]
     return int(embedding.nbytes + TOP_K * (mx.uint32.size + mx.float16.size) + mx.uint32.size)
 
@@ -56,7 +56,7 @@ def read(file: Path) -> dict[str, mx.array]:
 
 
 def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
-    """What ``read`` returns, of texts that go through the backbone side by side: padding on the right changes none."""
+    """The result of ``read`` for texts in one batch, padded on the right."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
     hidden = model.model(tokens)  # [B, T, H]

@@ -1,4 +1,4 @@
-"""What a head is fitted on: the user's files, or prompts that the model answers. Part of it is never trained on."""
+"""The texts of a fit: the user's files, or prompts that the model answers. A part of them is held out."""
 
 import json
 import random

@@ -23,7 +23,7 @@ from ..models.mixin import MTPMixin
 
 @dataclass
 class PromptCacheFile:
-    """What a file of ``mlx_lm.cache_prompt`` holds."""
+    """A file of ``mlx_lm.cache_prompt``."""
 
     model: str
     caches: list[Any]

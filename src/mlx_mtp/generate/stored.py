@@ -53,7 +53,7 @@ def stored_steps(
     embeddings = None if pictured is None else pictured.embed(model, n_stored)
 
     def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
-        """What is read of the prompt, as the arguments of the functions that do."""
+        """The rest of the prompt, as arguments of the functions that prefill it."""
         if pictured is None or embeddings is None:
             return prompt[begin:end], {}
         own = embeddings[begin - n_stored : end - n_stored]

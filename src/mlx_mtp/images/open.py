@@ -38,7 +38,7 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
     Args:
         source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
           [height, width, 3] in RGB, or an image of Pillow.
-        name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
+        name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
 
     Returns:
         PIL.Image.Image: In RGB.
@@ -60,7 +60,7 @@ def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: s
 
     Args:
         source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): As in ``open_image``, which raises the same errors.
-        name (str, optional): What errors call it. Default: ``None``, the file's path or "The image".
+        name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
     """
     with _opening, warnings.catch_warnings(action="ignore"):
         image, _ = _open(source, name)

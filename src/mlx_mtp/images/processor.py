@@ -121,7 +121,7 @@ class Processor:
         return out.reshape(rows, columns, m * m, -1)
 
     def _normalized(self) -> Array:
-        """What each of the 256 values becomes, [3, 256], with transformers' roundings."""
+        """The normalized value of each of the 256, [3, 256], with transformers' roundings."""
         scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
         mean, std = (np.array(a, np.float32)[:, None] for a in (self.image_mean, self.image_std))
         return (scaled - mean) / std

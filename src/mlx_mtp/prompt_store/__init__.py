@@ -1,4 +1,4 @@
-"""A prefix of a text is read once: prompt caches of what was read, with snapshots to resume from."""
+"""A prefix of a text is prefilled once: prompt caches with snapshots to resume from."""
 
 from .store import PromptStore
 

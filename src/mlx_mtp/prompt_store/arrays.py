@@ -22,7 +22,7 @@ Arrays = dict[str, mx.array]
 
 
 class Format(NamedTuple):
-    """What arrays there are of each token. Prompt caches of two formats share nothing.
+    """The arrays that there are of each token. Prompt caches of two formats share nothing.
 
     Args:
         kv (KVOptions, optional): How keys and values are quantized; ``None`` where they are not, or not yet.

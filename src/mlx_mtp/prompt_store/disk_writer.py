@@ -28,7 +28,7 @@ LAST_FILE = 5.0  # and to end the file that is being written then
 
 
 def key_of(model: Any, format: Format) -> str:
-    """Whose arrays these are: all that changes a bit of them."""
+    """The name of a model's arrays: a hash of everything that changes a bit of them."""
     part = PromptCache(make_prompt_cache(model), len(model.layers)).part
     device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
     versions = LAYOUT, version("mlx"), version("mlx-lm")
@@ -41,10 +41,10 @@ class PendingWrite(NamedTuple):
 
     Args:
         node (Node): Its node.
-        stored (StoredArrays): What is told the file's name.
-        arrays (Dict[str, mx.array]): Those to write, whatever the store gives up meanwhile.
+        stored (StoredArrays): Gets the file's name.
+        arrays (Dict[str, mx.array]): Those to write, also if the store evicts them meanwhile.
         tokens (Tokens, optional): Of a span, [n]; ``None`` for a snapshot.
-        model (str): Whose it is.
+        model (str): The model's name, see ``key_of``.
         parent (str): The file of the span that it belongs to; empty for none.
     """
 
@@ -94,7 +94,7 @@ class DiskWriter:
             return []
 
     def read(self, name: str, model: str, parent: str, tokens: Tokens | None) -> Arrays | None:
-        """The arrays of a file, if it is there and is the one that is meant. A damaged one is dropped.
+        """The arrays of a file, if it is there and belongs to this text. A damaged one is dropped.
 
         Args:
             tokens (Tokens, optional): That the file must have, where it is a span's.
@@ -123,16 +123,16 @@ class DiskWriter:
             logging.warning(f"{self.folder.path}/{name} cannot be removed: {e}.")
 
     def touch(self, names: Sequence[str]) -> None:
-        """These files are being used."""
+        """Note that these files are used."""
         self._touched.update(names)
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to write."""
+        """Look for something to write."""
         self._wake.set()
 
     def close(self, seconds: float) -> None:
-        """Write the rest, as far as it takes no longer than this."""
+        """Write the rest, for at most this time."""
         if self._deadline is None:
             self.reader.submit(mx.clear_streams)
         self._deadline = time.monotonic() + seconds

@@ -29,7 +29,7 @@ from .writer_lock import SUFFIX as LOCK_SUFFIX
 from .writer_lock import WriterLock, is_alive
 
 LAYOUT = 3  # of the index and the files; those of another one are removed
-DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # what SQLite says of a damaged index
+DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # SQLite's codes for a damaged index
 FREE_SHARE, FREE = 0.05, 1 << 30  # of the disk, and bytes: the lesser is left free for others
 BUSY = 10.0  # seconds to wait for another process that writes to the index
 OURS = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}(\.(\w+)\.tmp)?")

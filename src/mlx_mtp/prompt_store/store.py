@@ -1,4 +1,4 @@
-"""Prefixes of texts that were read before, in memory and on disk."""
+"""Prefixes of texts that were prefilled before, in memory and on disk."""
 
 import threading
 import weakref
@@ -41,7 +41,7 @@ class Prefix(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a store has done.
+    """Counts of a store's work.
 
     Args:
         fetches (int): Texts that were looked up.
@@ -55,7 +55,7 @@ class Counts:
 
 
 class PromptStore(AbstractContextManager["PromptStore"]):
-    """Prompt caches of the texts that a model has read, each part of a text once.
+    """Prompt caches of the texts that a model has prefilled, each part of a text once.
 
     A text is inserted wherever it may part from others: there it gets a snapshot, from which any text with this beginning is
     resumed. What is fetched is bit for bit what was inserted. Any thread may call any method.
@@ -101,7 +101,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         return self._files.disk
 
     def close(self, seconds: float = FLUSH) -> None:
-        """Write what is left to disk, as far as it takes no longer than this, and forget all texts."""
+        """Write the rest to disk, for at most this time, and forget all texts."""
         if self.disk is not None:
             self.disk.close(seconds)
             self._files.disk = None
@@ -131,7 +131,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             return Prefix(make_prompt_cache(self.model), 0, None)
 
     def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
-        """Have in memory what ``fetch`` will need of this text. While files are read, other threads go on.
+        """Read the files that ``fetch`` will need for this text into memory. Other threads go on meanwhile.
 
         Args:
             tokens (Sequence[int]): As in ``fetch``.
@@ -141,7 +141,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """How many tokens the text has in common with any that is held: where it parts from them, others may as well."""
+        """The number of tokens that the text shares with a stored one: later texts may differ from it there, too."""
         text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
@@ -150,7 +150,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
     def insert(
         self, tokens: Sequence[int], prompt_cache: list[Any], kv: KVOptions | None = None, handle: Handle | None = None
     ) -> Handle | None:
-        """Keep what is new in a prompt cache, with a snapshot at its end.
+        """Keep the new part of a prompt cache, with a snapshot at its end.
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for a part of an image.
@@ -190,7 +190,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         return handle
 
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
-        """Evict the snapshots that save the least reading for their bytes, until this much is left in memory."""
+        """Evict the snapshots that save the least prefill for their bytes, until this much is left in memory."""
         with self._lock:
             self._forest.trim_to(n_bytes, n_snapshots)
 
@@ -211,7 +211,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self._files.forget()
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
-        """The child that holds the text's next tokens, read alike. Rounding may differ where a text was cut elsewhere."""
+        """The child with the text's next tokens, prefilled alike: rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
             rows = arrays.rows(cache, format, child.begin, child.length)
             stored = child.span.arrays or self._files.read(
@@ -233,7 +233,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self.disk.touch([stored.name for _, stored in parts if stored.name is not None])
         spans = [stored.arrays for _, stored in path]
         entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
-        self.trim_to(self.max_bytes, self.max_snapshots)  # what was read from disk is held as well
+        self.trim_to(self.max_bytes, self.max_snapshots)  # the arrays read from disk take memory too
         return entries
 
     def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
@@ -250,7 +250,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
 
 
 def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:
-    """What a prompt cache that ends at a node's snapshot is made of: the snapshot, and the spans from the first on."""
+    """The parts of a prompt cache that ends at a node's snapshot: the snapshot, and the spans from the first on."""
     assert node.snapshot is not None
     return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
 

@@ -1,4 +1,4 @@
-"""The answers to one request: each is generated as a request of its own, and those to one prompt read it once."""
+"""The answers to one request: each is generated as a request of its own, and their prompt is prefilled once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,9 +20,9 @@ def choices_of(request: Request) -> list[Request]:
 
 
 async def generate(frontend: Frontend, choices: list[Request]) -> AsyncIterator[tuple[int, Started | Waiting | Delta]]:
-    """What the answers become, each with its number; see ``Frontend.generate``.
+    """The items of all answers, each with the answer's number; see ``Frontend.generate``.
 
-    The first answer to a prompt reads it. The others begin with that one's first token and find the prompt in the prompt cache.
+    The first answer to a prompt prefills it. The others begin at its first token, and find the prompt in the prompt cache.
 
     Raises:
         ApiError: One of them cannot be generated.

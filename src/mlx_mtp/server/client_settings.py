@@ -37,9 +37,9 @@ class Connection:
 class Settings:
     """
     Args:
-        command (str): What starts the client.
+        command (str): Starts the client.
         variables (Dict[str, str]): Of its environment.
-        file (str): What has the text, below the user's home. Default: none.
+        file (str): The client's file, below the user's home. Default: none.
         text (str): The content of that file.
     """
 
@@ -58,7 +58,7 @@ class Settings:
         return f"# {', '.join(parts)}, then start: {self.command}"
 
     def as_text(self) -> str:
-        """What a file has, or the lines of a shell."""
+        """The file's content, or the lines for a shell."""
         if self.file:
             return self.text
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())

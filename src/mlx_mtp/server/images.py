@@ -17,7 +17,7 @@ MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
 
 
 def fetch_all(request: Request, flags: Options) -> list[bytes]:
-    """The images of a request, which gives up their URLs.
+    """The images of a request, whose URLs are then dropped.
 
     Args:
         request (Request): Of a client that may hang up meanwhile.
@@ -25,7 +25,7 @@ def fetch_all(request: Request, flags: Options) -> list[bytes]:
 
     Raises:
         ApiError: The client has hung up.
-        ValueError: One cannot be read, or may not be, or they are too large together.
+        ValueError: An image cannot be read, is not allowed, or all are too large together.
     """
     images: list[bytes] = []
     left = MAX_BYTES
@@ -48,15 +48,15 @@ def check_client(request: Request) -> None:
 
 
 def fetch(url: str, name: str, flags: Options) -> bytes:
-    """The bytes of an image; of one that is too large, which ``open_image`` refuses, no more than that takes.
+    """The bytes of an image, up to one more than ``open_image`` accepts.
 
     Args:
         url (str): ``data:``, ``http:``, ``https:`` or ``file:``.
-        name (str): What errors call it.
+        name (str): Its name in errors.
         flags (Options): The server's.
 
     Raises:
-        ValueError: It cannot be read, or may not be.
+        ValueError: It cannot be read, or is not allowed.
     """
     scheme = url.partition(":")[0].lower()
     if scheme == "data":

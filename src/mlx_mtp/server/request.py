@@ -24,7 +24,7 @@ class ApiError(Exception):
 
     Args:
         status (int): HTTP's.
-        message (str): What is wrong.
+        message (str): The error in a sentence.
         param (str, optional): The field of the request that it is about.
         code (str, optional): OpenAI's name for the error.
     """
@@ -41,10 +41,10 @@ class Prompt:
     Args:
         tokens (List[int]): All tokens of the prompt.
         in_reasoning (bool): Whether the answer begins with reasoning. Default: ``False``.
-        cuts (List[int]): The numbers of tokens after which the prompt cache is still to be saved, in order.
-        n_cached (int): The number of tokens that the prompt cache had.
-        handle (Handle, optional): Where in a prompt store it is, as far as it is read.
-        pictured (ImagePrompt, optional): It again, if it has images.
+        cuts (List[int]): The numbers of tokens after which the prompt is yet to be cached, in order.
+        n_cached (int): The number of cached tokens.
+        handle (Handle, optional): Its place in a prompt store, as far as it is prefilled.
+        pictured (ImagePrompt, optional): The prompt with its images, if it has any.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Prompt:
     pictured: ImagePrompt | None = None
 
     def key_of(self, tokens: list[int]) -> list[int]:
-        """What prompt caches know these first tokens of the text by: images are known by their content."""
+        """The key of these first tokens in prompt caches, in which images are numbers made of their content."""
         if self.pictured is None:
             return tokens
         key = self.pictured.key
@@ -63,7 +63,7 @@ class Prompt:
 
     @property
     def segments(self) -> list[list[int]]:
-        """The tokens that are not cached, split where the prompt cache is saved."""
+        """The tokens that are not cached, split at the cuts."""
         bounds = [self.n_cached, *self.cuts, len(self.tokens)]
         return [self.tokens[i:k] for i, k in pairwise(bounds)]
 
@@ -87,13 +87,13 @@ class StructuredOutput:
 
 
 class Client(Protocol):
-    """Takes what the engine says to a request: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end."""
+    """Takes a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end."""
 
     def put(self, item: Any) -> None: ...
 
 
 class NoClient:
-    """Of a request on a rank that serves no clients."""
+    """The client of a request on a rank that serves none."""
 
     def put(self, item: Any) -> None:
         pass
@@ -101,12 +101,12 @@ class NoClient:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is being read, but for the tokens that were in the prompt cache."""
+    """Prefill has begun, behind the cached tokens."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of the tokens of the prompt that were not in the prompt cache, so many have been read."""
+    """The progress of prefill, in tokens that were not cached."""
 
     n_read: int
     n_prompt: int
@@ -117,7 +117,7 @@ numbers = count()  # of requests
 
 @dataclass(eq=False)
 class Request:
-    """A request from its arrival to the end of its answer. It is made of a body; the frontend and the engine add to it.
+    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine add to it.
 
     Args:
         request_type (str): "chat" or "text".
@@ -141,15 +141,15 @@ class Request:
         key (ModelKey): The model that generates it.
         encoded (Prompt, optional): The prompt's tokens.
         client (Client): Takes the answer.
-        is_gone (bool): Whether nobody waits for the answer any more.
-        n_cached (int): Tokens of the prompt that the prompt cache had.
+        is_gone (bool): Whether its client has hung up.
+        n_cached (int): Cached tokens of the prompt.
         answer (Answer): Takes the text apart.
         detokenizer (StreamingDetokenizer): mlx-lm's; makes the text.
-        pieces (Pieces, optional): What each token says, where log probabilities are asked for.
-        first_token (float, optional): When the first token came.
+        pieces (Pieces, optional): The bytes of each token, where log probabilities are asked for.
+        first_token (float, optional): The time of the first token.
         n_tokens (int): Tokens of the answer.
-        n_accepted (int): Those of them that were drafted.
-        counts (DraftCounts): What came of its drafts.
+        n_accepted (int): Accepted drafts among them.
+        counts (DraftCounts): Of its drafts.
     """
 
     request_type: Literal["chat", "text"]

@@ -1,1 +1,1 @@
-"""What a text means: reasoning, tool calls, schemas and grammars."""
+"""Reasoning, tool calls, schemas and grammars."""

@@ -43,7 +43,7 @@ class Beginning:
     """Where in a text a grammar begins; before that anything is allowed.
 
     Args:
-        tokenizer (llguidance.LLTokenizer): What the tokens say.
+        tokenizer (llguidance.LLTokenizer): The tokens' bytes.
         find (Callable[[str], Optional[int]]): Takes the text so far -> the position at which the grammar begins, or ``None``.
           What it gives for a text it gives for all that begin like it.
     """
@@ -52,7 +52,7 @@ class Beginning:
         self.tokenizer, self.find = tokenizer, find
         self._known: list[int] = []  # the text that it was found in
         self._n = 0  # its tokens up to there
-        self._head: list[int] = []  # what is behind it of the last of them
+        self._head: list[int] = []  # the last of its tokens behind it
 
     def behind(self, tokens: list[int]) -> list[int] | None:
         """The tokens of a text -> those behind its beginning, ``None`` where it has not come."""
@@ -150,7 +150,7 @@ class Grammar:
 
 
 class ForcedTokens:
-    """What a grammar forces, as a source of drafts, see ``sources.Source``."""
+    """The tokens that a grammar forces, as a source of drafts, see ``sources.Source``."""
 
     name = "grammar"
     fixed: int | None = None
@@ -253,7 +253,7 @@ class GrammarError(ValueError):
     """llguidance cannot read a grammar.
 
     Args:
-        message (str): What is wrong with it.
+        message (str): The error in a sentence.
         line (int, optional): The line of its Lark, from 1. ``None`` where it is too large as a whole.
     """
 

@@ -20,7 +20,7 @@ def end_of_reasoning(text: str, end: str) -> int | None:
         end (str): The tag.
     """
     i = text.rfind(end)
-    return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # what comes later changes nothing
+    return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing
 
 
 @lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
@@ -39,7 +39,7 @@ class ReasoningReader:
         self.end = end
         self._pieces: list[str] = []  # of the reasoning so far
         self._rest = ""  # that has not been read
-        self._line = self._fence = ""  # what has been read of a line, and the marks that opened a code block
+        self._line = self._fence = ""  # the part of a line so far, and the marks that opened a code block
         self._answer: int | None = None  # the first piece behind a quoted tag that may have been the last
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
@@ -64,13 +64,13 @@ class ReasoningReader:
 
     @property
     def unquoted(self) -> str:
-        """What is the answer if the model's turn has ended here."""
+        """The answer, if the model's turn ends here."""
         answer = "" if self._answer is None else "".join(self._pieces[self._answer :])
         return answer if answer.startswith("\n") else ""
 
     @property
     def closing(self) -> str:
-        """What ends the reasoning here, as a chat template writes it; a code block first."""
+        """The text that ends the reasoning here, as a chat template writes it; a code block is closed first."""
         if self._rest.startswith(self.end):
             return "\n\n"  # then no backtick follows
         breaks = "\n" if self._line or self._rest else ""

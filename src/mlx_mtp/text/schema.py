@@ -2,7 +2,7 @@
 
 References become edges of a graph, so that a definition is read once however often it is named, and may contain itself. Null
 means absent. A keyword of the wrong shape is left out and noted in ``malformed``; one that no grammar here can enforce is left
-out and noted in ``unenforced``. Who writes a grammar refuses the former, and for ``strict`` tools the latter.
+out and noted in ``unenforced``. The writers of grammars refuse the former, and for ``strict`` tools the latter.
 
 Drafts 4 to 2020-12 are read alike, as is OpenAPI's ``nullable``, and types by Python's names. ``format`` is enforced where
 llguidance knows it; otherwise it says nothing, as in the standard.
@@ -87,7 +87,7 @@ class Node:
     Args:
         path (str): Where it is, for errors.
         own (Dict[str, Any]): The keywords of ``KEYWORDS`` that it has; ``type`` as a set.
-        parts (List[Node]): What holds as well: ``allOf`` and ``$ref``.
+        parts (List[Node]): Schemas that hold as well: ``allOf`` and ``$ref``.
         options (Dict[str, List[Node]]): ``anyOf`` and ``oneOf``: of each, one holds.
         others (Node, optional): ``additionalProperties``.
         is_false (bool): Nothing is valid.
@@ -108,7 +108,7 @@ class Node:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it says nothing but what its parts and options say."""
+        """Whether it has no keywords besides its parts and options."""
         has_children = self.properties is not None or self.patterns or self.others or self.items or self.prefix
         return not (self.own or has_children or self.is_false)
 
@@ -131,7 +131,7 @@ class Node:
         return self.values is not None or children.get(kind, False) or any(name in self.own for name in names)
 
     def named(self, name: str) -> "list[Node]":
-        """The schemas of the property of this name, without what the parts and options say of it."""
+        """The schemas of the property of this name, without those of the parts and options."""
         found = [node] if (node := (self.properties or {}).get(name)) is not None else []
         found += [node for pattern, node in self.patterns.items() if may_match(pattern, name)]
         return found or ([self.others] if self.others is not None else [])
@@ -253,7 +253,7 @@ class Schema:
         target.is_target = True
         node.parts.append(target)
 
-    # What is read
+    # Reading the graph
 
     def leaves(self, node: Node) -> list[Leaf] | None:
         """The alternatives that a schema allows, each a list of schemas that hold together. ``None``: too many.
@@ -347,7 +347,7 @@ def document(root: Node, types: frozenset[str] | None = None) -> Json:
     """A schema as JSON for llguidance, with the definitions that it needs and no other.
 
     Args:
-        types (FrozenSet[str], optional): What it allows of the schema's types. Default: ``None``, all.
+        types (FrozenSet[str], optional): The types to allow, of the schema's. Default: ``None``, all.
     """
     names: dict[Node, str] = {}
 

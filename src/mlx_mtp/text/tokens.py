@@ -60,7 +60,7 @@ class TextTokens:
         self._forget(start + len(text) if start >= 0 else self._begin)
 
     def leave(self) -> None:
-        """What was said before the last token is not text."""
+        """Drop everything before the last token: it is not text."""
         self._has_left = True
         self._forget(self._begin)
 
@@ -80,7 +80,7 @@ class TextTokens:
 
 
 class Pieces:
-    """What each token of a tokenizer says, in bytes: one token may have a part of a character.
+    """The bytes of a tokenizer's tokens, which may end within a character.
 
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.

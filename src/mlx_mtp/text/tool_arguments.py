@@ -1,8 +1,8 @@
 """A parameter's text, as a model wrote it, as JSON of the type that its schema asks for.
 
-Qwen's format writes every value as text, without quotes: what ``5`` is, only the schema can say. A text becomes the first of
-these that its schema allows and that it spells: null, a boolean, a number, an object or an array. Everything else arrives as a
-string, unchanged: a wrong type tells the model more than a call that is lost.
+Qwen's format writes every value as text, without quotes: only the schema tells whether ``5`` is a number. A text becomes the
+first of these that its schema allows and that it spells: null, a boolean, a number, an object or an array. Everything else
+arrives as a string, unchanged: a wrong type tells the model more than a call that is lost.
 
 - null and booleans are also read as Python writes them (``None``, ``True``), and objects and arrays as Python's literals.
 - Numbers keep their digits. One that is too large for a float would be infinite to the client, and arrives as a string.
@@ -43,7 +43,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
     Args:
         text (str): Any text.
-        types (FrozenSet[str]): What its schema allows.
+        types (FrozenSet[str]): The types that its schema allows.
     """
     word = text.strip()
     # A model that has no value for a number writes null, whatever the schema says; as a string it would be no better.

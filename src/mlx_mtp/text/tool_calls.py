@@ -19,12 +19,12 @@ A block may hold several functions. Text that is not a valid call is content: no
   ``</function>`` and then ``</tool_call>`` or the next function. A key that the call has already is not the next one.
 - A value may quote calls. A ``<parameter=KEY>`` on a line of its own within a value opens a quotation, which the next
   ``</parameter>`` closes. That one ends the value only if the text ends with this block, or if a parameter follows that the
-  tool's schema declares and the quotation has not named a function. What no reader could tell apart: a value that holds a whole
-  end of a block and not its beginning.
+  tool's schema declares and the quotation has not named a function. Ambiguous: a value that holds the whole end of a
+  block without its beginning.
 - A JSON block ends at the first ``</tool_call>`` outside its strings. One that is not JSON is content, and the text behind its
-  first tag is read again.
+  first tag is parsed again.
 - The arguments of Qwen's format come as they are written: strings piece by piece, other values when they are complete, typed by
-  the tool's schema (see ``values``). Joined, they are the JSON of an object. Those of a JSON block come at once.
+  the tool's schema (see ``tool_arguments``). Joined, they are the JSON of an object. Those of a JSON block come at once.
 - A call that the text does not complete keeps its beginning: its arguments end within a string, so that they are never JSON.
 """
 
@@ -43,7 +43,7 @@ from .tool_arguments import is_string, parse_json, parse_json_values, to_json
 
 @dataclass(frozen=True)
 class Text:
-    """What the model says to the user.
+    """Text for the user.
 
     Args:
         text (str): The next piece of it.
@@ -111,7 +111,7 @@ class ToolCallParser:
         return self._text.n_calls
 
     def add(self, text: str) -> list[Event]:
-        """The next piece of the text -> what it says. Text that may be the beginning of a tag waits for more."""
+        """The next piece of the text -> its events. Text that may begin a tag waits for more."""
         self._text.rest += text
         while self._read():
             pass
@@ -119,7 +119,7 @@ class ToolCallParser:
         return events
 
     def finish(self, cut: bool) -> list[Event]:
-        """The end of the text -> the rest of what it says.
+        """The end of the text -> the last events.
 
         Args:
             cut (bool): Whether the text was cut off, such as by a limit. The last tags are then not taken as written.
@@ -133,7 +133,7 @@ class ToolCallParser:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether what came last is the tag that begins a block, if what follows is a call."""
+        """Whether the text ends with a tag that begins a block, if a call follows."""
         in_block = self._functions.is_open or self._json.is_open
         return not in_block and self._text.rest.lstrip(" ") == START
 
@@ -158,13 +158,13 @@ class ToolCallParser:
 
 
 class _Reading:
-    """The text that is not read yet, and the events of what is.
+    """The text that is not parsed yet, and the events of the rest.
 
     Attributes:
-        rest (str): The text that is known and not read yet.
+        rest (str): The text that is known and not parsed yet.
         is_last (bool): Whether no text will follow.
         is_cut (bool): Whether it was cut off there.
-        events (List[Event]): Those that the caller has not got.
+        events (List[Event]): Those not returned yet.
         n_calls (int): The calls so far.
     """
 
@@ -432,7 +432,7 @@ def _escape(text: str) -> str:
 def _json_calls(text: str) -> list[tuple[str, str]]:
     """The calls in a block of JSON, as names and the JSON of their arguments. Empty if they are not calls."""
     for read in (_json_values, ast.literal_eval):
-        try:  # the parsers' errors, or those of a value that JSON lacks: see values
+        try:  # the parsers' errors, or those of a value that JSON lacks
             found = read(text.strip())
             return [_json_call(call) for call in (found if isinstance(found, list) else [found])]
         except Exception:

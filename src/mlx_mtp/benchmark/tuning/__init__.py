@@ -1,1 +1,1 @@
-"""`mlx_mtp.benchmark --tune`: what to measure, and what to recommend."""
+"""`mlx_mtp.benchmark --tune`: the settings to measure and to recommend."""

@@ -90,7 +90,7 @@ def cheaper(model: Any, path: Path) -> list[Settings]:
 
 @dataclass
 class Tuner:
-    """A model and what to measure it on; see ``tune``."""
+    """A model, and prompts to measure it on; see ``tune``."""
 
     model: Any
     tokenizer: TokenizerWrapper
@@ -155,7 +155,7 @@ class Tuner:
 
 
 def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:
-    """Summarize what the rounds, [round][prompt], say of settings."""
+    """Summarize the rounds of settings, [round][prompt]."""
     base, speeds = ([speed(r) for r in of] for of in (plain, rounds))
     ratios = [s / p for p, s in zip(base, speeds)]
     counts = sum_counts([g.counts for r in rounds for g in r])

@@ -26,7 +26,7 @@ def copy_tensors(
         original (CheckpointReader): Has them.
         tensors (Mapping[str, TensorInfo]): By name.
         file (Path): To write.
-        names (Dict[str, str], optional): What to call each in the file. Default: ``None``, as they are called.
+        names (Dict[str, str], optional): The new name of each tensor. Default: ``None``, its own.
     """
     order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
     header, n = {}, 0

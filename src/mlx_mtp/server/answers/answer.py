@@ -118,7 +118,7 @@ class _Edges:
         return text
 
     def add(self, text: str) -> str:
-        """The next piece -> what is known to be the text's."""
+        """The next piece -> the part that is known to be text."""
         text = self._breaks + text
         kept = text.rstrip("\n") if self.holds else text
         self._breaks = text[len(kept) :]
@@ -141,10 +141,10 @@ class _StopWords:
     def __init__(self, words: list[str]):
         self.words = [word for word in words if word]
         self.found: str | None = None  # the one that has come
-        self._held = ""  # what may be the beginning of one
+        self._held = ""  # text that may begin a stop word
 
     def add(self, text: str) -> str:
-        """The next piece of a text -> what of it comes before a stop word."""
+        """The next piece of a text -> the part before a stop word."""
         text = self._held + text
         found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
         n, self.found = min(found, default=(0, None))
@@ -154,7 +154,7 @@ class _StopWords:
         return text[:n]
 
     def rest(self) -> str:
-        """What was no beginning of one after all."""
+        """The held text, which began no stop word."""
         held, self._held = self._held, ""
         return held
 
@@ -162,9 +162,8 @@ class _StopWords:
 class QwenReader:
     """Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
 
-    Reasoning is what ``<think>`` begins, at the beginning of the answer or in the prompt, and ``ReasoningReader`` says where it
-    ends. Where the model ends its turn with a tool call and without ``</think>``, the call is one, though its text has been
-    given as reasoning.
+    ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. Where
+    the model ends its turn with a tool call and without ``</think>``, the call counts, though its text was given as reasoning.
 
     Args:
         think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.

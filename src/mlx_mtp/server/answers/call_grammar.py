@@ -1,7 +1,7 @@
 """The grammar of tool calls in Lark, as the chat templates of Qwen write them; see ``tool_calls``.
 
-Arguments follow the schemas of their tools. What a grammar cannot enforce is refused for ``strict`` tools, and left free for
-others. So each rule that llguidance may not be able to read is on a line of its own, with what stands there in that case.
+Arguments follow the schemas of their tools. Conditions that a grammar cannot enforce are refused for ``strict`` tools, and
+left free for others. So each rule that llguidance may fail to parse is on a line of its own, with a free rule to replace it.
 """
 
 import json
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 END_OF_PARAMETER = "\n</parameter>\n"
 END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
 KEY = r"/[^\n<>]{1,256}/"
-SPACE = r"[\s\x1c-\x1f]*"  # what str.strip removes
+SPACE = r"[\s\x1c-\x1f]*"  # the characters that str.strip removes
 SCALARS = {  # texts that are read as these types
     "null": rf"(?i){SPACE}(null|none){SPACE}",
     "boolean": rf"(?i){SPACE}(true|false){SPACE}",
@@ -41,8 +41,8 @@ _quote = json.dumps  # of a string in Lark
 class Rule:
     """
     Args:
-        text (str): What it stands for, on one line.
-        free (str, optional): What to write in its place where llguidance cannot read it. Default: ``None``, it must.
+        text (str): The rule's text, on one line.
+        free (str, optional): The text to use where llguidance cannot parse the rule's. Default: ``None``, an error.
         path (str): The schema that it is of, for errors.
     """
 
@@ -74,7 +74,7 @@ class Rules:
         return self.add(f"T{len(self)}", text, free, path)
 
     def loosen(self, line: int) -> str | None:
-        """Leave free what a line of the grammar says; it cannot be read -> the path of a schema that must not be free."""
+        """Replace the rule on a line, which cannot be parsed, by its free one -> the schema's path if it must not be free."""
         name = list(self.by_name)[line - 1]
         rule = self.by_name[name]
         if rule.free is None:
@@ -218,7 +218,7 @@ class CallGrammar:
         if least <= n_required and (most is None or (other is None and most >= len(parts))):
             texts = [part if is_required else f"({part})?" for part, is_required in parts]
             return " ".join([*texts, *([f"{other}*"] if other else [])]) or '""'
-        after: list[str | None] = []  # what may follow so many of the parts
+        after: list[str | None] = []  # by the number of parts taken: the rule of the rest
         for n in range(len(parts) + 1):
             need, room = max(0, least - n), None if most is None else most - n
             if room is not None and room < need:
@@ -368,7 +368,7 @@ def _listed(leaf: Leaf) -> list[str] | None:
 
 
 def _conditions(leaf: Leaf) -> str:
-    """What these schemas ask of a string, in Lark."""
+    """The conditions of these schemas on a string, in Lark."""
     least, most, patterns = _of_strings(leaf)
     return " & ".join([f"/(?s:.{{{least},{'' if most is None else most}}})/", *(f"/{_search(p)}/" for p in patterns)])
 
@@ -402,7 +402,7 @@ def _search(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """What a pattern's ``|`` outside of groups and classes separate."""
+    """A pattern's alternatives: the parts between each ``|`` outside of groups and classes."""
     found, depth, is_class, is_escaped = [""], 0, False, False
     for c in pattern:
         if c == "|" and depth == 0 and not is_class and not is_escaped:

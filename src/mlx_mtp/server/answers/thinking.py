@@ -11,7 +11,7 @@ VARIABLE = "reasoning_effort"  # of a chat template that knows of it
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a request asks for; ``None`` where it says nothing.
+    """A request's fields for thinking; ``None`` where they are absent.
 
     Args:
         enabled (bool, optional): Whether to think.

@@ -1,1 +1,1 @@
-"""What clients speak: a file for each API, which reads its requests and writes its answers, and knows nothing of HTTP."""
+"""The APIs, a file for each: it parses requests and writes answers, and does not depend on HTTP."""

@@ -14,7 +14,7 @@ class BlockWriter:
     Attributes:
         blocks (List[Dict[str, Any]]): Those of the answer so far.
         is_open (bool): Whether the last one goes on.
-        finish_reason (str, optional): Why the answer has ended; ``None`` where it has not.
+        finish_reason (str, optional): The reason why the answer has ended; ``None`` before its end.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class BlockWriter:
         return self.message(usage)
 
     def text(self, piece: Text) -> bytes:
-        """What a piece of the text adds to a stream."""
+        """A piece of text in a stream."""
         raise NotImplementedError
 
     def reasoning(self, piece: Reasoning) -> bytes:
-        """What a piece of the reasoning adds."""
+        """A piece of reasoning in a stream."""
         raise NotImplementedError
 
     def call(self, call: CallBegins) -> Json:
@@ -72,15 +72,15 @@ class BlockWriter:
         raise NotImplementedError
 
     def arguments(self, piece: CallArguments) -> bytes:
-        """What a piece of the last call's arguments adds."""
+        """A piece of the last call's arguments in a stream."""
         raise NotImplementedError
 
     def opened(self, block: Json) -> bytes:
-        """What a block begins with, which is now the last one."""
+        """The beginning of the last block in a stream."""
         raise NotImplementedError
 
     def closed(self, block: Json) -> bytes:
-        """Complete the last block -> what it ends with."""
+        """Complete the last block -> its end in a stream."""
         raise NotImplementedError
 
     def message(self, usage: Usage) -> Json:

@@ -75,13 +75,13 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Part(BaseModel):
-    """A part of a body. What it does not know it leaves aside."""
+    """A part of a body. Unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Lists of all parts are read up to their first error: pydantic makes one for each element else."""
+        """Stop at the first error in a list: pydantic otherwise makes one for each element."""
         schema = handler(source)
         _fail_fast(schema)
         return schema
@@ -129,7 +129,7 @@ class Body(Part):
 
     @property
     def thinking_wanted(self) -> Thinking:
-        """What the API's own fields ask for, and those that all have."""
+        """The request's fields for thinking, the API's own and the common ones."""
         return Thinking(self.enable_thinking, self.effort, self.thinking_budget)
 
     @property
@@ -141,15 +141,15 @@ class Body(Part):
         self, flags: Any, max_tokens: int | None, stop: list[str], top: int | None = None
     ) -> stock.GenerationArguments:
         """
-        What mlx-lm's ``do_POST`` reads: the request's values, or else those of the command line. Sampling that the request does
-        not say is ``None``, until the model is known.
+        mlx-lm's arguments, as in its ``do_POST``: the request's values, or those of the command line. Sampling that the request
+        does not set is ``None`` until the model is known.
 
         Args:
             flags (Options): The server's.
             max_tokens (int, optional): The request's.
-            stop (List[str]): What ends the text.
-            top (int, optional): The number of likely tokens to tell of beside each token. Default: ``None``, no log
-              probabilities are asked for.
+            stop (List[str]): The stop words.
+            top (int, optional): The number of likely tokens to report for each token. Default: ``None``, no log
+              probabilities.
         """
 
         def given(name: str, default: Any) -> Any:

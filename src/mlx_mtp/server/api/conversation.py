@@ -1,4 +1,4 @@
-"""A conversation as a chat template takes it, whatever API it came by.
+"""Conversations of all APIs, as chat templates take them.
 
 Qwen's templates take one system message, at the beginning, and the roles user, assistant and tool. Other messages are folded in
 where they stand, so that a longer conversation still begins with a shorter one's prompt.
@@ -23,7 +23,7 @@ class Images(list[str]):
     """The images of a conversation, by URL, in order."""
 
     def add(self, url: str) -> str:
-        """Take one -> what stands for it in the text until that is tokenized."""
+        """Add an image -> its mark in the text until that is tokenized."""
         self.append(url)
         return MARKED_IMAGES.mark
 
@@ -112,11 +112,11 @@ def text_of(content: Any) -> str:
 
 
 def arguments_of(value: Any) -> Json:
-    """The arguments of a call in a message, as an object. What is none, such as JSON that was cut, is kept as text."""
+    """The arguments of a call in a message, as an object. Others, such as JSON that was cut, are kept as text."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             read = json.loads(value) if value.strip() else None
-            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # what a template can write
+            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # raises if a template could not write it
             value = read
     return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
 

@@ -1,4 +1,4 @@
-"""What OpenAI's APIs for chats and for texts have in common."""
+"""The common part of OpenAI's chat completions and completions."""
 
 import time
 import uuid
@@ -50,7 +50,7 @@ class OpenAIBody(Body):
 
     @property
     def top(self) -> int | None:
-        """The number of likely tokens to tell of beside each token; ``None`` if no log probabilities are asked for."""
+        """The number of likely tokens to report for each token; ``None``: no log probabilities."""
         raise NotImplementedError
 
     @property
@@ -81,9 +81,9 @@ class Choice:
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
         self.finish_reason: str | None = None
-        self.has_begun = False  # whether a chunk has told of it
-        self.steps: list[Delta] = []  # where their log probabilities are asked for
-        self.sources: list[str] = []  # of the tokens that no chunk has told of
+        self.has_begun = False  # whether a chunk has had it
+        self.steps: list[Delta] = []  # kept for their log probabilities
+        self.sources: list[str] = []  # of the tokens since the last chunk
 
     def read(self, step: Delta) -> None:
         """Take a step into account, before it is written."""
@@ -94,11 +94,11 @@ class Choice:
             self.sources.append(step.source)
 
     def pieces(self, step: Delta) -> Iterable[Json]:
-        """What a step adds to a stream: a chunk's choice each."""
+        """The chunks of a step: the choice of each."""
         raise NotImplementedError
 
     def last(self) -> Json:
-        """The choice of a chunk without text, as of the one with the reason why the answer ends."""
+        """The choice of a chunk without text, such as the last one."""
         raise NotImplementedError
 
     def collect(self, step: Delta) -> None:
@@ -149,7 +149,7 @@ class OpenAIWriter:
         return last + DONE
 
     def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None) -> bytes:
-        """A piece of a stream; the first after a token tells where it came from, if the client asks for that."""
+        """A chunk of a stream, with the sources of the tokens since the last one, if the client asks for them."""
         if self.body.stream_options.include_sources:
             piece, c.sources = {**piece, "sources": c.sources}, []
         c.has_begun = True

@@ -96,7 +96,7 @@ class ResponsesBody(Body):
 
     @property
     def top(self) -> int | None:
-        """The number of likely tokens to tell of beside each token; ``None`` if no log probabilities are asked for."""
+        """The number of likely tokens to report for each token; ``None``: no log probabilities."""
         is_asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or [])
         return (self.top_logprobs or 0) if is_asked else None
 
@@ -251,7 +251,7 @@ class ResponsesWriter(BlockWriter):
     def arguments(self, piece: CallArguments) -> bytes:
         item = self.blocks[-1]
         item["arguments"] += piece.text
-        is_custom = item["type"] == "custom_tool_call"  # whose text is known at the end
+        is_custom = item["type"] == "custom_tool_call"  # its text is known at the end
         return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=piece.text)
 
     def opened(self, item: Json) -> bytes:

@@ -13,13 +13,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took.
+    """The tokens of a request.
 
     Args:
         n_prompt (int): Tokens of its prompts, each counted once.
-        n_cached (int): Those of them that the prompt cache had.
+        n_cached (int): Cached tokens among them.
         n_generated (int): Tokens of all answers.
-        n_accepted (int): Those of them that were drafted.
+        n_accepted (int): Accepted drafts among them.
         drafts (List[DraftCounts], optional): The drafts of each answer. ``None`` where the server makes none.
     """
 
@@ -31,29 +31,29 @@ class Usage:
 
 
 class Writer(Protocol):
-    """Makes an answer of the engine's steps, for one request: as a stream of bytes, and whole."""
+    """Writes the answer to one request from the engine's steps: as a stream of bytes, and whole."""
 
     def begin(self, usage: Usage) -> bytes:
-        """What a stream begins with."""
+        """The beginning of a stream."""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """What a stream says while the prompt is read."""
+        """The progress of prefill, in a stream."""
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
-        """What a token adds to a stream.
+        """A token's part of a stream.
 
         Args:
             choice (int): The number of the answer, where a request may ask for several. Default: ``0``.
         """
 
     def end(self, usage: Usage) -> bytes:
-        """What a stream ends with."""
+        """The end of a stream."""
 
     def whole(self, usage: Usage) -> Json:
-        """After the last step: the answer, for a client that wants no stream."""
+        """The whole answer, after the last step, for a client that wants no stream."""
 
     def failed(self, error: ApiError) -> bytes:
-        """What a stream ends with where generation fails."""
+        """The end of a stream whose generation has failed."""
 
 
 def event(data: Json, name: str | None = None) -> bytes:
@@ -63,5 +63,5 @@ def event(data: Json, name: str | None = None) -> bytes:
 
 
 def keep_alive(n_read: int, n_prompt: int) -> bytes:
-    """A comment in a stream, which clients skip: how much of a prompt is read."""
+    """A comment in a stream, which clients skip: the progress of prefill."""
     return f": keepalive {n_read}/{n_prompt}\n\n".encode()

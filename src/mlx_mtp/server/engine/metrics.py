@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Metrics:
 
     @contextmanager
     def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
-        """Count what a step drafts for these requests."""
+        """Count the drafts of a step for these requests."""
         drafted, accepted = _totals(counts)
         yield
         size, (drafted_now, accepted_now) = len(counts), _totals(counts)
@@ -65,7 +65,7 @@ class Metrics:
         """Count where a sequence gets company, and where one is left alone.
 
         Args:
-            n_generating (int): The sequences that a step has generated together.
+            n_generating (int): The number of sequences in a step.
         """
         if n_generating > 1 >= self.n_generating:
             self.mode_switches.labels("batch").inc()

@@ -41,13 +41,13 @@ def check_continues(tokenizer: Any, request: Request) -> None:
 
 
 class BoundedTokenizer:
-    """mlx-lm's tokenizer, as far as prompts are concerned.
+    """mlx-lm's tokenizer for prompts: it checks lengths, images and continued messages.
 
     Args:
         tokenizer (TokenizerWrapper): mlx-lm's.
         context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
-        vision (Vision, optional): What it reads images with. Default: ``None``, it takes none.
-        sampling (Sampling): The model's, for requests that do not say it. Default: mlx-lm's.
+        vision (Vision, optional): The vision tower. Default: ``None``, the model takes no images.
+        sampling (Sampling): The model's defaults for sampling. Default: mlx-lm's.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BoundedTokenizer:
                 raise ApiError(400, message, code="context_length_exceeded")
 
     def complete(self, args: GenerationArguments) -> None:
-        """Give a request the model's sampling where it says none."""
+        """Fill in the model's sampling where a request gives none."""
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
                 setattr(args.sampling, field, value)

@@ -24,7 +24,7 @@ class Browsers(CORSMiddleware):
     requests have that domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of ``names``.
 
     Args:
-        app (ASGIApp): What answers.
+        app (ASGIApp): The application behind.
         names (Collection[str]): Names of the server; ``*`` allows all.
         origins (Collection[str], optional): Of the pages that may use the server besides its own; ``*`` allows all. Default:
           ``None``, those of ``localhost``.

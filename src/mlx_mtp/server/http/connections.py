@@ -121,8 +121,8 @@ class Seldom(logging.Filter):
 class Server(uvicorn.Server):
     """
     Args:
-        app (ASGIApp): What answers.
-        engine (Engine): Ended with the server: the requests that have begun get one last token.
+        app (ASGIApp): The application.
+        engine (Engine): Stopped with the server: running requests get one last token.
         log_level (str): As in logging.
     """
 
