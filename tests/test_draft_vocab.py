@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.checkpoint.drafting import cheapen_drafts
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in
+from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in, cheapen_drafts
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.draft_lm_head import BITS, DraftLMHead

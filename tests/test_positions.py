@@ -271,7 +271,7 @@ def test_text_may_not_go_on_inside_an_image():
     p, model, cache = image_prompt(0), image_model(), make_prompt_cache(image_model())
     tokens, options = p.part(0, p.images[0].start + 1)
     prefill(tokens, model, prompt_cache=cache, **options)
-    with pytest.raises(ValueError, match="still to be read"):
+    with pytest.raises(ValueError, match="is not prefilled yet"):
         prefill(mx.array([1, 2]), model, prompt_cache=cache)
 
 

@@ -56,10 +56,10 @@ class BatchGenerator:
           drafts has room for, or where there are none, chosen for speed, or ``"off"``. Default: ``None``, ``"auto"`` unless
           ``num_draft_tokens`` is given as a number.
         completion_batch_size (int): The most sequences that generate at once. Default: ``32``.
-        prefill_step_size (int): The most prompt tokens to read between two steps. Default: ``2048``.
-        max_token_gap (float): The target for the time between two tokens of a sequence while prompts are read, in seconds:
+        prefill_step_size (int): The most prompt tokens to prefill between two steps. Default: ``2048``.
+        max_token_gap (float): The target for the time between two tokens of a sequence while prompts are prefilled, in seconds:
           fewer are read between two steps where it would be longer. Default: ``0.5``.
-        min_decode_share (float): The share of the time that steps get while prompts are read, from 0 to below 1.
+        min_decode_share (float): The share of the time that steps get while prompts are prefilled, from 0 to below 1.
           Default: ``0.33``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
         kv (KVOptions): When and how to quantize keys and values; sequences then generate one after the other. Default: never.

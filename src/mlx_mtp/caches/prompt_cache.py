@@ -243,10 +243,10 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     if not takes_images(model):
         raise ValueError("This model takes no images: its positions have one axis.")
     if model.ranks is not None:
-        raise ValueError("Images are read in one process: omit them on several machines.")
+        raise ValueError("Images are processed in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and not are_embedded:
         raise ValueError(
-            f"The image at token {both[-1].start} is still to be read: give input_embeddings with its own."
+            f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own."
         )
     cache.images = both
 

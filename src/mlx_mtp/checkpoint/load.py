@@ -19,7 +19,6 @@ from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
 from .config import Config, read_config
-from .drafting import cheapen_drafts, check_bits
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -40,7 +39,7 @@ from .settings import read as read_settings
 from .skeleton import loading_errors
 from .storage.hub import fetch
 from .storage.tensors import check_weight_files, names_in, tensor_names
-from .vocabulary import DraftVocab, check_list
+from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
 

@@ -1,4 +1,4 @@
-"""Generation with a prompt store: what it has of the prompt is not read again, and what is read is kept there."""
+"""Generation with a prompt store: the stored prefix of the prompt is not prefilled again, and the rest is stored."""
 
 from collections.abc import Generator
 from contextlib import closing

@@ -88,7 +88,7 @@ def stream_generate(
         draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
           is that of the settings, or ``0.0``.
         exact (bool): Verify with the very operations of plain decoding, see ``layers/exact.py``. Default: ``False``.
-        prompt_store (PromptStore, optional): Has the prefixes of texts that were read before, and takes this prompt and its
+        prompt_store (PromptStore, optional): Holds the prefilled prefixes of earlier texts, and takes this prompt and its
           answer, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
           ``<|vision_start|><|image_pad|><|vision_end|>`` of the prompt, in order. Requires a checkpoint with a vision tower.

@@ -104,7 +104,7 @@ class ImageEmbeddings:
                 rows = yield from self.prompt.vision.tower.pieces(pixels, lambda: self.size)
                 rows = rows[max(self.begin - image.start, 0) :].astype(self.array.dtype)
                 self.array[max(image.start - self.begin, 0) : image.end - self.begin] = rows
-        mx.eval(self.array)  # here, not in the thread and stream that read the prompt
+        mx.eval(self.array)  # here, not in the thread and stream that prefill the prompt
 
 
 def read_images(
@@ -217,7 +217,7 @@ def vision_of(model: Any) -> Vision:
             'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
-        raise ValueError("Images are read in one process: omit them on several machines.")
+        raise ValueError("Images are processed in one process: omit them on several machines.")
     return vision
 
 

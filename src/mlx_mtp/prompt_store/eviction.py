@@ -13,7 +13,7 @@ class Candidate(NamedTuple):
     """A snapshot in memory.
 
     Args:
-        n_tokens (int): The tokens since the snapshot above it, which are read again without it.
+        n_tokens (int): The tokens since the snapshot above it, which are prefilled again without it.
         n_bytes (int): The bytes that its eviction frees.
         age (int): Requests since it was made or used.
         uses (int): The number of texts that were resumed from it.

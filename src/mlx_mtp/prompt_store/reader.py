@@ -1,4 +1,4 @@
-"""How a prompt is read with a store: on from the longest stored prefix, with snapshots where later prompts may part from it."""
+"""Prefill with a store: from the longest stored prefix on, with snapshots where later prompts may part from it."""
 
 from collections.abc import Sequence
 from typing import Any

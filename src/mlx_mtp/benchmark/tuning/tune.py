@@ -17,8 +17,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from ...checkpoint.drafting import cheapen_drafts
-from ...checkpoint.vocabulary import LIST_FILE
+from ...checkpoint.vocabulary import LIST_FILE, cheapen_drafts
 from ...layers.drafting import Settings
 from ...pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .. import split

@@ -1,4 +1,4 @@
-"""Whether a prompt fits in the memory that a model leaves, before it is read."""
+"""Whether a prompt fits in the memory that a model leaves, before it is prefilled."""
 
 from typing import Any
 

@@ -105,10 +105,10 @@ class GeneratedResponse(Response):
                 yield self.writer.begin(self._usage())
 
     def _usage(self) -> Usage:
-        read = self.choices[:: self.choices[0].n]  # the first one to each prompt
+        first = self.choices[:: self.choices[0].n]  # of each prompt
         return Usage(
-            n_prompt=sum(request.n_prompt for request in read),
-            n_cached=sum(request.n_cached for request in read),
+            n_prompt=sum(request.n_prompt for request in first),
+            n_cached=sum(request.n_cached for request in first),
             n_generated=sum(request.n_tokens for request in self.choices),
             n_accepted=sum(request.n_accepted for request in self.choices),
             drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
