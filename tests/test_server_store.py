@@ -136,8 +136,8 @@ def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, mon
     assert ended  # threads of streams that were left would abort the process, with another exit status
 
 
-def args_of(*flags):
-    return make_parser().parse_args(["--mtp", *flags])
+def options_of(*flags):
+    return check(make_parser().parse_args(["--mtp", *flags]))
 
 
 def prompt_of(tokens):
@@ -150,7 +150,7 @@ def tokenizer_of(**attributes):
 
 def test_models_share_the_space_and_find_their_texts_again():
     models = [tiny_model("qwen3_5", seed) for seed in (0, 1)]
-    stores, keys = Stores(args_of()), [(f"model {i}", None, None) for i in range(2)]
+    stores, keys = Stores(options_of()), [(f"model {i}", None, None) for i in range(2)]
     for key, model in zip(keys, models):
         stores.use(key, model, tokenizer_of(), 1 << 30)
         assert stores.fetch(prompt_of(TEXT))[1] == 0
@@ -168,7 +168,7 @@ def test_models_share_the_space_and_find_their_texts_again():
 
 
 def test_a_prompt_is_cut_where_the_store_is_asked_to():
-    stores = Stores(args_of())
+    stores = Stores(options_of())
     stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
     prompt = prompt_of(TEXT)
     stores.fetch(prompt)
@@ -193,7 +193,7 @@ def test_a_text_goes_on_from_where_all_ranks_can(rank):
         sent.append((mine[0], theirs[rank][0]))
         return mx.array(theirs)
 
-    stores = Stores(args_of(), SimpleNamespace(gather=gather))
+    stores = Stores(options_of(), SimpleNamespace(gather=gather))
     stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
     for n in (4, 8)[: 2 - rank]:
         stores.store.insert(TEXT[:n], read(stores.store.model, TEXT[:n]))
@@ -205,7 +205,7 @@ def test_a_text_goes_on_from_where_all_ranks_can(rank):
 
 
 def test_number_of_snapshots():
-    stores = Stores(args_of("--prompt-cache-size", "1"))
+    stores = Stores(options_of("--prompt-cache-size", "1"))
     stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
     for n in (4, 8):
         stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]))
