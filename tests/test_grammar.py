@@ -213,7 +213,7 @@ def _has(i):
         ({"json_schema": "{"}, "Expecting property name"),
         ({"json_schema": {"x-guidance": 5}}, "x-guidance is an object, not 5"),
         ({"regex": "a\\"}, "ends with a backslash"),
-        ({"regex": "a" * (1 << 20)}, "The grammar has 1048585 characters, and at most 524288 are supported"),
+        ({"regex": "a" * (1 << 20)}, "The grammar has 1048576 characters, and at most 524288 are supported"),
         ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "multipleOf: .* at most 100000"),
         ({"json_schema": {"allOf": [{"multipleOf": n} for n in (0.7, 1.3, 1.9, 2.3, 2.9)]}}, "multipleOf: .* at most"),
         ({"lark": 'start: %json {"m\\u0075ltipleOf": 1000003}'}, "multipleOf: .* at most 100000"),

@@ -232,6 +232,7 @@ def _in_lark(regex: str) -> str:
     """A regular expression as it stands between slashes in Lark."""
     from llguidance import regex_to_lark
 
+    _check_size(regex)  # rewriting a long one holds up all other threads
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise ValueError("The regular expression ends with a backslash that escapes nothing.")
     text: str = regex_to_lark(regex, use_ascii="")
@@ -271,8 +272,7 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     """
     from llguidance import LLMatcher
 
-    if len(lark) > MAX_CHARACTERS:
-        raise GrammarError(f"The grammar has {len(lark)} characters, and at most {MAX_CHARACTERS} are supported.")
+    _check_size(lark)
     _check_multiples(lark)
     llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
 
@@ -287,6 +287,15 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
         where = re.match(r"(?:at )?([0-9]+)\(", error)
         raise GrammarError(f"llguidance cannot read the grammar: {error}", int(where[1]) if where else None)
     return matcher
+
+
+def _check_size(text: str) -> None:
+    """
+    Raises:
+        GrammarError: It is too large.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise GrammarError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
 
 
 def _in_deep_stack(f: Callable[[], T]) -> T:
