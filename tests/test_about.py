@@ -72,6 +72,15 @@ def test_a_name_is_that_of_a_conversion(model):
     assert resolve(model.conversion) == model.conversion
 
 
+def test_a_name_may_say_the_number_of_bits():
+    assert resolve("qwen3.6-27b-8bit") == "mlx-community/Qwen3.6-27B-8bit"
+    assert resolve("Qwen3.5-0.8B-bf16") == "mlx-community/Qwen3.5-0.8B-MLX-bf16"
+    with pytest.raises(
+        FileNotFoundError, match=r"Did you mean qwen3\.8-27b or qwen3\.8-27b-4bit or qwen3\.8-27b-8bit\?"
+    ):
+        resolve("qwen3.8-27b-bf16")
+
+
 def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.6-27b").mkdir()
@@ -101,7 +110,7 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
     (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
     hub.publish(model.conversion, copy)
     assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
-    assert "weights, head" in models.show(1000)
+    assert "both" in models.show(1000)
 
 
 # About models, caches and this machine
@@ -109,13 +118,14 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
 
 def test_models_lists_all(capsys, monkeypatch):
     monkeypatch.setattr(models, "total_memory", lambda: 32 * 2**30)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 200}))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
     status, out, _ = run(capsys, monkeypatch, models.main, "--context", "65536")
     assert status == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("qwen")}
-    assert rows.keys() == published().keys()
-    assert rows["qwen3.6-27b-4bit"][1:] == ["15.2", "GB", "0.85", "GB", "yes", "4.6", "GB", "32", "GB", "yes", "-"]
-    assert rows["qwen3-next-80b-a3b-instruct-4bit"][-2:] == ["no", "-"]
+    assert [name + "-4bit" for name in rows] == [*published()]
+    assert rows["qwen3.6-27b"][1:] == ["15.2", "0.85", "yes", "4.6", "yes", "-"]
+    assert rows["qwen3-next-80b-a3b-instruct"][-4:] == ["from", "96", "GB", "-"]
+    assert max(map(len, out.splitlines()[:14])) <= 80
     assert "65,536 tokens" in out
     assert run(capsys, monkeypatch, models.main, "--context", "0")[0] == 2
 

@@ -33,23 +33,23 @@ def main() -> None:
 def show(context: int) -> str:
     """A table of the published models, and a line about the machine."""
     cached, heads, memory = cached_repositories(), cached_heads(), total_memory()
-    rows = [["name", "weights", "head", "images", "context", "Mac from", "fits here", "in the cache"]]
+    rows = [["name", "weights", "head", "tower", "context", "fits here", "cached"]]
     for model in published().values():
-        here = [model.conversion in cached and "weights", model.original in heads and "head"]
+        here = [use for use, has in (("weights", model.conversion in cached), ("head", model.original in heads)) if has]
         rows.append(
             [
-                model.name,
-                f"{model.disk_gb - model.head_gb:.1f} GB",
-                f"{model.head_gb:.2f} GB",
+                model.base,
+                f"{model.disk_gb - model.head_gb:.1f}",
+                f"{model.head_gb:.2f}",
                 "yes" if model.takes_images else "no",
-                f"{model.context_bytes(context) / GB:.1f} GB",
-                f"{model.memory_gb} GB",
-                "yes" if fits(model, memory) else "no",
-                ", ".join(name for name in here if name) or "-",
+                f"{model.context_bytes(context) / GB:.1f}",
+                "yes" if fits(model, memory) else f"from {model.memory_gb} GB",
+                "both" if len(here) == 2 else "".join(here) or "-",
             ]
         )
     note = (
-        f"This machine has {memory / 2**30:.0f} GB of memory. The context is {context:,} tokens in 16 bits.\n"
+        f"Sizes are in GB: weights in 4 bits, the head and {context:,} tokens of context in 16.\n"
+        f"This machine has {memory / 2**30:.0f} GB of memory. With more bits: -8bit or -bf16 behind a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
     )
     return "\n".join([*table(rows), "", note])

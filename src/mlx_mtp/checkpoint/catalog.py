@@ -1,6 +1,7 @@
 """The published models: their originals, conversions and sizes, by the names that people type."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +21,7 @@ class Published:
         name (str): As people type it, such as ``qwen3.6-27b-4bit``.
         original (str): The repository with its weights, head and tower.
         conversion (str): A repository with its 4-bit weights for MLX.
+        others (Sequence[str]): What conversions with more bits have in place of ``4bit``. Default: none are known.
         disk_gb (float): The size of a 4-bit conversion with the head, in GB of 10^9 bytes.
         head_gb (float): That of the head, in 16 bits.
         memory_gb (int): The memory of the smallest Mac to run it, in GB.
@@ -37,6 +39,18 @@ class Published:
     layers: int
     hidden_size: int
     kv_heads: int
+    others: Sequence[str] = ()
+
+    @property
+    def base(self) -> str:
+        """The name without a number of bits, which then is 4."""
+        return self.name.removesuffix("-4bit")
+
+    @property
+    def conversions(self) -> dict[str, str]:
+        """The repositories by the names that people type."""
+        others = {f"{self.base}-{bits}": self.conversion.removesuffix("4bit") + bits for bits in self.others}
+        return {self.base: self.conversion, self.name: self.conversion, **others}
 
     @property
     def takes_images(self) -> bool:
@@ -65,17 +79,18 @@ def originals_like(name: str, config: Config) -> list[str]:
 
 
 def resolve(name: str) -> str:
-    """The repository of a published 4-bit conversion, for a short name such as ``qwen3.6-27b``; other names as they are.
+    """The repository of a published conversion, for a name such as ``qwen3.6-27b`` or ``qwen3.6-27b-8bit``; others as they are.
 
     Raises:
         FileNotFoundError: It is no folder and no repository, and not the name of a published model.
     """
     if "/" in name or name in (".", "..") or Path(name).exists():
         return name
-    by_name = {short: m for m in published().values() for short in (m.name, m.name.removesuffix("-4bit"))}
-    if (model := by_name.get(name.lower())) is not None:
-        return model.conversion
-    near = get_close_matches(name.lower(), by_name, 3)
+    by_name = {short: repository for m in published().values() for short, repository in m.conversions.items()}
+    if (repository := by_name.get(name.lower())) is not None:
+        return repository
+    same = [short for m in published().values() if name.lower().startswith(m.base) for short in m.conversions]
+    near = same or get_close_matches(name.lower(), by_name, 3)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     raise FileNotFoundError(
         f"{name} is neither a folder nor the name of a repository, nor a published model. {hint}`mlx_mtp models` lists them."
