@@ -91,6 +91,8 @@ def test_a_value_of_the_wrong_type_is_named(monkeypatch, capsys, command, flags,
         ("server", "--mpt org/head", "--mpt org/head: did you mean --mtp?"),
         ("convert", "--mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
         ("benchmark", "--zzz 3", "--zzz 3"),
+        ("generate", "--repeat 3", "--repeat 3"),
+        ("fit", "--model m --mlx-path o --mtp", "--mtp"),
         ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
     ],
 )

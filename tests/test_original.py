@@ -172,6 +172,15 @@ def test_cards_that_name_each_other(hub, tmp_path):
     assert "--graft-mtp-from" in message
 
 
+def test_a_card_without_metadata_is_no_warning(hub, tmp_path, monkeypatch):
+    """A user of a conversion need not know of it."""
+    monkeypatch.setattr("huggingface_hub.repocard.logger.warning", None)
+    no_head(base := copied(tmp_path))
+    (base / "README.md").write_text("# A model\n")
+    hub.publish("org/base", base)
+    assert "org/base has no MTP head" in error_of(conversion(tmp_path / "conversion", "dense", "org/base"))
+
+
 def test_the_name_in_the_config(hub, tmp_path, accepted):
     hub.publish("org/original", DATA / "dense")
     configure(folder := conversion(tmp_path / "conversion"), _name_or_path="org/original")

@@ -115,7 +115,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def _similar(unknown: Sequence[str], flags: Iterable[str]) -> list[str]:
     """The flag that each unknown one resembles most, if any."""
     words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    return [match for word in words for match in difflib.get_close_matches(word, flags, n=1)]
+    return [match for word in words for match in difflib.get_close_matches(word, flags, n=1, cutoff=0.75)]
 
 
 def number_or(*words: str) -> Callable[[str], str | int]:

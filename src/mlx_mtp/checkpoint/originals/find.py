@@ -99,6 +99,8 @@ def base_models(card: Path) -> Iterable[str]:
 
 
 def _parse(card: str) -> list[str]:
+    if not card.lstrip().startswith("---"):
+        return []  # it has no metadata, which huggingface_hub would warn of
     try:
         bases = RepoCard(card, ignore_metadata_errors=True).data.get("base_model")
     except (ValueError, YAMLError):
