@@ -1,0 +1,227 @@
+"""Run the code blocks of the pages, with small models in place of the published ones.
+
+    python -m scripts.run_blocks                                     all pages
+    python -m scripts.run_blocks docs/images.md docs/server.md       these pages
+    unshare -n sh -c 'ip link set lo up; python -m scripts.run_blocks'   without a network
+
+Each page runs in a copy of the repository, from its first block to its last, with a HOME of its own and a stand-in for
+the Hugging Face hub. The published models, `MODEL` and other names are the demo with a small vision tower and a chat
+template. A server keeps running until the page starts the next one. Requires port 8080. A block below
+`<!-- not run: REASON -->` does not run.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from examples.captions import make_checkpoint
+from mlx_mtp import load
+from mlx_mtp.checkpoint.catalog import published
+from tests.support.checkpoints import configure, edit, no_head
+from tests.support.hub_stand_in import Hub
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/**/*.md", "convert/*.md", "examples/*.md")
+    for page in sorted(ROOT.glob(pattern))
+    if page.name != "measurements.md"  # scripts/measure.py runs those
+]
+BLOCK = re.compile(r"^(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)", re.MULTILINE)
+# Measuring, fitting and long answers take minutes: the same commands for a short time.
+SHORT = """
+FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20"
+mlx_mtp.benchmark() { command mlx_mtp.benchmark "$@" --max-tokens 8 --repeat 1; }
+mlx_mtp.fit() { command mlx_mtp.fit "$@" --iters 40 --learning-rate 1e-3 $FIT; }
+mlx_mtp.generate() { command mlx_mtp.generate "$@" --max-tokens 20; }
+"""
+TEMPLATE = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}\n{% endfor %}"
+FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "ORIGINAL_REPO", "REPO_WITHOUT_HEAD")
+TEXTS = ("LONG_TEXT", "MY_PROMPTS", "FILES", "edit_this_file.txt", "src/main.py")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page; ``note`` is the comment above it."""
+
+    page: Path
+    line: int
+    note: str
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("sh", "python") and not self.note.startswith("not run: ")
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(page, text[: m.start()].count("\n") + 1, m[1] or "", m[2], m[3]) for m in BLOCK.finditer(text)]
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """A checkpoint with everything, one without head and tower, one with a worse head, and a head alone."""
+    full = make_checkpoint(folder / "full")
+    (full / "chat_template.jinja").write_text(TEMPLATE)
+    bare = shutil.copytree(full, folder / "bare")
+    no_head(bare)
+    edit(bare, lambda w: [w.pop(name) for name in list(w) if name.startswith("model.visual.")])
+    changed = shutil.copytree(full, folder / "changed")
+    edit(changed, add_noise)
+    drafter = shutil.copytree(full, folder / "drafter")
+    edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
+    configure(drafter, model_type="qwen3_5_mtp")
+    return {"full": full, "bare": bare, "changed": changed, "drafter": drafter}
+
+
+def add_noise(weights: dict[str, mx.array]) -> None:
+    """Make a head worse, so that fitting improves it."""
+    w = weights["mtp.fc.weight"]
+    weights["mtp.fc.weight"] = w + (0.05 * mx.random.normal(w.shape)).astype(w.dtype)
+
+
+def publish(hub: Hub, models: dict[str, Path], folder: Path) -> None:
+    """The published models: originals with everything, and conversions whose cards name them."""
+    hub.publish("mlx-community/Qwen3.6-27B-MTP-bf16", models["drafter"])
+    for model in published().values():
+        conversion = shutil.copytree(models["bare"], folder / model.name, symlinks=True)
+        (conversion / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
+        hub.publish(model.original, models["full"])
+        hub.publish(model.conversion, conversion)
+
+
+def make_adapter(model: Path, folder: Path) -> None:
+    """An adapter as ``mlx_lm.lora`` writes it before its first step."""
+    folder.mkdir()
+    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    backbone, _ = load(str(model))
+    backbone.freeze()
+    linear_to_lora_layers(backbone, 1, parameters)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), dict(tree_flatten(backbone.trainable_parameters())))
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def make_project(folder: Path, models: dict[str, Path]) -> Path:
+    """A copy of the repository with the files that pages name."""
+    ignored = shutil.ignore_patterns(".venv", ".git", "build", "*_cache", "__pycache__", "*.egg-info")
+    project = shutil.copytree(ROOT, folder / "project", ignore=ignored)
+    for name in FOLDERS:
+        kind = {"MODEL": "changed", "CONVERSION": "bare", "REPO_WITHOUT_HEAD": "bare"}.get(name, "full")
+        shutil.copytree(models[kind], project / name)
+    make_adapter(models["full"], project / "ADAPTER")
+    text = "\n---\n".join(page.read_text(encoding="utf-8")[:600] for page in PAGES[:12])
+    for name in TEXTS:
+        (project / name).write_text(text)
+    (project / "key.txt").write_text("secret\n")
+    (project / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
+    shutil.copy(ROOT / "tests/data/captions/16-shape.png", project / "screenshot.png")
+    return project
+
+
+class Runner:
+    """Runs the blocks of one page, in order."""
+
+    def __init__(self, project: Path, hub: Hub):
+        self.project, self.server = project, None
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        keep = {name: os.environ[name] for name in ("LANG", "OMP_NUM_THREADS") if name in os.environ}
+        home = {"HOME": str(project.parent), "PATH": path, "HF_ENDPOINT": hub.url, "PYTHONUNBUFFERED": "1"}
+        self.env = {**keep, **home, "PYTHONPATH": str(project / "src")}
+
+    def run(self, block: Block) -> str | None:
+        """-> what went wrong"""
+        if block.language == "sh" and SERVER.search(block.code):
+            return self.start(block.code)
+        command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+        code = block.code if block.language == "python" else SHORT + block.code
+        with subprocess.Popen(
+            [*command, code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **self.options(),
+        ) as process:
+            try:
+                output, _ = process.communicate("y\n", timeout=600)  # the answer where a command asks
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return "not done after 600 s"
+        return None if process.returncode == 0 else f"exit status {process.returncode}\n{output[-3000:]}"
+
+    def options(self) -> dict:
+        return {"cwd": self.project, "env": self.env, "start_new_session": True}
+
+    def start(self, code: str) -> str | None:
+        self.stop()
+        log = self.project / "server.log"
+        with log.open("wb") as file:
+            self.server = subprocess.Popen(
+                ["bash", "-c", code], stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self.options()
+            )
+        for _ in range(1200):
+            if self.server.poll() is not None:
+                return f"the server ended\n{log.read_text()[-3000:]}"
+            with suppress(OSError), socket.create_connection(("127.0.0.1", 8080), timeout=1):
+                return None
+            time.sleep(0.1)
+        return f"no server after two minutes\n{log.read_text()[-3000:]}"
+
+    def stop(self) -> None:
+        if self.server is not None and self.server.poll() is None:
+            os.killpg(self.server.pid, signal.SIGTERM)
+            self.server.wait(60)
+
+
+def run_page(page: Path, models: dict[str, Path], hub: Hub) -> Iterator[tuple[Block, float, str | None]]:
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        runner = Runner(make_project(Path(folder), models), hub)
+        try:
+            for block in filter(lambda b: b.is_run, blocks(page)):
+                start = time.monotonic()
+                error = runner.run(block)
+                yield block, time.monotonic() - start, error
+        finally:
+            runner.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the code blocks of the pages.")
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="Pages (default: all).")
+    pages = [page.resolve() for page in parser.parse_args().pages] or PAGES
+    n_failed = 0
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        models, hub = make_models(Path(folder)), Hub()
+        publish(hub, models, Path(folder))
+        for page in pages:
+            for block, seconds, error in run_page(page, models, hub):
+                n_failed += error is not None
+                print(f"{block}: {error or 'ok'} ({seconds:.0f} s)", flush=True)
+    print(f"{n_failed} failed")
+    sys.exit(bool(n_failed))
+
+
+if __name__ == "__main__":
+    main()
