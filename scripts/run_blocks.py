@@ -47,7 +47,7 @@ BLOCK = re.compile(r"^(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE |
 SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)", re.MULTILINE)
 # Measuring, fitting and long answers take minutes: the same commands for a short time.
 SHORT = """
-FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20"
+FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20 --cache-gb 0.01"
 mlx_mtp.benchmark() { command mlx_mtp.benchmark "$@" --max-tokens 8 --repeat 1; }
 mlx_mtp.fit() { command mlx_mtp.fit "$@" --iters 40 --learning-rate 1e-3 $FIT; }
 mlx_mtp.generate() { command mlx_mtp.generate "$@" --max-tokens 20; }

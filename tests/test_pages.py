@@ -1,15 +1,19 @@
 """Pages: links lead somewhere, and what scripts/measure.py writes is of the outputs that are kept."""
 
+import plistlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_measurements, draw_step, draw_tokens, measure
+from mlx_mtp.checkpoint.catalog import published
+from scripts import draw_measurements, draw_step, draw_tokens, measure, run_blocks
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("convert/*.md"), *ROOT.glob("tests/**/*.md")]
 SECTIONS = measure.read_sections()
 COMMANDS = [command for section in SECTIONS for command in section.commands]
@@ -33,7 +37,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_reached_from_the_readme():
-    seen, waiting = set(), [ROOT / "README.md"]
+    seen, waiting = set(), [README]
     while waiting:
         page = waiting.pop().resolve()
         if page not in seen:
@@ -41,6 +45,65 @@ def test_every_page_is_reached_from_the_readme():
             links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
             waiting += [page.parent / link for link in links if not link.startswith("http")]
     assert {page.resolve() for page in ROOT.glob("docs/**/*.md")} <= seen
+
+
+def n_words(*pages: Path) -> int:
+    words = [word for page in pages for word in page.read_text(encoding="utf-8").split()]
+    return sum(bool(re.search(r"\w", word)) for word in words)
+
+
+def test_pages_for_users_are_short():
+    assert n_words(README) <= 700
+    assert n_words(README, *ROOT.glob("docs/*.md"), ROOT / "convert/README.md", ROOT / "examples/README.md") <= 10_000
+
+
+BLOCKS = [block for page in run_blocks.PAGES for block in run_blocks.blocks(page)]
+CHECKS = {
+    "python": lambda code: compile(code, "page", "exec"),
+    "toml": tomllib.loads,
+    "xml": lambda code: plistlib.loads(code.encode()),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_block_of_code_is_run_or_says_why_not(block):
+    """scripts/run_blocks.py runs them, in a job of its own."""
+    if not block.is_run:
+        assert (
+            block.language in ("", "toml", "xml") or block.note in ("run", "test") or block.note.startswith("not run: ")
+        )
+    CHECKS.get(block.language, str)(block.code)
+
+
+# Figures
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The rows of a page's tables."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_a_figure_of_others_is_the_same_on_all_pages():
+    """The table of docs/speed.md is the source: (chip, link) -> speed."""
+    speed = ROOT / "docs" / "speed.md"
+    source = {(row[0], link): row[2] for row in rows(speed) for link in re.findall(r"\]\((http[^)]+)\)", row[-1])}
+    quoted = [(row[0], row[2], link) for row in rows(README) for link in re.findall(r"\]\((http[^)]+)\)", row[-1])]
+    assert len(quoted) == 3
+    for chip, figure, link in quoted:
+        assert source[chip, link].partition(";")[0] == figure, (chip, link)
+    parts = [part for (chip, _), row in source.items() if chip.startswith(("M1", "M2")) for part in row.split(";")]
+    old = [float(figure) for part in parts if "another" not in part for figure in re.findall(r"\d\.\d+", part)]
+    span = f"{min(old):.1f} to {max(old):.1f}"
+    assert all(span in page.read_text(encoding="utf-8") for page in (speed, README))
+
+
+def test_sizes_of_models_are_those_of_the_catalog():
+    sizes = {f"`{name.removesuffix('-4bit')}`": f"{model.disk_gb} GB" for name, model in published().items()}
+    table = [row for row in rows(ROOT / "docs" / "models.md") if row[1].partition(" ")[0] in sizes]
+    assert len(table) == 7
+    for _, model, size, _ in table:
+        assert sizes[model.partition(" ")[0]] == size, model
 
 
 # Measurements
