@@ -72,7 +72,7 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("sh", "python") and not self.note.startswith("not run: ")
+        return self.language in ("sh", "python") and not self.note.startswith(("not run: ", "test"))  # .ci/run tests
 
 
 def blocks(page: Path) -> list[Block]:
