@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, T
 from mlx_mtp.benchmark.shapes import SHAPES
 from mlx_mtp.benchmark.synthetic import synthetic_model
 from mlx_mtp.decoding.counts import DraftCounts
+from tests.support.models import DATA
 from tests.support.published import ARCHITECTURES
 
 RUNS = (1, 3, NO_COPIES, COPIES, AUTO)
@@ -91,9 +91,8 @@ def test_copying_kinds_of_prompts(demo):
     texts = prompts.copying_kinds()
     assert list(texts) == list(prompts.COPYING)
     assert all(prompts.encode(demo[1], text).size > 1000 for text in texts.values())
-    answers = Path(__file__).parents[1] / "benchmarks" / "answers"
     for name, text in texts.items():
-        answer = (answers / f"{name}.txt").read_text(encoding="utf-8")
+        answer = (DATA / "answers" / f"{name}.txt").read_text(encoding="utf-8")
         words = [answer[i : i + 12] for i in range(0, len(answer) - 12, 12)]
         assert sum(word in text for word in words) > 0.25 * len(words), name
 

@@ -59,14 +59,19 @@ def hidden_states(model, n_tokens, seed=0):
 # The layer
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("form", FORMATS)
-def test_draft_logits_are_the_models_rows(name, form):
+def load_in(name, form):
     model, tokenizer = load(name)
     if "float32" in form:
         model.set_dtype(mx.float32)
     if FORMATS[form]:
         set_output_layer(model, model.output_layer.to_quantized(**FORMATS[form]))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_draft_logits_are_the_models_rows(name, form):
+    model, tokenizer = load_in(name, form)
     size = model.output_layer.weight.shape[0]
     ids = {0, *range(3, size, 5), size - 1}
     cheapen_drafts(model, tokenizer, DEMO, list(ids), None, None)
@@ -81,11 +86,7 @@ def test_draft_logits_are_the_models_rows(name, form):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_adds_the_tokens_of_the_text(name, form):
-    model, _ = load(name)
-    if "float32" in form:
-        model.set_dtype(mx.float32)
-    if FORMATS[form]:
-        set_output_layer(model, model.output_layer.to_quantized(**FORMATS[form]))
+    model, _ = load_in(name, form)
     head = DraftLMHead(model.output_layer, [0, 5, 9])
     more = head.with_tokens([9, 300, 2, 300, 0])
     most = more.with_tokens([2, 7]).with_tokens([300])

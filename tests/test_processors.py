@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_mtp import mtp_generate_step
 from mlx_mtp.sampling.processors import keeps_state
-from tests.support.batches import Fault, Faulty
+from tests.support.batches import Fault
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import DATA, load_reference, tiny_model
 from tests.support.ways import alone_and_beside_others, every_way, generate
@@ -122,10 +122,6 @@ def test_keeps_state():
 
 
 N = 12
-HOOKS = [
-    *(("call", has, k) for has in ((), ("copy",), ("rollback",)) for k in (0, 3)),
-    *((hook, (hook,), k) for hook in ("copy", "rollback") for k in (1, 3)),
-]
 
 
 def assert_fails_as(way, truth, k, right=lambda i: i % 3 == 0, **options):
@@ -139,16 +135,6 @@ def assert_fails_as(way, truth, k, right=lambda i: i % 3 == 0, **options):
     assert text.last.all_tokens == truth[:n_known]
     assert_goes_on(model, text.last.prompt_cache, truth[:n_known])
     return text
-
-
-@alone_and_beside_others
-@pytest.mark.parametrize(("hook", "has", "k"), HOOKS)
-@pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in range(8) if at != 4)])
-def test_hook_that_raises(way, hook, has, k, at):
-    processor, single = Faulty(hook, at, has), [Faulty("none", 0)]
-    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), max_tokens=N + 10, logits_processors=single)
-    assert_fails_as(way, truth, k, right=lambda i: False, logits_processors=[processor])
-    assert processor.left == [-1]  # not asked again
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class Faulty:
         if hook == self.hook:
             self.left[0] -= 1
             if self.left[0] < 0:
-                raise Fault(hook)
+                raise Fault(hook) if self.left[0] == -1 else AssertionError(f"{hook} is used again after it has raised")
 
     def __getattr__(self, name):
         if name in ("copy", "rollback") and name in self.__dict__.get("has", ()):
