@@ -242,7 +242,7 @@ def show(section: Section) -> str:
 
 INTRODUCTION = """# Measurements
 
-What the pages quote, each with its command and machine. `scripts/measure.py` runs the commands, keeps their output in
+The figures behind the other pages, each with its command and machine. `scripts/measure.py` runs the commands, keeps their output in
 `docs/develop/measurements/` and writes this page. Figures of one small model on a CPU say nothing about your model on an
 Apple GPU: [measure that](../speed.md), and [add it](../results.md).
 
