@@ -54,7 +54,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 def test_pages_are_found():
     names = {page.name for page in PAGES}
-    assert {"README.md", "tuning.md", "quickstart.ipynb", "settings.py", "kill.py", "copying.py"} <= names
+    assert {"README.md", "tuning.md", "quickstart.ipynb", "settings.py", "kill.py", "run_blocks.py"} <= names
     assert sum(len(flags) for page in PAGES for _, flags in commands(text_of(page))) > 60
     found = commands("`mlx_mtp.fit --model X` and mlx_mtp.convert -q \\\n  --mlx-path Y | less --no")
     assert found == [("mlx_mtp.fit", ["--model"]), ("mlx_mtp.convert", ["--mlx-path"])]
