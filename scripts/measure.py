@@ -242,9 +242,9 @@ def show(section: Section) -> str:
 
 INTRODUCTION = """# Measurements
 
-The figures behind the other pages, each with its command and machine. `scripts/measure.py` runs the commands, keeps their output in
-`docs/develop/measurements/` and writes this page. Figures of one small model on a CPU say nothing about your model on an
-Apple GPU: [measure that](../speed.md), and [add it](../results.md).
+The figures behind the other pages, each with its command and machine. `scripts/measure.py` runs the commands, keeps
+their output in `docs/develop/measurements/` and writes this page. Figures of one small model on a CPU say nothing about
+your model on an Apple GPU: [measure that](../speed.md), and [add it](../results.md).
 
 Runs alternate in one process, so that a machine that slows down slows all of them. A ratio is taken in each round; the
 median is shown, with the lowest and the highest. Unless a section says otherwise, speeds are relative to plain mlx-lm and

@@ -131,7 +131,7 @@ def make_project(folder: Path, models: dict[str, Path]) -> Path:
         kind = {"MODEL": "changed", "CONVERSION": "bare", "REPO_WITHOUT_HEAD": "bare"}.get(name, "full")
         shutil.copytree(models[kind], project / name)
     make_adapter(models["full"], project / "ADAPTER")
-    text = "\n---\n".join(page.read_text(encoding="utf-8")[:600] for page in PAGES[:12])
+    text = "\n---\n".join(page.read_text(encoding="utf-8")[:300] for page in PAGES[:6])
     for name in TEXTS:
         (project / name).write_text(text)
     (project / "key.txt").write_text("secret\n")
