@@ -11,8 +11,6 @@ from mlx_mtp import DEMO, load, stream_generate
 
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "tokens.svg"
 PROMPT = '''class Queue:
-    """A queue of items."""
-
     def __init__(self):
         self.items = []
 
@@ -21,7 +19,7 @@ class Stack:
     """A stack of items."""
 
 '''
-OPTIONS = {"max_tokens": 80, "num_draft_tokens": 3, "copy_drafts": 4}  # fixed numbers, so that each run draws the same
+OPTIONS = {"max_tokens": 47, "num_draft_tokens": 3, "copy_drafts": 4}  # fixed numbers, so that each run draws the same
 
 CHAR, LINE, MARGIN = 8.4, 20, 16  # of the font, and around the text, in pixels
 SOURCES = {"model": "the model", "head": "drafted by the MTP head", "copies": "copied from the text"}
