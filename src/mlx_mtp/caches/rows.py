@@ -270,9 +270,6 @@ def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
 class RowsCache:
     """The caches of several sequences, with the interface of ``protocol.PassCaches``.
 
-    Args:
-        model (nn.Module): A model of ``mlx_mtp.load``.
-
     Attributes:
         before_pass (None): Several sequences cannot be restored to the state before a pass.
     """

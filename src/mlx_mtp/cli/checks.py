@@ -124,10 +124,6 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
     """
     Check the flags that depend on the model, once its config is known.
 
-    Args:
-        args (argparse.Namespace): The parsed flags.
-        config (Mapping[str, Any]): The model's config.
-
     Raises:
         ValueError: A flag does not fit the model.
     """

@@ -65,9 +65,6 @@ class HeadCache:
     """The head's keys and values of one sequence or several, with the pairs that are pending.
 
     One sequence uses the head's ``KVCache`` of its prompt cache in place, several use ``HeadRows``.
-
-    Args:
-        model (MTPModel): Its head and embedding.
     """
 
     def __init__(self, model: MTPModel):

@@ -15,11 +15,6 @@ from .tree import Node, StoredArrays
 
 class Files:
     """
-    Args:
-        model (nn.Module): The model of the store.
-        forest (Forest): The store's.
-        lock (threading.RLock): The store's, which guards the forest.
-
     Attributes:
         disk (DiskWriter, optional): ``None`` for a store in memory alone.
     """

@@ -131,12 +131,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             return Prefix(make_prompt_cache(self.model), 0, None)
 
     def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
-        """Read the files that ``fetch`` will need for this text into memory. Other threads go on meanwhile.
-
-        Args:
-            tokens (Sequence[int]): As in ``fetch``.
-            kv (KVOptions, optional): As in ``fetch``.
-        """
+        """Read the files that ``fetch`` will need for this text into memory. Other threads go on meanwhile."""
         if (disk := self.disk) is not None:
             disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 

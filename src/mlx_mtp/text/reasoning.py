@@ -15,9 +15,6 @@ def end_of_reasoning(text: str, end: str) -> int | None:
     """
     The position behind the tag that ends the reasoning which a text begins with. ``None`` while it goes on, and where the next
     character must tell.
-
-    Args:
-        end (str): The tag.
     """
     i = text.rfind(end)
     return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing
@@ -30,11 +27,6 @@ def _end_of_reasoning(text: str, end: str) -> int | None:
 
 
 class ReasoningReader:
-    """
-    Args:
-        end (str): The tag.
-    """
-
     def __init__(self, end: str):
         self.end = end
         self._pieces: list[str] = []  # of the reasoning so far

@@ -80,11 +80,7 @@ class TextTokens:
 
 
 class Pieces:
-    """The bytes of a tokenizer's tokens, which may end within a character.
-
-    Args:
-        tokenizer (TokenizerWrapper): mlx-lm's.
-    """
+    """The bytes of a tokenizer's tokens, which may end within a character."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer

@@ -227,11 +227,7 @@ class _Content:
 
 
 class _Value:
-    """A value of a parameter, which becomes JSON: a string as it is written, another value when it is complete.
-
-    Args:
-        types (FrozenSet[str]): Those that the schema allows.
-    """
+    """A value of a parameter, which becomes JSON: a string as it is written, another value when it is complete."""
 
     def __init__(self, types: frozenset[str]):
         self.types = types

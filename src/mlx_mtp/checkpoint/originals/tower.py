@@ -17,11 +17,6 @@ TOWERS = "towers"
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
     """Return what reads images for a checkpoint without a tower: that of its original, fetched the first time.
 
-    Args:
-        name (str): The checkpoint's path or repository.
-        folder (Path): The checkpoint.
-        config (Dict[str, Any]): Its config.json.
-
     Raises:
         FileNotFoundError: The original was not found, or the tower could not be downloaded. What was downloaded stays, and the
           next call resumes there.

@@ -75,11 +75,7 @@ def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
 
 
 def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
-    """The structured output of ``tool_choice: auto`` with a ``strict`` tool: the answer is free up to its first call.
-
-    Args:
-        tools (List[Dict[str, Any]]): In OpenAI's format.
-    """
+    """The structured output of ``tool_choice: auto`` with a ``strict`` tool: the answer is free up to its first call."""
     functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
     is_strict = any(f.get("strict") is True for f in functions)
     return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None

@@ -34,11 +34,7 @@ class Thinking:
         return effort | ({} if enabled is None else {"enable_thinking": enabled})
 
     def limit(self, tokenizer: Any) -> int | None:
-        """The tokens of reasoning after which its end is forced; those of an effort only where no template knows of it.
-
-        Args:
-            tokenizer (TokenizerWrapper): mlx-lm's.
-        """
+        """The tokens of reasoning after which its end is forced; those of an effort only where no template knows of it."""
         if not tokenizer.has_thinking:
             return None
         if self.budget is None and VARIABLE not in str(tokenizer.chat_template):

@@ -196,11 +196,6 @@ def _assistant(blocks: list[Block], where: str) -> Json:
 
 
 class MessagesWriter(BlockWriter):
-    """
-    Args:
-        body (MessagesBody): The request's.
-    """
-
     def __init__(self, body: MessagesBody):
         super().__init__()
         self.body = body

@@ -71,12 +71,7 @@ class OpenAIBody(Body):
 
 
 class Choice:
-    """One of the answers to a request.
-
-    Args:
-        index (int): Its number.
-        body (OpenAIBody): The request's.
-    """
+    """One of the answers to a request."""
 
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
@@ -111,11 +106,6 @@ class Choice:
 
 
 class OpenAIWriter:
-    """
-    Args:
-        body (OpenAIBody): The request's.
-    """
-
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     choice_kind: type[Choice]
 

@@ -199,11 +199,6 @@ def _reasoning(item: Item, where: str) -> str:
 
 
 class ResponsesWriter(BlockWriter):
-    """
-    Args:
-        body (ResponsesBody): The request's.
-    """
-
     def __init__(self, body: ResponsesBody):
         super().__init__()
         self.body, self.tools = body, body.named_tools

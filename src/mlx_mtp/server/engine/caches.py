@@ -27,10 +27,6 @@ class Stores:
 
     Each rank has its own part of the caches and evicts on its own: a prompt resumes at the longest prefix that all ranks have,
     and rank 0 chooses where it is cut.
-
-    Args:
-        options (Options): The server's.
-        ranks (Ranks, optional): The ranks that run the model.
     """
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
@@ -40,9 +36,6 @@ class Stores:
 
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
         """Use the store of this model, which has been loaded.
-
-        Args:
-            max_bytes (int): The most bytes of all caches.
 
         Raises:
             OSError: ``--prompt-cache-dir`` cannot be used.

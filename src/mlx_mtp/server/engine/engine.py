@@ -25,12 +25,6 @@ class Engine:
 
     An error ends the running requests, never the thread.
 
-    Args:
-        admission (Admission): Loads models and lets requests begin.
-        clients (Clients): The open requests.
-        metrics (Metrics): Counts.
-        ranks (Ranks, optional): The ranks that run the model.
-
     Attributes:
         waiting (Deque[Request]): Requests that have not begun, in order.
         running (Dict[int, Request]): Requests that have begun, by their uid in the batch generator.

@@ -49,12 +49,7 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
 
 
 class Frontend:
-    """Renders templates and tokenizes prompts in threads of their own, so that no prompt delays other requests.
-
-    Args:
-        options (Options): The server's.
-        engine (Engine): Generates.
-    """
+    """Renders templates and tokenizes prompts in threads of their own, so that no prompt delays other requests."""
 
     def __init__(self, options: Options, engine: Engine):
         self.options, self.engine = options, engine

@@ -23,9 +23,6 @@ class ModelProvider:
 
     The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.
 
-    Args:
-        options (Options): The server's.
-
     Attributes:
         key (ModelKey, optional): The loaded model's.
         model (MTPModel): The loaded model.

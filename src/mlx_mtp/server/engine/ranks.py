@@ -28,11 +28,6 @@ ALONE = 10.0  # seconds that a rank waits for the others to fail as it has
 
 
 class SharedClients(Clients):
-    """
-    Args:
-        ranks (Ranks): The ranks that run the model.
-    """
-
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
