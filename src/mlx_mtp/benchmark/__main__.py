@@ -17,10 +17,10 @@ from ..checkpoint.load import DEMO, load
 from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import head_of, load_options, rank_groups
-from ..cli.checks import check_alone, check_head
+from ..cli.checks import check_alone, check_head, check_limits
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP, add_arguments, add_pipeline
-from ..cli.parser import SHARED_GROUPS, finish, parse
+from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -301,10 +301,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--assume-acceptance requires --synthetic.")
     elif prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
-    if args.assume_acceptance is not None and not 0 <= args.assume_acceptance <= 1:
-        raise ValueError(f"--assume-acceptance must be a probability, from 0 to 1, not {args.assume_acceptance}.")
-    if args.compare_depths is not None and not 1 <= args.compare_depths <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--compare-depths must be from 1 to {MAX_DRAFT_TOKENS}, not {args.compare_depths}.")
+    check_limits(vars(args), {"assume_acceptance": (0, 1), "compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
         raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
     for flag in (flag for flag in ("tune", "plot", "report") if len(args.context) > 1 and getattr(args, flag)):
@@ -323,7 +320,7 @@ def check_flags(args: argparse.Namespace) -> None:
 def check_tune(args: argparse.Namespace) -> None:
     fixed = ("synthetic", "compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
-        raise ValueError(f"--tune chooses what to measure: remove --{flag.replace('_', '-')}.")
+        raise ValueError(f"--tune chooses what to measure: remove {flag_of(flag)}.")
     if args.repeat < 2:
         raise ValueError("--tune requires --repeat 2 or more: the spread of the rounds tells what is a gain.")
     if args.settings is not None:

@@ -36,6 +36,15 @@ LIMITS: dict[str, tuple[float, float]] = {
 LONGEST_NAME = 60  # characters of what was given for a name, in an error
 
 
+def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise a ValueError if the value of a flag is not within its limits; missing ones and ``None`` are not checked."""
+    for name, (low, high) in limits.items():
+        value = values.get(name)
+        if value is not None and not (low <= value <= high and value < math.inf):
+            allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
+
+
 def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> None:
     """
     Check the flags of sampling, sizes and drafts that a command line has, before anything is loaded.
@@ -49,11 +58,7 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
     Raises:
         ValueError: A flag is out of range, or does not go with another.
     """
-    for name, (low, high) in LIMITS.items():
-        value = getattr(args, name, None)
-        if value is not None and not (low <= value <= high and value < math.inf):
-            allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
+    check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and not (no_limit and args.max_tokens == -1):
         allowed = "1 or more, or -1 for no limit" if no_limit else "1 or more"
         raise ValueError(f"--max-tokens must be {allowed}, not {args.max_tokens}.")

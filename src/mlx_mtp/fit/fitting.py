@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from ..checkpoint.load import load
 from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import check_new
+from ..cli.checks import check_limits
+from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
@@ -28,6 +31,13 @@ from .progress import say
 from .recording import record
 from .texts import Split, split
 from .training import Schedule, make_trainable, train_head
+
+LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens", "lora_rank"), (1, math.inf)),
+    **dict.fromkeys(("temp", "seed"), (0, math.inf)),
+    "max_seq_length": (SHORTEST, math.inf),
+    "drafts": (1, MAX_DRAFT_TOKENS),
+}
 
 
 def fit(
@@ -180,28 +190,11 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
     """
     if data.corpus is not None and data.prompts is not None:
         raise ValueError("Choose either --corpus or --prompts, not both.")
-    if not 1 <= drafts <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--drafts must be from 1 to {MAX_DRAFT_TOKENS}, not {drafts}.")
-    least = {
-        "iters": 1,
-        "batch_size": 1,
-        "steps_per_eval": 1,
-        "answers": 1,
-        "max_tokens": 1,
-        "max_seq_length": SHORTEST,
-    }
-    given = {**vars(data), **vars(how)}
-    for name, low in least.items():
-        if given[name] < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be {low} or more, not {given[name]}.")
+    given = {**vars(data), **vars(how), "drafts": drafts, "lora_rank": None if lora is None else lora.rank}
+    check_limits(given, LIMITS)
     for name in ("learning_rate", "cache_gb"):
         if given[name] <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {given[name]}.")
-    for name in ("temp", "seed"):
-        if given[name] < 0:
-            raise ValueError(f"--{name} must be 0 or more, not {given[name]}.")
-    if lora is not None and lora.rank < 1:
-        raise ValueError(f"--lora-rank must be 1 or more, not {lora.rank}.")
+            raise ValueError(f"{flag_of(name)} must be more than 0, not {given[name]}.")
     for file in data.corpus or ():
         check_source(Path(file), "--corpus")
     if data.prompts is not None:

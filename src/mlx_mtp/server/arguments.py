@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..checkpoint.load import DEMO
 from ..cli.arguments import given_sampling, head_of, load_options, rank_groups
-from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
+from ..cli.checks import check_alone, check_generation_flags, check_limits, check_model_flags, check_prompt_cache_dir
 from ..cli.flags import (
     MODEL_HELP,
     add_acceptance,
@@ -27,7 +27,7 @@ from ..cli.flags import (
     add_prompt_cache_dir,
     add_sampling,
 )
-from ..cli.parser import Given, finish
+from ..cli.parser import Given, finish, flag_of
 from ..files import check_folder, check_source
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
@@ -35,6 +35,14 @@ from .api.body import RESERVED
 from .client_settings import CLIENTS
 from .engine.provider import ModelProvider
 from .options import Options
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "decode_concurrency": (1, 1 << 16),
+    "prompt_concurrency": (1, 1 << 16),
+    "prompt_cache_size": (0, 1 << 31),
+    "max_queue": (1, 1 << 31),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -247,16 +255,7 @@ def check(args: argparse.Namespace) -> Options:
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     check_generation_flags(args, no_limit=False)
-    for name, least, most in (
-        ("port", 0, 65535),
-        ("decode_concurrency", 1, 1 << 16),
-        ("prompt_concurrency", 1, 1 << 16),
-        ("prompt_cache_size", 0, 1 << 31),
-        ("max_queue", 1, 1 << 31),
-    ):
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
+    check_limits(vars(args), LIMITS)
     check_max_token_gap(args.max_token_gap, "--max-token-gap")
     check_min_decode_share(args.min_decode_share, "--min-decode-share")
     template_args = args.chat_template_args
@@ -271,7 +270,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     for name in ("adapter_path", "allowed_local_media_path"):
         if (folder := getattr(args, name)) is not None:
-            check_folder(Path(folder), f"--{name.replace('_', '-')}")
+            check_folder(Path(folder), flag_of(name))
     _check_template(args)
     _check_processes(args)
     _read_api_key(args)

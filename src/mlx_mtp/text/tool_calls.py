@@ -80,12 +80,13 @@ Event = Text | CallBegins | CallArguments | CallEnds
 
 # Bounded, so that no text is held for long, and matched again with each piece.
 _S, _NAME = r"\s{0,64}", r"[^\s<>]{1,256}"
-_KEY = r"<parameter=(?P<key>[^\n<>]{1,256})>"
+LONGEST_KEY = 256  # characters of a parameter's name
+_KEY = rf"<parameter=(?P<key>[^\n<>]{{1,{LONGEST_KEY}}})>"
 _FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
 START, END = "<tool_call>", "</tool_call>"
 BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}[\"']))")
 IN_VALUE = regex.compile(
-    rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,256}}>\n)|\n?</parameter>"
+    rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,{LONGEST_KEY}}}>\n)|\n?</parameter>"
 )
 CLOSED = "</parameter>"
 AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{END})|{_FUNCTION}))")

@@ -8,21 +8,19 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from llguidance import regex_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from ...text.schema import ANY, STRING, Leaf, Node, Schema, document, may_match, types_of
+from ...text.schema import ANY, STRING, Json, Leaf, Node, Schema, document, may_match, types_of
 from ...text.tool_arguments import to_json
-from ...text.tool_calls import END, START
+from ...text.tool_calls import END, LONGEST_KEY, START
 from ..request import StructuredOutput
 
-Json = dict[str, Any]
 END_OF_PARAMETER = "\n</parameter>\n"
 END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
-KEY = r"/[^\n<>]{1,256}/"
+KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
 SPACE = r"[\s\x1c-\x1f]*"  # the characters that str.strip removes
 SCALARS = {  # texts that are read as these types
     "null": rf"(?i){SPACE}(null|none){SPACE}",
@@ -32,7 +30,6 @@ SCALARS = {  # texts that are read as these types
 }
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
-LONGEST_KEY = 256  # characters that a call's reader takes
 Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types, or that there can be none
 _quote = json.dumps  # of a string in Lark
 
@@ -263,9 +260,9 @@ class CallGrammar:
                 f"value_{len(self.rules)}", f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}"
             )
         leaves = self._leaves(schema, node)
-        if leaves is None or (not self.rules.is_strict and any(map(_is_any_string, leaves))):
+        if leaves is None or (not self.rules.is_strict and any(_allows_all(leaf, "string") for leaf in leaves)):
             return "value"
-        if all(any(_is_free(leaf, t) for leaf in leaves) for t in types):
+        if all(any(_allows_all(leaf, t) for leaf in leaves) for t in types):
             return "value"
         strings = [leaf for leaf in leaves if "string" in types_of(leaf)]
         texts = [text for leaf in strings for text in _listed(leaf) or [] if json.loads(to_json(text, types)) == text]
@@ -286,7 +283,7 @@ class CallGrammar:
         object or an array begins as no string here does.
         """
         leaves = schema.leaves(node) or []
-        if bound := sorted(t for t in others - STRUCTURES if not any(_is_free(leaf, t) for leaf in leaves)):
+        if bound := sorted(t for t in others - STRUCTURES if not any(_allows_all(leaf, t) for leaf in leaves)):
             if self.rules.is_strict:
                 raise ValueError(f"{node.path} cannot be enforced: strings beside some values of type {bound[0]}")
             return "value"
@@ -380,11 +377,7 @@ def _of_strings(leaf: Leaf) -> tuple[int, int | None, list[str]]:
     return least, most, [node.own["pattern"] for node in leaf if "pattern" in node.own]
 
 
-def _is_any_string(leaf: Leaf) -> bool:
-    return _is_free(leaf, "string")
-
-
-def _is_free(leaf: Leaf, kind: str) -> bool:
+def _allows_all(leaf: Leaf, kind: str) -> bool:
     """Whether every value of a type is allowed."""
     return kind in types_of(leaf) and not any(node.restricts(kind) for node in leaf)
 

@@ -6,12 +6,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...text.grammar import Grammar, GrammarError, make_grammar
-from ...text.schema import Schema, document
+from ...text.schema import Json, Schema, document
 from ..request import ApiError, Request, StructuredOutput
 from .answer import start_of_calls, think_marks
 from .call_grammar import CallGrammar
 
-Json = dict[str, Any]
 MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read, and that are left free one after another
 
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..engine.delta import Delta
-from .writer import Json, Usage
+from .writer import Usage
 
 
 class BlockWriter:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ...text.schema import Json
 from ..answers.thinking import Effort, Thinking
 from ..request import ApiError
 from . import refused
@@ -56,7 +57,6 @@ TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-
 TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 )
-Json = dict[str, Any]
 
 # What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..answers.thinking import Effort
@@ -18,7 +19,6 @@ from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
-from .writer import Json
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from pydantic import Field, StringConstraints
 
+from ...text.schema import Json
 from ...text.tool_calls import Text
 from ..engine.delta import Delta
 from ..request import Request
@@ -12,7 +13,6 @@ from . import refused
 from .body import read
 from .logprobs import TextLogprobs, TopLogprobs
 from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
-from .writer import Json
 
 __all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"]
 

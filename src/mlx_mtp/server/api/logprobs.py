@@ -6,8 +6,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from ...text.schema import Json
 from ..engine.delta import Delta, Likely
-from .writer import Json
 
 MAX_TOP = 20
 LEAST = -9999.0  # OpenAI's, in place of minus infinity

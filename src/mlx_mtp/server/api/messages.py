@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..answers.structured_output import from_response_format
@@ -21,7 +22,7 @@ from . import refused
 from .blocks import BlockWriter
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
-from .writer import Json, Usage, event
+from .writer import Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)

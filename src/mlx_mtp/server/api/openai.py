@@ -9,12 +9,13 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
+from ...text.schema import Json
 from ..answers.structured_output import from_response_format, only_one
 from ..engine.delta import Delta
 from ..request import ApiError, StructuredOutput
 from . import refused
 from .body import Body, Part, Positive, Stop, stop_words
-from .writer import Json, Usage, event, keep_alive
+from .writer import Usage, event, keep_alive
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # of a prompt

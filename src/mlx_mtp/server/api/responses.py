@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..answers.structured_output import from_response_format
@@ -29,7 +30,7 @@ from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
-from .writer import Json, Usage, event, keep_alive
+from .writer import Usage, event, keep_alive
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 

@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...decoding.counts import DraftCounts
+from ...text.schema import Json
 from ..engine.delta import Delta
 from ..request import ApiError
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
 from ...checkpoint.load import DEMO
+from ...text.schema import Json
 from ..api import chat_completions, completions, messages, responses
-from ..api.body import Body, Json, parse_json
+from ..api.body import Body, parse_json
 from ..api.writer import Writer
 from ..choices import choices_of
 from ..engine.frontend import Frontend

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..api.writer import Json, Usage, Writer
+from ...text.schema import Json
+from ..api.writer import Usage, Writer
 from ..choices import generate
 from ..engine.delta import Delta
 from ..engine.frontend import Frontend
