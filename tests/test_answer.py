@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.answers.answer import Reasoning, make_answer
-from mlx_mtp.server.engine.prompt import BoundedTokenizer, encode
+from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BODY, parse_json
-from mlx_mtp.server.engine.prompt import BoundedTokenizer
+from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED

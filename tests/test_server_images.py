@@ -19,7 +19,7 @@ from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.vision import Vision
 from mlx_mtp.server import images
 from mlx_mtp.server.arguments import make_parser
-from mlx_mtp.server.engine import prompt as encoding
+from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.images import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine

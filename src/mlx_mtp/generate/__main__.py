@@ -30,7 +30,7 @@ from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
-from .prompt import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
+from .inputs import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
 
 # What runs in one process alone. A prompt cache file is of a whole model.

@@ -12,7 +12,7 @@ from typing import Any
 from ...text.schema import Json
 from ..answers.structured_output import from_strict_tools, from_tool_choice, only_one
 from ..answers.thinking import Thinking
-from ..engine.prompt import goes_on
+from ..engine.encode import goes_on
 from ..images import MARKED_IMAGES
 from ..request import ApiError, Request, StructuredOutput
 

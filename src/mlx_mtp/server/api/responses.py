@@ -22,7 +22,7 @@ from ..answers.answer import Reasoning
 from ..answers.structured_output import from_response_format
 from ..answers.thinking import Effort
 from ..engine.delta import Delta
-from ..engine.prompt import NO_LIMIT
+from ..engine.encode import NO_LIMIT
 from ..request import ApiError, Request
 from . import refused
 from .blocks import BlockWriter

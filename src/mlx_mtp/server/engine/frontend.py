@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from ..options import Options
 from ..request import ApiError, Prompt, Request, Started, Waiting
 from .delta import Delta
+from .encode import BoundedTokenizer, encode
 from .engine import Engine
-from .prompt import BoundedTokenizer, encode
 
 KEEP_ALIVE = 5.0  # seconds between two reports of prefill progress to a client
 POLL = 1.0  # seconds between two checks that the generation thread lives

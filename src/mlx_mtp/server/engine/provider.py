@@ -12,7 +12,7 @@ from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
 from ..options import Options
 from ..request import ApiError, ModelKey
-from .prompt import BoundedTokenizer
+from .encode import BoundedTokenizer
 
 MAX_TOKENIZERS = 8
 DEFAULT = "default_model"  # mlx-lm's name for that of --model
