@@ -57,7 +57,7 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
 
     Args:
         model (str): The path or the huggingface repository of the checkpoint.
-        corpus (Sequence[Union[str, Path]]): Files of text like that which the model will write.
+        corpus (Sequence[Union[str, Path]]): Files of text like the model's future output.
         size (int): The number of token ids, special and stop tokens included.
         output (Union[str, Path], optional): The file to write. Default: ``draft_vocab.json`` beside the checkpoint, where
           ``mlx_mtp.load`` finds it.
@@ -84,7 +84,7 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
 
     counts = count_tokens(tokenizer, [Path(file) for file in corpus])
     if not counts:
-        raise ValueError("The corpus has no text: give files of text like that which the model will write.")
+        raise ValueError("The corpus has no text: give files of text like the model's future output.")
     ids = select(rank(counts, vocab_size), size, always)
     write_atomic(file, json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n")
     covered = sum(counts[i] for i in ids) / counts.total()

@@ -81,7 +81,7 @@ def batch_generate(
     """
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]
-    kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # nobody waits for a token
+    kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for a token
     kwargs |= {
         "num_draft_tokens": num_draft_tokens,
         "copy_drafts": copy_drafts,

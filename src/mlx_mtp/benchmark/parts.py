@@ -51,7 +51,7 @@ class Parts:
     n_exchanges: int = 0  # one after the other in a verify pass
 
     def seconds(self, n_steps: int, counts: DraftCounts) -> float:
-        """The time of so many steps, with and without drafts."""
+        """The time of ``n_steps`` steps, with and without drafts."""
         drafted, copied = _steps(counts.drafted), _steps(counts.copied)
         seconds = (n_steps - sum(drafted) - sum(copied)) * self.verify[0]
         seconds += sum(n * (self.verify[k] + k * self.head) for k, n in enumerate(drafted, 1))

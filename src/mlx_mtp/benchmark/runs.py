@@ -1,7 +1,7 @@
 """Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. A run's name tells the source of its drafts:
 
 plain              nothing: mlx-lm's own generation
-1, 2, ...          the head, so many tokens in every step
+1, 2, ...          the head, this many tokens in every step
 auto, no copies    the head, as many tokens as pay
 copies alone       copies of the text, without the head
 auto               the head and copies, whichever pays more

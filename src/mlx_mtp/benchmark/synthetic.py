@@ -101,7 +101,7 @@ def synthetic_model(
 
 
 class ScriptedHead:
-    """A head whose script is told how many rows it has."""
+    """A head that passes its number of rows to the script."""
 
     def __init__(self, head: Any, script: Script):
         self.head, self.script = head, script

@@ -121,7 +121,7 @@ def _check(settings: Settings) -> None:
 
 
 def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) -> None:
-    """Write a settings file; ``model`` is for people who read it."""
+    """Write a settings file; ``model`` is for its readers."""
     content = {"model": model, "key": key, "settings": asdict(settings)}
     write_atomic(file, json.dumps(content, indent=2) + "\n")
 

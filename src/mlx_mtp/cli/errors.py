@@ -29,7 +29,7 @@ def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ())
     Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
     """
     group = mx.distributed.init()
-    with _silent_where_nobody_reads(), rank_0_prints():
+    with _silent_on_broken_pipe(), rank_0_prints():
         try:
             with watch(Ranks(group) if group.size() > 1 else None, on_loss=on_loss):
                 yield
@@ -55,7 +55,7 @@ def sentence(error: ValueError | OSError) -> str:
 
 
 @contextmanager
-def _silent_where_nobody_reads() -> Iterator[None]:
+def _silent_on_broken_pipe() -> Iterator[None]:
     try:
         try:
             yield

@@ -32,7 +32,7 @@ class PendingEmbeddings(Protocol):
     def __len__(self) -> int: ...
 
     def advance(self, seconds: float) -> bool:
-        """Compute for about so many seconds -> whether the array is complete."""
+        """Compute for about this time -> whether the array is complete."""
         ...
 
 

@@ -32,7 +32,7 @@ def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection
     """
     try:
         return _connect(ranks, sockets, timeout)
-    except RuntimeError as e:  # MLX's ring does not say who
+    except RuntimeError as e:  # MLX's ring does not name the rank
         lost = f"Rank {1 - ranks.rank}" if ranks.size == 2 else f"One of the {ranks.size} ranks"
         raise ConnectionError(f"{lost} was lost before all were connected: {e}") from e
 

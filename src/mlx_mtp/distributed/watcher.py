@@ -71,7 +71,7 @@ class Link:
         return [json.loads(line) for line in lines]
 
     def drain(self, seconds: float) -> None:
-        """Wait until the connection is closed, or for so many seconds."""
+        """Wait until the connection is closed, or for at most this time."""
         end = monotonic() + seconds
         with suppress(OSError):
             while (left := end - monotonic()) > 0:

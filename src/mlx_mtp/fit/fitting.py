@@ -62,16 +62,15 @@ def fit(
     seed: int = 0,
 ) -> Comparison:
     """
-    Train a model's MTP head, and nothing else, to guess what the model says; write it if more drafts are accepted.
+    Train a model's MTP head, and nothing else, to predict the model's text; write it if more drafts are accepted.
 
-    The text that the model generates does not change, whatever the head has learned. The same call goes on where one was
-    ended.
+    The model's text does not change, whatever the head has learned. The same call resumes an interrupted one.
 
     Args:
         model (str): The path or the huggingface repository of a checkpoint. Where it has no head, that of its original is
           fetched and fitted.
         mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
-        corpus (Sequence[Union[str, Path]], optional): Files of text like that which the model will write, or ``.jsonl`` files
+        corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
         prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
           first. Default: ``None``, built-in ones.
@@ -88,7 +87,7 @@ def fit(
         temp (float): The temperature of the answers. Default: ``0.7``.
         cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, one beside
           ``mlx_path``, which is removed at the end.
-        cache_gb (float): The most that may be recorded; what the corpus has beyond is not trained on. Default: ``8``.
+        cache_gb (float): The most to record; the rest of the corpus is not trained on. Default: ``8``.
         seed (int): Divides the texts, and orders them. Default: ``0``.
 
     Returns:
@@ -109,7 +108,7 @@ def fit(
     if work.exists():
         check_folder(work, "--cache-path")
     source = fetch(model, None)
-    head = fetch_missing_head(model, source, read_config(source, model))  # not tried: fitting may be what it needs
+    head = fetch_missing_head(model, source, read_config(source, model))  # not tried: it may need the fit
     loaded, tokenizer = load(
         model,
         adapter_path=adapter_path,
@@ -201,13 +200,13 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
         check_source(Path(data.prompts), "--prompts")
 
 
-def open_work(work: Path, what: Any) -> None:
-    """Make the folder of recorded states, or check that what is in it was recorded of the same texts by the same model.
+def open_work(work: Path, source: Any) -> None:
+    """Make the folder of recorded states, or check that an existing one is of the same texts and model.
 
     Raises:
         ValueError: It was not.
     """
-    file, wanted = work / "fit.json", {"digest": digest(what)}
+    file, wanted = work / "fit.json", {"digest": digest(source)}
     if file.exists():
         if read_json(file) != wanted:
             raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")

@@ -52,12 +52,12 @@ class Schedule:
 
 
 class Progress(TrainingCallback):
-    """Keeps the head with the lowest validation loss and, in one file, what a later run needs to go on.
+    """Keeps the head with the lowest validation loss and, in one file, the state from which a later run resumes.
 
     Args:
         mtp (nn.Module): The head.
         optimizer (Optimizer): Its optimizer.
-        file (Path): The file. The head and the optimizer go on from what it holds.
+        file (Path): The file, from which the head and the optimizer are restored.
 
     Attributes:
         start (int): The iterations of the runs before.
@@ -109,14 +109,14 @@ class Progress(TrainingCallback):
 def train_head(
     mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule, file: Path
 ) -> Progress:
-    """Train what is not frozen of a head, and leave it as it was best on the validation texts.
+    """Train the unfrozen weights of a head, and leave it with the lowest validation loss.
 
     An interrupt ends the training, not the program.
 
     Args:
         train_files (Sequence[Path]): Of ``record``.
         valid_files (Sequence[Path]): Of ``record``; the best head is chosen on them.
-        file (Path): Where to keep what is needed to go on after the program was ended.
+        file (Path): The state from which a later run resumes.
     """
     optimizer = how.optimizer()
     progress = Progress(mtp, optimizer, file)

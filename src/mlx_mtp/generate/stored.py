@@ -64,7 +64,7 @@ def stored_steps(
     # Of a part, as of the whole.
     options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
     for cut in (cut for cut in cuts if cut > n_stored):
-        _read(*part(n, cut), model, stream, cache, options)
+        _prefill_part(*part(n, cut), model, stream, cache, options)
         n = cut
         handle = reader.insert(key[:n], cache, handle)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
@@ -82,17 +82,17 @@ def stored_steps(
         reader.insert(key[:n_read], cache, handle)
 
 
-def _read(
+def _prefill_part(
     tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
 ) -> None:
-    """Read a part of a prompt. The text comes along for who copies from it, and no draft is made."""
+    """Prefill a part of a prompt, without drafts. Its text is kept for copies."""
     names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
     shared = {name: options[name] for name in names if name in options}
     prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
 
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
-    """A logits processor that is shown these tokens [N] before all others, as if they had been read with them."""
+    """A logits processor that is shown these tokens [N] before all others, as if they were part of them."""
     if isinstance(processor, Grammar):
         return processor  # it looks at what is generated alone
     if keeps_state(processor):

@@ -85,7 +85,7 @@ class ImageEmbeddings:
         return len(self.array)
 
     def advance(self, seconds: float) -> bool:
-        """Compute for about so many seconds -> whether the array is complete."""
+        """Compute for about this time -> whether the array is complete."""
         now = time.perf_counter()
         end, share = now + seconds, seconds / self.PIECES
         while seconds == math.inf or now <= end - share:

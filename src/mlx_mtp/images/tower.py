@@ -240,7 +240,7 @@ class VisionTower(nn.Module):
 def _in_pieces(
     n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], most: int = MAX_PATCHES
 ) -> Generator[int, None, mx.array]:
-    """Compute n rows, of which each takes ``cost`` multiplications, at most so many at a time -> all of them, [n, ...]"""
+    """Compute n rows, which take ``cost`` multiplications each, some at a time -> all of them, [n, ...]"""
     out, i = [], 0
     while i < n:
         k = min(n, i + most, i + max(int(min(size() / cost, n)), 1))

@@ -99,14 +99,14 @@ class PrefillBudget:
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
-        """So many tokens were read in so many seconds, behind ``n_cached`` others."""
+        """Count a chunk of prefill: its tokens, behind ``n_cached`` others, and its seconds."""
         self.record(seconds)
         # A short rest of a prompt takes longer for each token than a chunk.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
             self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
 
     def record(self, seconds: float) -> None:
-        """Work on a prompt took so many seconds."""
+        """Count the seconds of other work on a prompt."""
         self.owed = seconds * self.decode_per_prefill
 
     def record_step(self, seconds: float) -> None:

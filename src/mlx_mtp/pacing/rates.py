@@ -37,7 +37,7 @@ class Rates:
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
         """Count a window, whose buckets are its positions; all earlier counts fade.
 
-        Where a draft is accepted, the text is easy and the next draft does about as well. So a depth that was given up is tried
+        Where a draft is accepted, the text is easy and the next draft does about as well. So an abandoned depth is tried
         again once the drafts before it are accepted more often.
         """
         self.n_verified = [self.FADING * n for n in self.n_verified]

@@ -53,7 +53,7 @@ def encode(arrays: Arrays, metadata: Mapping[str, str]) -> tuple[str, memoryview
 
 
 def write(path: Path, temporary: Path, data: memoryview) -> None:
-    """Write a file under a temporary name and then rename it, so that nobody reads a part of it. Only its owner may."""
+    """Write a file for its owner alone, under a temporary name and then renamed, so that no part of it is read."""
     try:
         with open(temporary, "wb", opener=private) as file:
             for i in range(0, len(data), CHUNK):
@@ -65,7 +65,7 @@ def write(path: Path, temporary: Path, data: memoryview) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` of files that nobody but their owner may read or write."""
+    """An ``opener`` of files that only their owner may read or write."""
     return os.open(path, flags, 0o600)
 
 

@@ -118,7 +118,7 @@ class Files:
         """Note the outcome of a write, and the file's name."""
         with self._lock:
             if write.node not in self.forest:
-                return  # it was given up meanwhile
+                return  # it was evicted meanwhile
             is_span = write.tokens is not None
             if outcome in (Outcome.WRITTEN, Outcome.THERE):
                 write.stored.name = name

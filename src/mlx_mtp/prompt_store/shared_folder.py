@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS files (
     tokens BLOB,                   -- of a span; NULL for a snapshot
     nbytes INTEGER NOT NULL,       -- of the file
     used REAL NOT NULL,            -- when it was last used, in seconds since 1970
-    writer TEXT                    -- who writes it; NULL where it is done
+    writer TEXT                    -- its writer; NULL when it is complete
 );
 CREATE INDEX IF NOT EXISTS children ON files (parent);
 CREATE TABLE IF NOT EXISTS written (hour INTEGER PRIMARY KEY, nbytes INTEGER NOT NULL);
@@ -74,7 +74,7 @@ class Outcome(Enum):
 class SharedFolder:
     """
     Args:
-        path (Path): It is made if it does not exist. Nobody but its owner may read it or its files.
+        path (Path): It is made if it does not exist. Only its owner may read it and its files.
         max_bytes (int): The most that all files may take.
         max_hourly (int): The most bytes that all processes may write in an hour.
 
@@ -287,7 +287,7 @@ def _connect(index: Path) -> sqlite3.Connection:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder, or take an existing one's permissions away from others: whose texts are in it is nobody's business."""
+    """Make a folder that only its owner may read, or make an existing one so: the texts in it are private."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_mode & 0o077 == 0:

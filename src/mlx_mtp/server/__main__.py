@@ -83,7 +83,7 @@ def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Call
     address, port = s.getsockname()[:2]
     host = options.host
     if options.api_key is None and not ip_address(address).is_loopback:
-        logging.warning(f"Everybody who reaches {host} may use the server: require a key with --api-key-file.")
+        logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
     logging.info(f"Serving {engine.admission.models.served[0]}, {drafting(options)}: open {url(host, port)}")
     logging.info(f"Starting httpd at {host} on port {port}...")
     server.run(sockets=[s])

@@ -43,7 +43,7 @@ class Prompt:
         in_reasoning (bool): Whether the answer begins with reasoning. Default: ``False``.
         cuts (List[int]): The numbers of tokens after which the prompt is yet to be cached, in order.
         n_cached (int): The number of cached tokens.
-        handle (Handle, optional): Its place in a prompt store, as far as it is prefilled.
+        handle (Handle, optional): The place of its prefilled part in a prompt store.
         pictured (ImagePrompt, optional): The prompt with its images, if it has any.
     """
 

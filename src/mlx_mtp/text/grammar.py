@@ -105,7 +105,7 @@ class Grammar:
         return Grammar(matcher, beginning)
 
     def forced(self, generated: list[int]) -> list[int]:
-        """The tokens that follow generated ones, as far as the grammar leaves one way to go on."""
+        """The tokens that follow generated ones, while the grammar leaves one way to continue."""
         tokens: list[int] = self.matcher.compute_ff_tokens() if self._go_to(generated) else []
         return tokens
 
@@ -164,7 +164,7 @@ class ForcedTokens:
     @property
     def forced(self) -> list[int]:
         if self._forced is None:
-            # A grammar that was given up raises where it masks the logits, which ends its own sequence alone.
+            # A grammar that has failed raises where it masks the logits, which ends its own sequence alone.
             with suppress(ValueError):
                 self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
         return self._forced or []

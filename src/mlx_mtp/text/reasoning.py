@@ -2,7 +2,7 @@
 
 A tag that is quoted does not end it: one between backticks, and one in a fenced code block (an open ``` or ~~~). A model may
 forget to close a block. So where its turn ends and no tag has ended the reasoning, the last tag that stood alone on a line of
-a block has: what came behind it was the answer after all.
+a block has: the text behind it was the answer.
 """
 
 import re

@@ -50,7 +50,7 @@ def _link_files(source: Path, folder: Path, old_head: str | None) -> None:
 
 
 def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:
-    """Write a config.json that tells of the head, unless it is empty."""
+    """Write a config.json with the head, unless it is empty."""
     if head:
         config.update(quantization_beside(config, head))
         describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)

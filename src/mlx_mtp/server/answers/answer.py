@@ -101,8 +101,8 @@ class _Edges:
     """A text that comes in pieces, without the line breaks at its edges that are the template's.
 
     Args:
-        skips (bool): Whether those that come next are. Default: ``False``.
-        holds (bool): Whether those behind it may be. Default: ``True``.
+        skips (bool): Whether the next line breaks are the template's. Default: ``False``.
+        holds (bool): Whether the last line breaks may be the template's. Default: ``True``.
     """
 
     def __init__(self, skips: bool = False, holds: bool = True):
@@ -126,7 +126,7 @@ class _Edges:
         return kept
 
     def leave(self) -> bool:
-        """Something else follows, and breaks behind it are the template's -> whether those before it may be the text's."""
+        """Another part follows, and the breaks behind that are the template's -> whether the breaks before it may be text."""
         self.skips = True
         if not self._has_text:
             self._breaks = ""

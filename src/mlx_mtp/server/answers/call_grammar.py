@@ -159,7 +159,7 @@ class CallGrammar:
         return found
 
     def _told_apart(self, schema: Schema, values: list[Values]) -> list[Values]:
-        """The values of alternatives, without those where a text would have to tell by itself which alternative it is of."""
+        """The values of alternatives, except those whose text cannot tell the alternatives apart."""
         for name in dict.fromkeys(chain(*values)):
             found = {value for own in values if (value := own.get(name)) is not None}
             rules, types = {rule for rule, _ in found}, {types for _, types in found}
@@ -210,7 +210,7 @@ class CallGrammar:
         return f"({' | '.join(options)})"
 
     def _sequence(self, parts: list[tuple[str, bool]], other: str | None, least: int, most: int | None) -> str | None:
-        """Each of the parts, or not where it is not required, then others: at least and at most so many in all."""
+        """The parts in order, which may be left out unless required, then others: from ``least`` to ``most`` in all."""
         n_required = sum(is_required for _, is_required in parts)
         if least <= n_required and (most is None or (other is None and most >= len(parts))):
             texts = [part if is_required else f"({part})?" for part, is_required in parts]
@@ -279,7 +279,7 @@ class CallGrammar:
     def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
         """The rule of a text that one of the conditions holds for, or that is read as another type.
 
-        One expression says all of it: nobody can tell a number from the beginning of a string before its end. The JSON of an
+        One expression has all cases: before its end, a number cannot be told from the beginning of a string. The JSON of an
         object or an array begins as no string here does.
         """
         leaves = schema.leaves(node) or []
@@ -301,7 +301,7 @@ class CallGrammar:
         return value
 
     def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
-        """A rule for JSON of a schema, as far as it is of these types."""
+        """A rule for JSON of a schema, limited to these types."""
         written = document(node, None if types == schema.types(node) else types)
         free = json.dumps({"type": sorted(types)})
         if not self.rules.is_strict:
@@ -354,7 +354,7 @@ def _takes_others(node: Node) -> bool:
 
 
 def _listed(leaf: Leaf) -> list[str] | None:
-    """The strings that these schemas list, if they do, as far as all of them allow them."""
+    """The strings that all of these schemas allow, if one lists its values."""
     lists = [node.values for node in leaf if node.values is not None]
     if not lists:
         return None

@@ -49,7 +49,7 @@ class ToolCall(Part):
 
 
 class ChatMessage(Part):
-    """A message, as far as the server looks into it; all of it goes to the chat template."""
+    """The fields of a message that the server reads; the chat template gets all of them."""
 
     model_config = Part.model_config | {"extra": "allow"}
 

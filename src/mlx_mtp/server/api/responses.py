@@ -103,7 +103,7 @@ class ResponsesBody(Body):
 
     @property
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
-        """The tools that the client runs, by the name that the model is told -> (the tool, its namespace)."""
+        """The client's tools, by their name in the prompt -> (the tool, its namespace)."""
         named: dict[str, tuple[Tool, str | None]] = {}
         for tool in self.tools or []:
             space = tool.name if tool.type == "namespace" else None

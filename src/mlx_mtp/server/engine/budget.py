@@ -33,7 +33,7 @@ def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[Lo
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
-    """A logits processor that ends reasoning after so many tokens, as the chat template would. A code block is closed first.
+    """A logits processor that ends reasoning after ``budget`` tokens, as the chat template would. It closes a code block first.
 
     It depends on its arguments alone, so that it can be asked at any position of a window of drafts.
 

@@ -92,7 +92,7 @@ class Stores:
             return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
-        """Keep the prompt cache of these tokens: the prompt, as far as it is prefilled, and its answer."""
+        """Keep the prompt cache of these tokens: the prefilled part of the prompt, and its answer."""
         try:
             prompt.handle = self.reader.insert(prompt.key_of(tokens), prompt_cache, prompt.handle)
         except Exception:

@@ -35,7 +35,9 @@ class Metrics:
         self.accepted_copied_tokens = Counter("accepted_copied_tokens", "Accepted drafts of these.", **common)
         self.forced_tokens = Counter("forced_tokens", "Drafts that a grammar forces.", **common)
         self.accepted_forced_tokens = Counter("accepted_forced_tokens", "Accepted drafts of these.", **common)
-        self.depth = Gauge("depth", "Drafts in the latest step of so many requests at once.", ["requests"], **common)
+        self.depth = Gauge(
+            "depth", "Drafts in the latest step, by the number of requests at once.", ["requests"], **common
+        )
         self.drafted_by_size = Counter(
             "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"], **common
         )

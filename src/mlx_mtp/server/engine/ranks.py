@@ -1,9 +1,9 @@
 """The clients where several ranks run the model: rank 0 has them, and all ranks do the same steps.
 
-What a step does depends on the requests and on what was generated before. So rank 0 tells the others which requests have come
-and which are given up, and each rank runs the whole engine on that: batch generator, prompt cache, samplers and stop words.
-Every few turns the ranks exchange some numbers. Nobody waits for them: they are queued behind the passes before them and read
-at the next exchange. Only where rank 0 has changes are these sent as well.
+A step depends on the requests and on the tokens generated before. So rank 0 tells the others which requests have arrived and
+which have been abandoned, and each rank runs the whole engine on that: batch generator, prompt cache, samplers and stop words.
+Every few turns the ranks exchange some numbers, without waiting: they are queued behind the passes before them and read at the
+next exchange. Only where rank 0 has changes are these sent as well.
 """
 
 import os

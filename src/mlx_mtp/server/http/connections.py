@@ -45,9 +45,9 @@ class State(ServerState):
 
 class Connection(H11Protocol):
     """
-    uvicorn's connection, which is closed where the head of a request does not arrive in time: uvicorn waits for the first one
-    without a limit, and for another one as long as bytes arrive. Where there are too many, the oldest one whose client has not
-    sent all of a request makes room, so that those who send nothing keep nobody out.
+    uvicorn's connection, closed if the head of a request does not arrive in time: uvicorn waits for the first request without a
+    limit, and for the next ones as long as bytes arrive. Where there are too many connections, the oldest without a complete
+    request is closed, so that idle ones do not keep others out.
     """
 
     server_state: State
