@@ -31,7 +31,7 @@ ENOUGH = 20.0  # seconds, after which three calls suffice
 N_ROLLBACKS = 5
 EVERY = (
     MAX_DRAFT_TOKENS + 1
-)  # tokens of a window, up to which each length is timed; longer ones but the longest are between
+)  # tokens: windows up to this length are timed, and the longest; the others are interpolated
 
 
 @dataclass

@@ -56,9 +56,7 @@ class Clock(Generic[T]):
         """
         now, before = perf_counter(), self.last
         self.take_turn()
-        is_clear = (
-            is_clear and self.n_traces == n_traces()
-        )  # a step of a new shape is traced, and its kernels are compiled
+        is_clear = is_clear and self.n_traces == n_traces()  # a new shape is traced, and its kernels are compiled
         self.n_traces = n_traces()
         if before is not None:
             self.steps.append((step, is_clear, self.is_alone))

@@ -127,9 +127,7 @@ def _is_clear(beside: list[Drafts], is_plain: bool) -> bool:
     last = beside[-1]
     if any(d.sequences != last.sequences or len(d) > d.plan.k for d in beside):
         return False
-    if (
-        is_plain
-    ):  # where plain and drafting steps alternate, the device may have run more or less than this pass meanwhile
+    if is_plain:  # where plain and drafting steps alternate, the device may have run more or less than this pass
         return all(d.plan == PLAIN_PLAN for d in beside)
     # After a plain step, part of the time may belong to that step. After drafts of another source, the head has more pairs to
     # catch up with.

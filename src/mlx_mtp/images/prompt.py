@@ -19,9 +19,8 @@ from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
-INSIDE_MARK = re.compile(
-    r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)"
-)  # where to cut what is quoted
+# Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
+INSIDE_MARK = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)")
 
 
 @dataclass(frozen=True)

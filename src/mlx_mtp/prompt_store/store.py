@@ -209,9 +209,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """The child with the text's next tokens, prefilled alike: rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
             rows = arrays.rows(cache, format, child.begin, child.length)
-            stored = child.span.arrays or self._files.read(
-                child, child.span, format
-            )  # of one that differs, nothing is held
+            # Read from its file, but not kept in memory: it may differ.
+            stored = child.span.arrays or self._files.read(child, child.span, format)
             if stored is not None and arrays.are_equal(stored, rows):
                 return child
         return None

@@ -31,9 +31,7 @@ from .reasoning import end_of_reasoning
 T = TypeVar("T")
 MAX_CHARACTERS = 1 << 19  # of a grammar in Lark
 MAX_MULTIPLE = 100_000  # of all multipleOf, in units of their last decimal
-STACK = (
-    1 << 29
-)  # bytes, enough for a grammar of that size whose rules are all within each other; the rest is never touched
+STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
 STACK_LOCK = threading.Lock()
 TOO_LARGE = ("too big", "too large", "symbols.len()")  # llguidance's words
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
