@@ -48,18 +48,10 @@ class PromptCache:
         """A cache for each layer."""
         return self.entries[: self.n_layers]
 
-    @backbone.setter
-    def backbone(self, caches: list[Any]) -> None:
-        self.entries[: self.n_layers] = caches
-
     @property
     def head(self) -> Any:
         """The head's keys and values, a ``KVCache``."""
         return self.entries[-2]
-
-    @head.setter
-    def head(self, cache: Any) -> None:
-        self.entries[-2] = cache
 
     @property
     def last_hidden(self) -> mx.array | None:
@@ -111,19 +103,9 @@ class PromptCache:
         self._last.generation = None
 
     @property
-    def part(self) -> list[int]:
-        """The rank that has this part of the caches, and the number of ranks; empty for one process."""
-        part = self._last[3]
-        return [] if part is None else part.tolist()
-
-    @property
     def fingerprint(self) -> bytes:
         """The fingerprint of the model that filled the caches; empty if it is not known."""
         return b"" if self._last[4] is None else bytes(self._last[4].tolist())
-
-    @fingerprint.setter
-    def fingerprint(self, fingerprint: bytes) -> None:
-        self._last[4] = mx.array([*fingerprint], mx.uint8)
 
     @property
     def images(self) -> list[ImageSpan]:
@@ -172,14 +154,14 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 def make_head_cache(model: Any) -> list[Any]:
     """The last two entries of an empty prompt cache."""
     entries = _head_cache(model)
-    PromptCache(entries, 0).fingerprint = model.fingerprint()
+    entries[-1][4] = mx.array([*model.fingerprint()], mx.uint8)
     return entries
 
 
 def _head_cache(model: Any) -> list[Any]:
     """``make_head_cache`` without the fingerprint, which takes some time the first time."""
     last = stock.ArraysCache(N_LAST)
-    if part := _part_of(model):
+    if part := part_of(model):
         last[3] = mx.array(part)
     return [stock.KVCache(), last]
 
@@ -222,7 +204,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     else:
         _check_head(model, cache)
     cache = PromptCache(entries, n_layers)
-    cache.fingerprint, cache.images = model.fingerprint(), images
+    entries[-1][4], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
 
@@ -266,9 +248,10 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
     args = model.text_args
     check_last(len(cache.entries) - 1, last, N_LAST, args.hidden_size, args.vocab_size)
-    if cache.part != _part_of(model):
+    part = [] if last[3] is None else last[3].tolist()
+    if part != part_of(model):
         raise ValueError(
-            f"The prompt cache is that of {_name(cache.part)} and this is {_name(_part_of(model))}: "
+            f"The prompt cache is that of {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
     if _is_open(last):
@@ -327,7 +310,8 @@ def _adopt(entry: Any, own: Any, i: int) -> Any:
     return entry
 
 
-def _part_of(model: Any) -> list[int]:
+def part_of(model: Any) -> list[int]:
+    """The rank that has this part of the model's caches, and the number of ranks; empty for one process."""
     return [] if model.ranks is None else [model.ranks.rank, model.ranks.size]
 
 

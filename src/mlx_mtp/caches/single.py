@@ -85,7 +85,7 @@ class SingleCache:
         if self.kv.kv_bits is not None:
             caches = self.cache.backbone
             maybe_quantize_kv_cache(caches, **vars(self.kv))
-            self.cache.backbone = caches
+            self.cache.entries[: len(caches)] = caches
 
     def roll_back(self, kept: list[int]) -> None:
         """Keep the first ``kept[0]`` tokens of the pass in flight. May be called again after an interrupt."""

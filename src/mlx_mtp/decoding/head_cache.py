@@ -198,7 +198,7 @@ class HeadCache:
 
     def move_to(self, cache: PromptCache) -> None:
         """Put the keys and values of the one sequence that is left into its prompt cache."""
-        cache.head, self.first_position = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
+        cache.entries[-2], self.first_position = self.cache, cache.n_tokens - self.cache.offset - self.counts[0]
 
     def extract(self, b: int) -> KVCache:
         """A copy of sequence b's keys and values, pending pairs included."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..caches.prompt_cache import PromptCache, make_prompt_cache
+from ..caches.prompt_cache import part_of
 from . import array_file
 from .array_file import Damaged
 from .arrays import Arrays, Format
@@ -29,10 +29,9 @@ LAST_FILE = 5.0  # and to end the file that is being written then
 
 def key_of(model: Any, format: Format) -> str:
     """The name of a model's arrays: a hash of everything that changes a bit of them."""
-    part = PromptCache(make_prompt_cache(model), len(model.layers)).part
     device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
     versions = LAYOUT, version("mlx"), version("mlx-lm")
-    what = [versions, device, model.fingerprint().hex(), part, vars(model.args), format]
+    what = [versions, device, model.fingerprint().hex(), part_of(model), vars(model.args), format]
     return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -6,7 +6,7 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..engine.delta import Delta
-from .writer import Usage
+from .writer import Usage, keep_alive
 
 
 class BlockWriter:
@@ -22,6 +22,9 @@ class BlockWriter:
         self.blocks: list[Json] = []
         self.is_open = False
         self.finish_reason: str | None = None
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        return keep_alive(n_read, n_prompt)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason

@@ -30,7 +30,7 @@ from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
 from .logprobs import TopLogprobs, logprob_of
 from .openai import error_content
-from .writer import Usage, event, keep_alive
+from .writer import Usage, event
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 
@@ -211,9 +211,6 @@ class ResponsesWriter(BlockWriter):
     def begin(self, usage: Usage) -> bytes:
         response = self.message(None, "in_progress")
         return self._event("created", response=response) + self._event("in_progress", response=response)
-
-    def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        return keep_alive(n_read, n_prompt)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         if self.body.top is not None:
