@@ -1,13 +1,13 @@
 """Tool calls, reasoning and stop words as a client of the server gets them, from a model whose answer is written down."""
 
 import json
+import random
 
 import pytest
 from openai import OpenAI
 
 from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
-from tests.support.spoken_answers import attack
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 CHAT = "/v1/chat/completions"
@@ -210,5 +210,25 @@ def test_history_is_taken_as_clients_send_it(server, arguments, rendered):
     assert counts[0] == counts[1]
 
 
-def test_attack(server):
-    assert attack(server, 500 if LONG else 10) == []
+PARTS = [
+    "<tool_call>", "</tool_call>", "<function=add>", "<function=", "</function>", "<parameter=a>", "<parameter=value>",
+    "</parameter>", "\n", "\n\n", " ", "```", "<think>", "</think>",
+    '{"name": "set", "arguments": {"value": "', '"}}', "{1,2}", "1e400", "null", "True",
+    "<tool_call>\n<function=set>\n<parameter=options>\n", "\n</parameter>\n</function>\n</tool_call>",
+    render("add", {"a": 1}), render("set", {"value": "x", "options": {"y": [1]}}), render("write", {"content": "one\ntwo\n"}),
+]  # fmt: skip
+
+
+def test_whatever_a_model_says_arrives(server):
+    """Every word, in a stream as without, and calls that are calls."""
+    rng = random.Random(0)
+    for _ in range(500 if LONG else 10):
+        parts = [rng.choice([f"w{i}w", rng.choice(PARTS), rng.choice(PARTS)]) for i in range(rng.randint(1, 12))]
+        text, limit = "".join(parts)[:1000], rng.choice([1000, 1000, rng.randint(1, 60)])
+        choice = say(server, text, thinking=rng.random() < 0.5, max_tokens=limit)
+        message, reason, calls = choice["message"], choice["finish_reason"], choice["message"].get("tool_calls", [])
+        words = [part for part in parts if part[0] == "w" and part in text]
+        assert limit < 1000 or [word for word in words if word not in str(message)] == [], text
+        assert reason in (("tool_calls", "length") if calls else ("stop", "length")), text
+        for call in calls[:-1]:  # the last one may be cut
+            assert isinstance(json.loads(call["function"]["arguments"]), dict), text
