@@ -25,7 +25,7 @@ from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.models import TRAINED
-from tests.support.server_process import serve
+from tests.support.server_process import serve_here
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served-model-name", "tiny"]
@@ -58,7 +58,7 @@ def text_of():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", *FLAGS) as s:
+    with serve_here(tmp_path_factory.mktemp("server") / "log", *FLAGS) as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
