@@ -1,0 +1,168 @@
+"""Host time: how long Python takes to build a pass, and MLX to evaluate its many small operations, by number of layers.
+
+    python -m benchmarks.host_time
+
+Models of tiny widths, with the layers of published ones and 4-bit weights, so that the device has nearly nothing to compute. A
+plain pass, a verify pass over four tokens, a rollback to two of them, and three drafts of the head, compiled and not, in turns.
+Building is the CPU time of this thread; evaluating is that of the whole process. MLX's CPU backend computes the recurrence in
+many operations, where Metal has one kernel: ``--one-kernel`` puts a few operations in its place.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gated_delta
+
+from mlx_mtp.benchmark.shapes import COMMON
+from mlx_mtp.caches import recurrent as caches
+from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.layers.compiled import n_traces
+from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.models import model_module
+
+TINY = {
+    **COMMON,
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+LAYERS = {"4B": (32, {}), "27B": (64, {}), "35B-A3B": (40, EXPERTS)}
+PROMPT, WINDOW, KEPT, DRAFTS = 40, 4, 2, 3  # tokens
+PARTS = ("plain", "verify", "rollback", "drafts")
+
+
+def one_kernel(
+    q: Any,
+    k: Any,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: Any,
+    *_: Any,
+    **__: Any,
+) -> tuple[mx.array, mx.array]:
+    """As many operations as ``gated_delta_update`` has on Metal, of the same shapes."""
+    g, beta = gated_delta.compute_g(A_log, a, dt_bias), mx.sigmoid(b)  # [B, T, Hv]
+    state = mx.zeros((v.shape[0], *v.shape[2:], k.shape[-1])) if state is None else state
+    return v * beta[..., None] * g[..., None].astype(v.dtype), state * 1
+
+
+def tiny(n_layers: int, experts: dict[str, Any]) -> Any:
+    family = "qwen3_5_moe" if experts else "qwen3_5"
+    module = model_module(family)
+    config = {"model_type": family, "text_config": {**TINY, **experts, "num_hidden_layers": n_layers}}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    nn.quantize(model, 64, 4)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+class Passes:
+    """A model behind a prompt, and the CPU time of building and evaluating what a step consists of."""
+
+    def __init__(self, model: Any):
+        self.model, self.ids = model, mx.arange(PROMPT)[None]
+        entries = make_prompt_cache(model)
+        logits, self.hidden = model(self.ids, cache=entries, return_hidden=True)
+        run_head(model, self.hidden[:, :-1], self.ids[:, 1:], entries[len(model.layers)])
+        mx.eval(logits, self.hidden, [c.state for c in entries])
+        self.cache, self.n = PromptCache(entries, len(model.layers)), PROMPT
+
+    def step(self) -> dict[str, tuple[float, float]]:
+        """(building, evaluating) of each of ``PARTS``."""
+        model, backbone, head = self.model, self.cache.backbone, self.cache.head
+        times = {"plain": self._time(lambda: model(self.ids[:, :1], cache=backbone))}
+        self.n += 1
+        options = {"return_hidden": True, "n_confirmed": 1}
+        times["verify"] = self._time(lambda: model(self.ids[:, :WINDOW], cache=backbone, **options))
+        times["rollback"] = self._time(lambda: caches.rollback(backbone, self.n, KEPT))
+        self.n += KEPT
+        times["drafts"] = self._time(self._draft)
+        head.trim(DRAFTS)
+        return times
+
+    def _draft(self) -> mx.array:
+        out, token, tokens = self.hidden[:, -1:], self.ids[:, :1], []
+        for _ in range(DRAFTS):
+            out = run_head(self.model, out, token, self.cache.head)
+            token = mx.argmax(self.model.draft_logits(out), axis=-1)
+            tokens.append(token)
+        return mx.concatenate(tokens, axis=1)
+
+    def _time(self, build: Callable[[], Any]) -> tuple[float, float]:
+        start = time.thread_time()
+        out = build()
+        built = time.thread_time() - start
+        start = time.process_time()
+        mx.eval(out, caches.recurrent_states(self.cache.backbone))
+        return built, time.process_time() - start
+
+
+def measure(model: Any, repeat: int) -> tuple[dict[tuple[str, bool], list[tuple[float, float]]], float, int]:
+    """The times of each part, compiled and not; and the longest first step, in seconds of wall time, with its traces."""
+    passes, times, longest, before = Passes(model), defaultdict(list), 0.0, n_traces()
+    for i in range(repeat + 2):
+        for compiled in (True, False):
+            model.drafting.compiled = compiled
+            start = time.perf_counter()
+            step = passes.step()
+            if compiled:
+                longest = max(longest, time.perf_counter() - start)
+            for part, seconds in step.items():
+                if i > 1:
+                    times[part, compiled].append(seconds)
+    return times, longest, n_traces() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the host time of passes, compiled and not.")
+    parser.add_argument("--repeat", type=int, default=20, help="Steps that are timed (default: 20).")
+    parser.add_argument(
+        "--one-kernel", action="store_true", help="Replace the recurrence by as few operations as on Metal."
+    )
+    args = parser.parse_args()
+    if args.one_kernel:
+        for name in ("mlx_lm.models.qwen3_5", "mlx_mtp.layers.gated_delta", "mlx_mtp.caches.recurrent"):
+            patch(f"{name}.gated_delta_update", one_kernel).start()
+    recurrence = "as few operations as on Metal" if args.one_kernel else "as mlx-lm computes it here"
+    print(f"{mx.default_device()}, the recurrence {recurrence}; ms of CPU time: compiled / not compiled = ratio")
+    for name, (n_layers, experts) in LAYERS.items():
+        times, longest, n = measure(tiny(n_layers, experts), args.repeat)
+        print(f"{name}, {n_layers} layers: {n} traces, the longest step {1e3 * longest:.0f} ms of wall time")
+        for part in PARTS:
+            figures = []
+            for i, what in enumerate(("building", "evaluating")):
+                a, b = (1e3 * statistics.median(t[i] for t in times[part, compiled]) for compiled in (True, False))
+                figures.append(f"{what} {a:.2f} / {b:.2f} = {a / b:.2f}")
+            print(f"  {part:8}  {'   '.join(figures)}")
+
+
+if __name__ == "__main__":
+    main()
