@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
 
 
 def test_models_lists_all(capsys, monkeypatch):
-    monkeypatch.setattr(models, "total_memory", lambda: 32 * 2**30)
+    monkeypatch.setattr(models, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
     monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
     status, out, _ = run(capsys, monkeypatch, models.main, "--context", "65536")
     assert status == 0

@@ -53,5 +53,5 @@ def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
     request = Request("chat", "", [{"role": "user", "content": "a"}], TOOLS, None)
     request.args = SimpleNamespace(chat_template_kwargs=None)
     with pytest.raises(ApiError, match=r"mlx_lm\.server") as e:
-        encode(BoundedTokenizer(tokenizer, None), request, SimpleNamespace(chat_template_args={}))
+        encode(BoundedTokenizer(tokenizer, None), request, SimpleNamespace(chat_template_args={}), None)
     assert (e.value.status, e.value.param) == (400, "tools")

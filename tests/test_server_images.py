@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -298,7 +299,8 @@ def test_reading_ends_between_two_images():
     vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
     looks = iter([None, None, Gone()])
 
-    def look():
+    def look(n_bytes):
+        assert n_bytes > 24 * 16 * 3 * 4  # its patches, in float32
         if (error := next(looks)) is not None:
             raise error
 
@@ -308,14 +310,19 @@ def test_reading_ends_between_two_images():
     assert frame.f_locals["pixel_values"] == []  # given back, though the error has the frame
 
 
-def test_the_server_bounds_pixels_and_looks_for_its_client(monkeypatch):
+def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(monkeypatch):
     with Engine(*FLAGS) as e:
         tokenizer = next(iter(e.frontend.models.tokenizers.values()))
-        request = request_of(2)
+        request, account = request_of(2), SimpleNamespace(left=1 << 30)
         monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
         with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
-            encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * 2, e.frontend.options)
+            encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * 2, e.frontend.options, account)
         gone = request_of(1)
         monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
         with pytest.raises(ApiError, match="has hung up"):
-            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options)
+            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options, account)
+        account.left, gone.is_gone = 1000, False
+        monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: [png(1)])
+        with pytest.raises(ApiError, match=r"needs [\d.]+ MB of memory, and 0\.0 MB are left") as refused:
+            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options, account)
+        assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")

@@ -9,19 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from starlette.testclient import TestClient
 
-from mlx_mtp import make_prompt_cache
-from mlx_mtp.caches import memory
-from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.memory.needs import sizes_of
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.engine import admission as admission_of
 from mlx_mtp.server.engine import frontend
-from mlx_mtp.server.engine import memory as memory_of
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.caches import Stores
 from mlx_mtp.server.engine.clients import Clients
@@ -76,7 +70,7 @@ def test_bytes_of_running_requests_count():
     model, options = tiny_model("qwen3_5"), options_of("--mtp")
     caches = Stores(options)
     caches.use(KEY, model, SimpleNamespace(has_chat_template=False), 1 << 30)
-    admission, request = Admission(options, None, caches, None), request_of()
+    admission, request = Admission(options, None, caches, None, None), request_of()
     request.encoded = Prompt(TEXT)
     admission.batch, admission.max_cache_bytes = SimpleNamespace(prompt_cache_nbytes=0), 1 << 30
     for n in (4, 8):
@@ -89,22 +83,6 @@ def test_bytes_of_running_requests_count():
     admission.batch.prompt_cache_nbytes = both
     admission.keep(request, read(model, TEXT[:8]), TEXT[:8])
     assert 0 < caches.nbytes <= both
-
-
-def test_caches_may_take_half_of_what_models_leave(monkeypatch):
-    models = [tiny_model("qwen3_5", seed) for seed in (0, 1)]
-    size = sum(w.nbytes for _, w in tree_flatten(models[0].parameters()))
-    monkeypatch.setattr(memory, "device_memory", lambda: 10 * size)
-    assert [memory.cache_budget(*models[:n]) for n in (1, 2)] == [9 * size // 2, 4 * size]
-    monkeypatch.setattr(memory, "device_memory", lambda: size // 2)
-    assert memory.cache_budget(models[0]) == 0
-
-
-def test_device_memory(monkeypatch):
-    assert memory.device_memory() > 1 << 28
-    for info in ({"max_recommended_working_set_size": 3, "memory_size": 4}, {"total_memory": 3}):
-        monkeypatch.setattr(mx, "device_info", lambda info=info: info)
-        assert memory.device_memory() == 3
 
 
 # Requests that are too many, or too large
@@ -137,53 +115,42 @@ def test_no_more_than_max_queue_wait():
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("kv_bits", [None, 8])
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
-def test_bytes_of_a_prompt(kind, kv_bits):
-    """As its caches have them, whose keys and values come in blocks of 256 tokens."""
-    model = tiny_model(kind, head_dim=64)
-    cache = make_prompt_cache(model)
-    options = {"kv_bits": kv_bits, "kv_group_size": 32}
-    prefill(mx.zeros(256, mx.uint32), model, prompt_cache=cache, quantized_kv_start=0, **options)
-    own = [*cache[:-2], cache[-2]]
-    assert sum(c.nbytes for c in own) == memory_of.cache_bytes(model, 256, **options)
-
-
-def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(monkeypatch):
-    memory_of.check_fits(8, 1000, 1000, "prompt")
-    with pytest.raises(ApiError, match=r"^The prompt of 8 tokens takes 1000 bytes, and the model leaves 999: ") as e:
-        memory_of.check_fits(8, 1000, 999, "prompt")
-    assert (e.value.status, e.value.param) == (507, "prompt")
-    monkeypatch.setattr(admission_of, "memory_left", lambda *models: 1000)
-    options = options_of("--mtp")
-    engine = make_engine(options, None)
+def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read():
+    engine = make_engine(options_of("--mtp"), None)
     try:
-        client = TestClient(make_app(Frontend(options, engine), None, ["*"]))
+        engine.loaded.result()
+        client = TestClient(make_app(Frontend(engine.admission.options, engine), None, ["*"]))
+        engine.admission.account.limit = engine.admission.account.held + 1000
         answer = client.post("/v1/completions", json={"prompt": "import os"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_memory")
+        assert re.match(
+            r"The prompt of \d+ tokens needs [\d.]+ MB, and .* are left of the ", answer.json()["error"]["message"]
+        )
         assert engine.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
     finally:
         engine.stop_and_join()
 
 
 def test_a_prompt_that_fits_alone_waits_for_memory():
-    model = tiny_model("qwen3_5")
-    need = memory_of.cache_bytes(model, 8)
-    admission = admission_with(model)
-    admission.memory_left = 2 * need
+    admission = admission_with(tiny_model("qwen3_5"))
+    two = admission.need(request_of(), [request_of()])
+    admission.account.left = two
     for n_running, fits in ((0, True), (1, True), (2, False)):
         assert admission.fits(request_of(), [request_of()] * n_running) == fits
 
 
 def admission_with(model, *flags):
     """One that has loaded a model."""
-    return Admission(options_of("--mtp", *flags), SimpleNamespace(model=model, key=KEY), None, None)
+    models, nothing = SimpleNamespace(model=model, key=KEY), SimpleNamespace(nbytes=0)
+    account = SimpleNamespace(left=1 << 30, buffers=0)
+    admission = Admission(options_of("--mtp", *flags), models, nothing, None, account)
+    admission.sizes, admission.batch = sizes_of(model), SimpleNamespace(prompt_cache_nbytes=0)
+    return admission
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "match"])
 def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
     admission = admission_with(tiny_model("qwen3_5"), "--acceptance", acceptance)
-    admission.memory_left = 1 << 30
     seeded, other = request_of(seed=1, temperature=1.0), request_of()
     assert admission.fits(seeded, [])
     assert not admission.fits(seeded, [other])
@@ -197,7 +164,7 @@ def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
 
 def test_another_model_waits_for_the_end_of_those_that_run():
     admission, other = admission_with(tiny_model("qwen3_5")), request_of()
-    admission.memory_left, other.key = 1 << 30, ("another", None)
+    other.key = ("another", None)
     assert admission.fits(other, [])
     assert not admission.fits(other, [request_of()])
 

@@ -14,7 +14,9 @@ from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
-from .machine import GB, cache_folders, cached_heads, cached_repositories, total_memory, usable_memory
+from ..memory.account import GB, Account, total_memory
+from ..memory.needs import CONTEXT, needs_of, size
+from .machine import cache_folders, cached_heads, cached_repositories
 
 Line = tuple[str, str]
 
@@ -42,7 +44,9 @@ def main() -> None:
 def _machine() -> Iterator[Line]:
     info = mx.device_info()
     yield "Chip", f"{info.get('device_name')} ({info.get('architecture')}), {mx.default_device()}"
-    yield "Memory", f"{total_memory() / GB:.1f} GB, of which MLX may use {usable_memory() / GB:.1f} GB"
+    account = Account()
+    held = f"this process holds {size(account.held)}"
+    yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}; {held}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
 
@@ -62,6 +66,7 @@ def _model(name: str) -> Iterator[Line]:
     except (OSError, ValueError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
         return
+    yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
     if (head := model.fetched_head) is None:
         yield "Head", "its own"
         accepted = measure_acceptance(model, tokenizer)

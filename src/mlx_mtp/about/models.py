@@ -2,11 +2,12 @@
 
 import argparse
 
-from ..checkpoint.catalog import Published, published
+from ..checkpoint.catalog import published
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse
 from ..cli.tables import table
-from .machine import GB, cached_heads, cached_repositories, total_memory
+from ..memory.account import GB, Account
+from .machine import cached_heads, cached_repositories
 
 CONTEXT = 32_768  # tokens
 
@@ -32,29 +33,25 @@ def main() -> None:
 
 def show(context: int) -> str:
     """A table of the published models, and a line about the machine."""
-    cached, heads, memory = cached_repositories(), cached_heads(), total_memory()
+    cached, heads, account = cached_repositories(), cached_heads(), Account()
     rows = [["name", "weights", "head", "tower", "context", "fits here", "cached"]]
     for model in published().values():
+        needs = model.needs(context)
         here = [use for use, has in (("weights", model.conversion in cached), ("head", model.original in heads)) if has]
         rows.append(
             [
                 model.base,
-                f"{model.disk_gb - model.head_gb:.1f}",
-                f"{model.head_gb:.2f}",
+                f"{needs.weights / GB:.1f}",
+                f"{needs.head / GB:.2f}",
                 "yes" if model.takes_images else "no",
-                f"{model.context_bytes(context) / GB:.1f}",
-                "yes" if fits(model, memory) else f"from {model.memory_gb} GB",
+                f"{needs.caches / GB:.1f}",
+                "yes" if needs.total <= account.left else f"from {model.memory_gb} GB",
                 "both" if len(here) == 2 else "".join(here) or "-",
             ]
         )
     note = (
         f"Sizes are in GB: weights in 4 bits, the head and {context:,} tokens of context in 16.\n"
-        f"This machine has {memory / 2**30:.0f} GB of memory. With more bits: -8bit or -bf16 behind a name, where published.\n"
+        f"MLX may use {account.limit / GB:.0f} GB here. With more bits: -8bit or -bf16 behind a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
     )
     return "\n".join([*table(rows), "", note])
-
-
-def fits(model: Published, memory: int) -> bool:
-    """Whether a machine with this memory, in bytes, runs a model."""
-    return model.memory_gb <= memory / 2**30 + 1  # the system reports less than was bought

@@ -156,6 +156,11 @@ class BatchGenerator:
         prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
         return prompts + self.decoder.cache.nbytes + self.decoder.head.nbytes
 
+    @property
+    def next_chunk(self) -> tuple[int, int]:
+        """The most tokens that the next chunk of a prompt may have, and those of its text up to there; (0, 0) for none."""
+        return self.prompts.next_chunk(self.prefill_budget.sizes[0])
+
     # Sequences come and go
 
     def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:

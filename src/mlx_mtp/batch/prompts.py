@@ -1,6 +1,7 @@
 """The waiting prompts of a batch, which are prefilled until their sequences generate."""
 
 import copy
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -83,6 +84,11 @@ class Prompts:
             budget.record_chunk(n - n_left, n_cached, seconds)
             self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
+
+    def next_chunk(self, most: int) -> tuple[int, int]:
+        """The largest of the next chunks of ``most`` tokens or fewer: its tokens, and those of its text up to its end."""
+        chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not _is_prefilled(s)]
+        return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Compute the pending embeddings of a prompt for as long as the budget allows before the next step."""

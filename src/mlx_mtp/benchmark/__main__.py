@@ -254,7 +254,7 @@ def run_tune(args: argparse.Namespace) -> None:
     key = settings.key_of(path, *head_folders(args, name, path))
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
-    model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False)
+    model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False, max_memory=args.max_memory)
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))

@@ -16,6 +16,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
+from ..memory.account import GB
+from ..memory.needs import needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.timing import timing_of
 from .parts import Parts, time_parts
@@ -95,6 +97,7 @@ class Report:
     max_tokens: int
     repeat: int
     acceptance_was_set: float | None  # of a synthetic model
+    needed_memory: float  # GB, as it is estimated for the longest text
     parts: Parts
     repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeats.py``
     results: list[Result] = field(default_factory=list)
@@ -153,7 +156,17 @@ def measure(
         rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
     versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
     repeated = repeated_shares(prompts, {p: rounds[0][p, PLAIN].tokens for p in prompts})
-    report = Report(name, str(mx.default_device()), versions, max_tokens, repeat, acceptance_was_set, parts, repeated)
+    report = Report(
+        model=name,
+        device=str(mx.default_device()),
+        versions=versions,
+        max_tokens=max_tokens,
+        repeat=repeat,
+        acceptance_was_set=acceptance_was_set,
+        needed_memory=needs_of(model, len(by_length[-1]) + max_tokens).total / GB,
+        parts=parts,
+        repeated=repeated,
+    )
     names = list(prompts)
     for run in runs:
         report.results += [summarize(p, run, prompts[p].size, [p], rounds, parts) for p in names]

@@ -83,6 +83,8 @@ def _show_model(report: Report) -> list[str]:
             f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
             "the ratios hold for a head with this acceptance rate."
         )
+    used = max(r.mtp_peak_memory for r in report.results)
+    lines.append(f"Memory: {report.needed_memory:.3f} GB estimated, at most {used:.3f} GB used")
     lines.append(
         f"Up to {report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's"
     )

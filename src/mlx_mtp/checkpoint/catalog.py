@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
+from ..memory.account import GB
+from ..memory.needs import Needs, Sizes
 from .config import Config, text_config_of
 
 HEAD_DIM = 256  # of all published models
@@ -57,9 +59,12 @@ class Published:
         """Whether the original has a vision tower. Qwen3-Next has none."""
         return "Next" not in self.original
 
-    def context_bytes(self, n_tokens: int) -> int:
-        """The bytes of keys and values in 16 bits: of each fourth layer, and of the head."""
-        return n_tokens * (self.layers // 4 + 1) * 2 * self.kv_heads * HEAD_DIM * 2
+    def needs(self, n_tokens: int) -> Needs:
+        """What it needs with a text: its files, and keys and values in 16 bits of each fourth layer and of the head."""
+        of_layer = 2 * self.kv_heads * HEAD_DIM
+        sizes = Sizes(value_bytes=2, backbone_values=self.layers // 4 * of_layer, head_values=of_layer)
+        head = int(self.head_gb * GB)
+        return Needs(weights=int(self.disk_gb * GB) - head, head=head, caches=sizes.caches(n_tokens))
 
 
 @cache

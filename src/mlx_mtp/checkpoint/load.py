@@ -15,6 +15,8 @@ from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..layers.mtp import is_raw
+from ..memory.account import Account
+from ..memory.needs import CONTEXT, check_fits
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
@@ -38,6 +40,7 @@ from .settings import find
 from .settings import read as read_settings
 from .skeleton import loading_errors
 from .storage.hub import fetch
+from .storage.needs import check_memory, weights_of
 from .storage.tensors import check_weight_files, names_in, tensor_names
 from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 
@@ -65,6 +68,8 @@ def load(
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
+    max_memory: int | None = None,
+    context: int = CONTEXT,
 ) -> Any:
     """Load a model, its MTP head and the tokenizer from a path or a Hugging Face repository.
 
@@ -89,11 +94,14 @@ def load(
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
           layer. All of them call this at the same point; what depends on a file is then rank 0's. Default: ``None``.
         pipeline_group (mx.distributed.Group, optional): The same, each with some of the layers. Default: ``None``.
+        max_memory (int, optional): The most bytes that this process may hold. In one process, a model that needs more is
+          refused before it is read, unless it is lazy. Default: ``None``, what MLX may use on this machine.
+        context (int): The tokens of a text that must fit as well. Default: ``2048``.
 
     Raises:
         FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original.
         ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
-          original's head, a file is damaged, or the model cannot be divided among the processes.
+          original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
     drafting, stage, path = (draft_vocab, mtp_bits, draft_head_bits), None, Path()
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
@@ -107,7 +115,10 @@ def load(
             path, stage = fetch_part(path_or_hf_repo, revision, ranks, pipeline_group is not None)
         if not mtp:
             check_weight_files(path)
+    account = None if lazy or ranks is not None else Account(max_memory)
     if not mtp and not copy_drafts and ranks is None:
+        if account is not None:
+            check_fits(path_or_hf_repo, weights_of(path), account)
         with loading_errors(path_or_hf_repo):
             return mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
@@ -121,6 +132,8 @@ def load(
             mtp = True if fetched is None else str(fetched.folder)
         if mtp:
             path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
+        if account is not None:
+            check_memory(path, config, path_or_hf_repo, account, context, bool(mtp), head, vision == "auto")
         is_lazy = lazy or ranks is not None
         model, config = _load_model(
             path, path_or_hf_repo, config, head, model_config, is_lazy, trust_remote_code, stage

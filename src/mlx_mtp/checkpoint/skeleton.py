@@ -25,11 +25,11 @@ def loading_errors(name: str) -> Iterator[None]:
         raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
 
 
-def skeleton(config: Config, name: str) -> MTPModel:
-    """A model of this config, with a head; its weights are never evaluated and take no memory."""
+def skeleton(config: Config, name: str, has_head: bool = True) -> MTPModel:
+    """A model of this config, with a head or without; its weights are never evaluated and take no memory."""
     module = model_module(config["model_type"])
     with loading_errors(name):
-        model: MTPModel = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": 1}))
+        model: MTPModel = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": int(has_head)}))
     return model
 
 

@@ -7,7 +7,7 @@ from ..checkpoint.generation_config import Sampling
 from ..checkpoint.vocabulary import LIST_FILE
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..sampling.sampler import AcceptanceName
-from .parser import Given, flag_of, number_or
+from .parser import Given, byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The flags of sampling, and their names in generation_config.json and in requests.
@@ -59,7 +59,8 @@ def add_mtp(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a model that drafts."""
+    """Add the flags of a model that drafts, and that of its memory."""
+    add_max_memory(parser)
     parser.add_argument(
         "--draft-vocab",
         metavar="N|FILE",
@@ -86,6 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda x: False if x == "off" else x,
         help="Settings that `mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
         "user's cache folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
+    )
+
+
+def add_max_memory(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the limit on memory."""
+    parser.add_argument(
+        "--max-memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="The most memory that the process may hold, such as 20GB. A model that needs more is refused before it is loaded. "
+        "Defaults to what MLX may use on this machine.",
     )
 
 

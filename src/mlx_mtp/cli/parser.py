@@ -5,6 +5,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mlx_lm.utils import _parse_size
+
 from .._version import __version__
 
 # Text, of which there may be none. All other flags that take a word name something.
@@ -38,7 +40,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
-        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes",
+        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes", "max_memory",
     ),
     "requests": (
         "host", "port", "print_config", "api_key", "api_key_file", "allowed_origins", "allowed_hosts",
@@ -128,6 +130,14 @@ def number_or(*words: str) -> Callable[[str], str | int]:
             raise argparse.ArgumentTypeError(f"must be {', '.join(words)} or a number, not {text!r}") from e
 
     return convert
+
+
+def byte_size(text: str) -> int:
+    """The type of a flag that takes mlx-lm's sizes, such as 10GB."""
+    try:
+        return int(_parse_size(text))
+    except (ArithmeticError, KeyError, ValueError) as e:
+        raise argparse.ArgumentTypeError(f"must be a size such as 10GB, not {text!r}") from e
 
 
 def flag_of(name: str) -> str:

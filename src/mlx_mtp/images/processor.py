@@ -17,6 +17,7 @@ Array = np.ndarray[Any, Any]
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
+PIXEL_BYTES = 4  # of Pillow's images
 FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # bicubic
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 
@@ -90,6 +91,12 @@ class Processor:
             grow = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows, columns
+
+    def nbytes_of(self, width: int, height: int) -> int:
+        """The most bytes that it takes to decode an image of this size: it, its resized copy, and its patches in float32."""
+        rows, columns = self.grid(width, height)
+        n = rows * columns * self.token_size**2  # pixels
+        return PIXEL_BYTES * (2 * width * height + n) + 3 * n * 2 * self.temporal_patch_size * np.float32().nbytes
 
     def preprocess_image(self, image: "Array | Image") -> mx.array:
         """

@@ -112,7 +112,7 @@ def read_images(
     images: Sequence[Any],
     max_tokens: int | None = None,
     max_pixels: int | None = None,
-    before_each: Callable[[], None] = lambda: None,
+    before_each: Callable[[int], None] = lambda n_bytes: None,
 ) -> ImagePrompt:
     """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
@@ -122,7 +122,8 @@ def read_images(
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
         max_tokens (int, optional): The most tokens of all images. Default: ``None``, any number.
         max_pixels (int, optional): The most pixels of all images. Default: ``None``, any number.
-        before_each (Callable[[], None]): Called before an image is decoded; an error ends the reading.
+        before_each (Callable[[int], None]): Called before an image is decoded, with the most bytes that this takes; an error
+          ends the reading.
 
     Raises:
         ValueError: An image cannot be read, there are more or fewer than placeholders, or they become too many tokens.
@@ -145,7 +146,7 @@ def read_images(
     pixel_values: list[mx.array] = []
     try:
         for i, image in enumerate(images, 1):
-            before_each()
+            before_each(vision.processor.nbytes_of(*size_of(image, _name(image, i))))
             pixel_values.append(vision.processor.patches_of(open_image(image, _name(image, i))))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them

@@ -12,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..caches.fingerprint import digest
+from ..memory.needs import nbytes_of
 from .processor import Processor
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
 
@@ -63,6 +64,13 @@ class Vision:
         tower = self.lazy_tower()
         mx.eval(tower.parameters())
         return tower
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of the tower's tensors before it is loaded; 0 then."""
+        if "tower" in vars(self):
+            return 0
+        return nbytes_of(self.lazy_tower())
 
     def lazy_tower(self) -> VisionTower:
         """A tower of which each tensor is read when it is used."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..caches.memory import cache_budget
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.single import KVOptions
+from ..memory.account import Account
 from . import arrays
 from .arrays import Format
 from .disk_writer import FLUSH, DiskWriter
@@ -62,8 +62,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``. With other weights, as those of an adapter, the store begins anew.
-        max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what the model leaves of the memory that
-          the device recommends to use.
+        max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what is left of the memory that MLX may
+          use on this machine.
         max_snapshots (int, optional): The most snapshots in memory. Default: ``None``, any number.
         folder (Union[str, Path], optional): Where texts are kept beyond the process; several processes may share it. It is
           written behind: ``close`` the store to have the ends of all texts there. Default: ``None``.
@@ -85,7 +85,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         max_hourly_bytes: int = MAX_HOURLY_BYTES,
     ):
         self.model = model
-        self.max_bytes = cache_budget(model) if max_bytes is None else max_bytes
+        self.max_bytes = Account().cache_budget if max_bytes is None else max_bytes
         self.max_snapshots = max_snapshots
         self.counts = Counts()
         self._lock = threading.RLock()

@@ -18,6 +18,7 @@ from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
+from ..memory.account import Account
 from .arguments import check, check_model, make_parser
 from .client_settings import CLIENTS, connection_to
 from .engine.admission import Admission
@@ -70,9 +71,10 @@ def print_config(args: argparse.Namespace) -> None:
 
 def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     """Start the generation thread, which loads the model first."""
-    metrics, caches = Metrics(), Stores(options, ranks)
+    metrics, caches, account = Metrics(), Stores(options, ranks), Account(options.max_memory)
     metrics.registry.register(caches)
-    admission = Admission(options, ModelProvider(options), caches, ranks)
+    metrics.watch_memory(account)
+    admission = Admission(options, ModelProvider(options), caches, ranks, account)
     return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
 

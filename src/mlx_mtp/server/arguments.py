@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.utils import _parse_size
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..checkpoint.load import DEMO
@@ -27,8 +26,9 @@ from ..cli.flags import (
     add_prompt_cache_dir,
     add_sampling,
 )
-from ..cli.parser import Given, finish, flag_of
+from ..cli.parser import Given, byte_size, finish, flag_of
 from ..files import check_folder, check_source
+from ..memory.needs import CONTEXT
 from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
@@ -202,14 +202,14 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--prompt-cache-bytes",
-        type=_size,
+        type=byte_size,
         help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
         "the model leaves.",
     )
     add_prompt_cache_dir(parser, requires_drafts=False)
     add(
         "--prompt-cache-disk-bytes",
-        type=_size,
+        type=byte_size,
         help=f"Maximum size in bytes of --prompt-cache-dir (default: {MAX_DISK_BYTES / 1e9:.0f}GB).",
     )
     add(
@@ -236,14 +236,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as e:
         raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
-
-
-def _size(text: str) -> int:
-    """mlx-lm's sizes, such as 10GB."""
-    try:
-        return int(_parse_size(text))
-    except (ArithmeticError, KeyError, ValueError) as e:
-        raise argparse.ArgumentTypeError(f"must be a size such as 10GB, not {text!r}") from e
 
 
 def check(args: argparse.Namespace) -> Options:
@@ -285,6 +277,9 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
     own = {"trust_remote_code": args.trust_remote_code, "mtp": head_of(args), "copy_drafts": True}
+    own["context"] = min(
+        CONTEXT, args.prefill_step_size
+    )  # the least that is served; longer prompts are checked as they come
     if args.images:
         own["vision"] = "auto"
     return {**own, "tokenizer_config": tokenizer_config, **load_options(args), **rank_groups(args)}

@@ -50,7 +50,8 @@ class Options:
     num_draft_tokens: int | Literal["auto"] | None
     copy_drafts: CopyDrafts | None
     acceptance: AcceptanceName | None
-    # Caches
+    # Memory
+    max_memory: int | None
     prompt_cache_size: int | None
     prompt_cache_bytes: int | None
     prompt_cache_dir: str | None

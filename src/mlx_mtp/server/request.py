@@ -16,6 +16,7 @@ from ..text.tokens import Pieces
 from .answers.answer import Answer
 from .answers.thinking import Thinking
 
+NO_MEMORY = "insufficient_memory"  # the code of an error 507
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
 
 

@@ -3,6 +3,9 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from huggingface_hub import parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 
 from ..config import Config, read_json
@@ -55,6 +58,22 @@ def names_in(file: Path) -> list[str]:
             return list(f.keys())
     except SafetensorError as e:
         raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
+
+
+def headers_of(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder's files, each with its type, shape and bytes, of which none is read.
+
+    Raises:
+        FileNotFoundError: There are no weights.
+        ValueError: A file is damaged.
+    """
+    found: dict[str, TensorInfo] = {}
+    for file in check_weight_files(folder):
+        try:
+            found |= parse_local_safetensors_file_metadata(file).tensors
+        except (SafetensorsParsingError, OSError) as e:
+            raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
+    return found
 
 
 def _check_index(folder: Path, files: set[str], names: set[str], needed: Collection[str] | None) -> set[str]:

@@ -1,4 +1,4 @@
-"""What may begin: the model that is loaded, the batch generator that runs it, and the memory that both leave."""
+"""What may begin: the model that is loaded, the batch generator that runs it, and the memory that requests need of both."""
 
 import gc
 import logging
@@ -10,21 +10,19 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.sample_utils import Sampler
 
 from ...batch.generator import BatchGenerator
-from ...caches.memory import cache_budget, memory_left
 from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
 from ...images.prompt import ImageEmbeddings
+from ...memory.account import Account
+from ...memory.needs import STEP, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.tokens import Pieces
 from ..answers.answer import make_answer
 from ..options import Options
-from ..request import ModelKey, Prompt, Request
+from ..request import NO_MEMORY, ApiError, ModelKey, Prompt, Request
 from .budget import make_processors
 from .caches import Stores
-from .memory import cache_bytes, check_fits
 from .provider import ModelProvider
-
-ANY = 1 << 62  # bytes
 
 
 class Admission:
@@ -33,18 +31,22 @@ class Admission:
         options (Options): The server's.
         models (ModelProvider): Loads them.
         caches (Stores): The prompt caches.
-        ranks (Ranks, optional): Who runs the model.
+        ranks (Ranks, optional): Who runs the model. Several ranks do not ask the account: a request that one has memory for
+          and another has not would part them.
+        account (Account): What is held, and what may be.
 
     Attributes:
         batch (BatchGenerator): Of the model that is loaded; ``None`` before there is one.
+        sizes (Sizes): Of this model.
         max_cache_bytes (int): Of all prompt caches.
-        memory_left (int): Bytes beside the model.
     """
 
-    def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None):
+    def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None, account: Account):
         self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
+        self.account = account
         self.batch: Any = None
-        self.max_cache_bytes = self.memory_left = 0
+        self.sizes: Sizes
+        self.max_cache_bytes = 0
 
     def open(self, key: ModelKey) -> None:
         """Load a model in place of the one before, with its caches and a batch generator.
@@ -57,9 +59,8 @@ class Admission:
         self.close()
         self.models.load(key)
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
-        self.max_cache_bytes = cache_budget(model) if given is None else given
-        # A prompt that one rank has memory for and another has not would part them.
-        self.memory_left = memory_left(model) if self.ranks is None else ANY
+        self.sizes = sizes_of(model)
+        self.max_cache_bytes = self.account.cache_budget if given is None else given
         logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
         self.stop_sequences = make_stop_sequences(tokenizer)
@@ -102,7 +103,7 @@ class Admission:
             return True
         if request.key != self.models.key or any(map(self._is_alone, together)):
             return False
-        return sum(map(self._bytes_of, together)) <= self.memory_left
+        return self.ranks is not None or self.need(request, running) <= self._free()
 
     def _is_alone(self, request: Request) -> bool:
         """Whether a request seeds MLX's random state, which all share. Only a coupled sampler has a seed of its own."""
@@ -111,10 +112,34 @@ class Admission:
         is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
         return is_seeded and self.options.acceptance in ("rejection", "match")
 
-    def _bytes_of(self, request: Request) -> int:
-        """Of the caches of a request, as far as it has come."""
-        n, options = request.n_prompt + request.n_tokens, self.options
-        return cache_bytes(self.models.model, n, options.kv_bits, options.kv_group_size)
+    def need(self, request: Request, running: Iterable[Request] = ()) -> int:
+        """The bytes that the prompt of a request needs beside what is held, and those of requests that run."""
+        options, together = self.options, [*running, request]
+        lengths = [r.n_prompt + r.n_tokens for r in together]
+        caches = self.sizes.together(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
+        n, chunk = request.n_prompt, min(request.n_prompt, options.prefill_step_size)
+        pictured = None if request.encoded is None else request.encoded.pictured
+        tower = 0 if pictured is None else pictured.vision.unread_bytes
+        return caches - self.batch.prompt_cache_nbytes + self.sizes.chunk(chunk, n) + tower
+
+    def _free(self) -> int:
+        """The bytes that are left, or would be without MLX's buffers and without what earlier requests have read."""
+        return self.account.left + self.account.buffers + self.caches.nbytes
+
+    def lack(self) -> int:
+        """The bytes that the next step lacks, now that all is freed that answers can do without: 0 if it has enough.
+
+        First MLX's buffers are freed, then what earlier requests have read, as far as it is in memory.
+        """
+        n_running = len(self.batch)
+        need = self.sizes.chunk(*self.batch.next_chunk) + n_running * (self.sizes.caches(STEP) - self.sizes.state_bytes)
+        if need <= self.account.left:
+            return 0
+        self.account.release()
+        if (lack := need - self.account.left) > 0 and self.caches.nbytes > 0:
+            self.caches.trim_to(max(self.caches.nbytes - lack, 0))
+            self.account.release()
+        return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
         """Give a request to the batch generator -> its uid there.
@@ -122,7 +147,7 @@ class Admission:
         Raises:
             ApiError: The prompt does not fit in the memory.
         """
-        check_fits(len(prompt.tokens), self._bytes_of(request), self.memory_left, request.param)
+        self._check_fits(request)
         args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
         self.caches.log()
         cache, n_cached = self.caches.fetch(prompt)
@@ -155,6 +180,15 @@ class Admission:
             images=[() if pictured is None else pictured.images],
         )
         return int(uid)
+
+    def _check_fits(self, request: Request) -> None:
+        need, free = self.need(request), self._free()
+        if self.ranks is None and len(self.batch) == 0 and need > free:
+            message = (
+                f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} are left of the "
+                f"{size(self.account.limit)} that the server may hold: shorten it, or start the server with more --max-memory."
+            )
+            raise ApiError(507, message, param=request.param, code=NO_MEMORY)
 
     def make_sampler(self, request: Request) -> Sampler:
         """The sampler that a request asks for."""

@@ -10,10 +10,12 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ...checkpoint.generation_config import Sampling
 from ...images.prompt import ImagePrompt, read_images
 from ...images.vision import Vision
+from ...memory.account import Account
+from ...memory.needs import size
 from ..answers.structured_output import make_output_grammar
 from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
 from ..options import Options
-from ..request import ApiError, Prompt, Request
+from ..request import NO_MEMORY, ApiError, Prompt, Request
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token: a text that fits the context is seldom longer
@@ -137,7 +139,7 @@ class BoundedTokenizer:
             raise ApiError(400, message, param="logit_bias")
 
 
-def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> Prompt:
+def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
     """The prompt of a request. It may take long: tokenizing, chat templates, images from other hosts.
 
     Raises:
@@ -146,7 +148,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options) -> P
     check_continues(tokenizer, request)
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
-        pictured = _read_images(tokenizer, request, tokens, options) if request.images else None
+        pictured = _read_images(tokenizer, request, tokens, options, account) if request.images else None
     except ApiError as e:
         e.param = e.param or request.param
         raise
@@ -180,10 +182,12 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
     return tokens, thinks
 
 
-def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options) -> ImagePrompt:
+def _read_images(
+    tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options, account: Account
+) -> ImagePrompt:
     """
     Raises:
-        ApiError: The model takes no images.
+        ApiError: The model takes no images, or the memory is too short for these.
         ValueError: One of them cannot be read.
     """
     if tokenizer.vision is None:
@@ -191,4 +195,13 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
             400, "The model takes no images: send text, or start the server with --images.", param=request.param
         )
     images, most = fetch_all(request, options), tokenizer.context_length
-    return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, lambda: check_client(request))
+
+    def before_each(n_bytes: int) -> None:
+        check_client(request)
+        if n_bytes > (left := account.left):
+            message = (
+                f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left: send a smaller one."
+            )
+            raise ApiError(507, message, param=request.param, code=NO_MEMORY)
+
+    return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, before_each)

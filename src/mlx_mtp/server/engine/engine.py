@@ -12,7 +12,8 @@ from typing import Any
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
-from ..request import ApiError, Request, Started, Waiting
+from ...memory.needs import size
+from ..request import NO_MEMORY, ApiError, Request, Started, Waiting
 from .admission import Admission
 from .clients import Clients
 from .delta import make_delta
@@ -85,6 +86,7 @@ class Engine:
                 self._begin(self.waiting.popleft())
             if running:
                 with self._errors_end_what_runs():
+                    self._keep_within_memory()
                     self._advance()
 
     @contextmanager
@@ -100,6 +102,21 @@ class Engine:
             self.metrics.in_flight.set(0)
             reseed(self.ranks)  # an error in a compiled function invalidates the random state
             self.admission.restart()
+
+    def _keep_within_memory(self) -> None:
+        """Where a step lacks memory that nothing else can give, end the newest requests."""
+        admission = self.admission
+        lack = admission.lack()
+        while lack > 0 and self.running:
+            uid, request = self.running.popitem()
+            admission.batch.remove([uid])
+            lack -= admission.sizes.caches(request.n_prompt + request.n_tokens)
+            message = (
+                f"The answer has ended after {request.n_tokens} tokens, since the server may hold no more than "
+                f"{size(admission.account.limit)}: ask again when it has less to do, or start it with more --max-memory."
+            )
+            request.client.put(ApiError(507, message, code=NO_MEMORY))
+            self.metrics.in_flight.set(len(self.running))
 
     def _drop(self, gone: set[int]) -> None:
         """End requests whose clients have hung up."""

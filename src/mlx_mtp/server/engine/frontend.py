@@ -88,7 +88,7 @@ class Frontend:
 
     def encode(self, tokenizer: BoundedTokenizer, request: Request) -> Prompt:
         """The prompt of a request, in a thread of its own."""
-        return encode(tokenizer, request, self.options)
+        return encode(tokenizer, request, self.options, self.engine.admission.account)
 
     async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
         """Queue a request -> the generation thread's items."""

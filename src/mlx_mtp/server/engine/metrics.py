@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ...decoding.counts import DraftCounts
+from ...memory.account import Account
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
@@ -100,6 +101,16 @@ class Metrics:
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         self.queue_length.set_function(length)
+
+    def watch_memory(self, account: Account) -> None:
+        for name, text, value in (
+            ("limit", "The most memory that the server may hold.", lambda: account.limit),
+            ("held", "Memory that the server holds.", lambda: account.held),
+            ("active", "That of MLX's arrays.", lambda: account.active),
+            ("buffers", "What MLX keeps for the next arrays.", lambda: account.buffers),
+        ):
+            gauge = Gauge(f"memory_{name}_bytes", text, namespace="mlx_mtp", registry=self.registry)
+            gauge.set_function(value)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,0 +1,140 @@
+"""Send 30 streams at once to a server of little memory: each is answered as it is alone, or refused, and the limit holds.
+
+    python -m scripts.serve_limited                   --max-memory of 64 MB above what the loaded model takes
+    python -m scripts.serve_limited --spare 32        of 32 MB
+    python -m scripts.serve_limited --address-space   the process has no more address space either (ulimit -v)
+
+Long prompts that begin alike, prompts with a picture, and a prompt store on disk. The texts are compared with those of a server
+without a limit that has one request at a time. Exit status 1 where a text differs, a request is lost, the server ends, or its
+memory goes more than 5 % beyond the limit.
+"""
+
+import argparse
+import base64
+import http.client
+import inspect
+import json
+import resource
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from tests.support.server_process import ROOT, Server, serve
+
+sys.path.insert(0, str(ROOT / "examples"))
+from captions import make_checkpoint
+
+PICTURES = ROOT / "tests" / "data" / "captions"
+MODULES = ["argparse", "ast", "bisect", "cmd", "difflib"]
+TOKENS = 40  # of an answer
+TIMEOUT = 3600  # seconds for an answer, also on a machine that does much else
+OVER = 1.05  # of the limit
+TEMPLATE = (
+    "{% for part in messages[0].content if messages[0].content is not string %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% else %}{{ messages[0].content }}{% endfor %}"
+)
+
+
+def bodies(n: int, longest: int) -> list[dict]:
+    """n requests: of four, one has a picture, and two begin alike."""
+    found = []
+    for i in range(n):
+        text = inspect.getsource(import_module(MODULES[i % len(MODULES)]))
+        content: str | list[dict] = text[: longest // 3 + longest * 2 * i // (3 * n)]
+        if i % 4 == 3:
+            picture = sorted(PICTURES.glob("*.png"))[i % 24].read_bytes()
+            url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+            parts = json.loads((PICTURES / "captions.json").read_text())["prompt"]
+            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": parts}]
+        found.append({"messages": [{"role": "user", "content": content}], "max_tokens": TOKENS, "stream": True})
+    return found
+
+
+def ask(server: Server, body: dict) -> str | int:
+    """The text of an answer, or the status of its refusal, also in the middle of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        response = connection.getresponse()
+        raw = response.read().decode()
+    finally:
+        connection.close()
+    if response.status != 200:
+        return response.status
+    lines = [line[6:] for line in raw.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    if (error := next((event["error"] for event in events if "error" in event), None)) is not None:
+        return 507 if error["code"] == "insufficient_memory" else str(error)
+    if lines[-1] != "[DONE]":
+        return f"The stream has no end: {lines[-1]}"
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def status(server: Server) -> dict[str, float]:
+    """The MB of /proc/PID/status: VmRSS, VmHWM (the most of it), VmSize, VmPeak."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) / 1e3 for line in lines if line.startswith("Vm")}
+
+
+@contextmanager
+def address_space(n_bytes: int | None) -> Iterator[None]:
+    """Processes that are started inside have no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (soft if n_bytes is None else n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve much with little memory.")
+    parser.add_argument("--streams", type=int, default=30, help="Requests at once (default: 30).")
+    parser.add_argument("--longest", type=int, default=4000, help="Characters of the longest prompt (default: 4000).")
+    parser.add_argument("--spare", type=int, default=64, help="MB above those of the loaded model (default: 64).")
+    parser.add_argument("--address-space", action="store_true", help="Limit the address space as well.")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    model, asked = make_checkpoint(folder / "model"), bodies(args.streams, args.longest)
+    flags = ["--mtp", "--temp", "0", "--model", str(model), "--chat-template", TEMPLATE]
+    flags += ["--prefill-step-size", "256", "--prompt-cache-dir", str(folder / "prompts")]
+    with serve(folder / "alone.log", *flags) as server:
+        loaded = status(server)
+        expected = [ask(server, body) for body in asked]
+        server.stop(signal.SIGTERM)
+    limit = loaded["VmRSS"] + args.spare
+    space = int(1e6 * (loaded["VmSize"] + OVER * args.spare)) if args.address_space else None
+    flags[-1] = str(folder / "others")
+    with address_space(space), serve(folder / "limited.log", "--max-memory", f"{limit:.0f}MB", *flags) as server:
+        with ThreadPoolExecutor(args.streams) as pool:
+            texts = list(pool.map(lambda body: ask(server, body), asked))
+        again = ask(server, asked[0])  # a server that has refused goes on
+        server.until_idle()
+        used, held = status(server), server.metrics()
+        ended = server.stop(signal.SIGTERM)
+    outcomes = Counter(
+        "refused" if text == 507 else "right" if text == want else "wrong" for text, want in zip(texts, expected)
+    )
+    held_mb = held["mlx_mtp_memory_held_bytes"] / 1e6
+    print(
+        f"{args.streams} streams: {dict(outcomes)}; loaded {loaded['VmRSS']:.0f} MB, limit {limit:.0f} MB, most held "
+        f"{used['VmHWM']:.0f} MB ({used['VmHWM'] / limit:.1%}), at the end {held_mb:.0f} MB; address space "
+        f"{used['VmPeak']:.0f} MB; exit status {ended}"
+    )
+    is_bad = outcomes["wrong"] or used["VmHWM"] > OVER * limit or again != expected[0] or ended != 0
+    for i, (text, want) in enumerate(zip([*texts, again], [*expected, expected[0]])):
+        if text not in (want, 507):
+            print(f"request {i}: {text!r}, not {want!r}; logs: {folder}")
+    sys.exit(bool(is_bad))
+
+
+if __name__ == "__main__":
+    main()

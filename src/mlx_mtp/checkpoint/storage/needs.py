@@ -1,0 +1,87 @@
+"""What a checkpoint will need in memory, by its config and the headers of its files: no tensor is read."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub.utils import TensorInfo
+
+from ...images.tower import split_tower
+from ...layers.mtp import split_head
+from ...memory.account import Account
+from ...memory.needs import CHUNK, Needs, Sizes, check_fits, sizes_of
+from ..catalog import published
+from ..config import Config
+from ..head_formats import SeparateHead
+from ..skeleton import skeleton
+from .tensors import headers_of
+
+NORM = "layers.0.input_layernorm.weight"  # of the type of all weights that are not quantized
+
+
+def weights_of(folder: Path) -> Needs:
+    """What plain mlx-lm needs for a checkpoint of any family, without a text: it drops heads and towers."""
+    return Needs(weights=_nbytes(split_head(split_tower(headers_of(folder))[0])[0]))
+
+
+def check_memory(
+    folder: Path,
+    config: Config,
+    name: str,
+    account: Account,
+    context: int,
+    has_head: bool,
+    separate_head: SeparateHead | None,
+    has_tower: bool,
+) -> None:
+    """Check that a checkpoint fits in memory with a text.
+
+    Args:
+        account (Account): What is held and may be.
+        context (int): The tokens of the text.
+        has_head (bool): Whether it is loaded with a head.
+        separate_head (SeparateHead, optional): The head, where it is not among the model's tensors.
+        has_tower (bool): Whether it will take images.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    needs, sizes = needs_of(folder, config, name, context, has_head, has_tower)
+    if separate_head is not None:
+        needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
+    check_fits(name, needs, account, _advice(needs, sizes, account, context))
+
+
+def needs_of(
+    folder: Path, config: Config, name: str, context: int, has_head: bool, has_tower: bool
+) -> tuple[Needs, Sizes]:
+    """What a checkpoint needs with a text, and the sizes of its model."""
+    language, tower = split_tower(headers_of(folder))
+    backbone, head = split_head(language)
+    norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
+    value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
+    sizes = sizes_of(skeleton(config, name, has_head), value_bytes)
+    needs = Needs(_nbytes(backbone), _nbytes(head) if has_head else 0, _nbytes(tower) if has_tower else 0)
+    return _with_text(needs, sizes, context), sizes
+
+
+def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:
+    return needs._replace(caches=sizes.caches(context), chunk=sizes.chunk(min(CHUNK, context), context))
+
+
+def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:
+    """The longest text that fits, or else the largest published model."""
+    left = account.left
+    n = bisect_right(range(1, context + 1), left, key=lambda n: _with_text(needs, sizes, n).total)
+    if n > 0:
+        return f"The longest context that fits is {n} tokens."
+    fitting = [model for model in published().values() if model.needs(context).total <= left]
+    if not fitting:
+        return "End other programs, or give --max-memory more."
+    largest = max(fitting, key=lambda model: model.disk_gb)
+    return f"The largest published model that fits is {largest.name}: `mlx_mtp models` lists them."
+
+
+def _nbytes(tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(end - begin for begin, end in (t.data_offsets for t in tensors.values()))

@@ -1,0 +1,90 @@
+"""What this process holds, and what it may hold."""
+
+import ctypes
+import math
+import sys
+import time
+
+import mlx.core as mx
+import psutil
+
+GB = 1e9
+CACHE_SHARE = (
+    0.5  # of the memory beside a model may be caches; the rest is for what passes compute, and for other programs
+)
+EVERY = 0.05  # seconds between two questions to the system, which takes longer to answer than MLX
+WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # of Metal, of CUDA, of either
+
+
+def total_memory() -> int:
+    """The machine's memory in bytes."""
+    return int(psutil.virtual_memory().total)
+
+
+def usable_memory() -> int:
+    """The bytes that MLX may use: on a Mac, what the system recommends for its GPU; on another GPU, its memory."""
+    info = mx.device_info()
+    return next((int(info[name]) for name in WORKING_SET if name in info), total_memory())
+
+
+class Account:
+    """The memory of this process: what it holds, and the most that it may hold.
+
+    MLX's memory is counted twice, by MLX and by the system, since neither count is complete: the system may not attribute a
+    GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
+
+    Args:
+        limit (int, optional): The most bytes to hold. Default: ``None``, what MLX may use on this machine.
+    """
+
+    def __init__(self, limit: int | None = None):
+        self._process = psutil.Process()
+        self._asked = -math.inf
+        self._host = self._least_host = 0
+        self._host = self._least_host = self.held - self.active - self.buffers
+        self.limit = usable_memory()
+        if limit is not None:
+            self.restrict(limit)
+
+    def restrict(self, limit: int) -> None:
+        """Set another limit in bytes, in any thread. MLX frees its buffer cache before it allocates beyond it, and who asks
+        the account before a step goes by it from the next step on.
+        """
+        self.limit = limit
+        mx.set_memory_limit(max(limit - self._host, 0))
+
+    @property
+    def active(self) -> int:
+        """The bytes of arrays."""
+        return mx.get_active_memory()
+
+    @property
+    def buffers(self) -> int:
+        """The bytes that MLX keeps for the next arrays."""
+        return mx.get_cache_memory()
+
+    @property
+    def held(self) -> int:
+        """All bytes that the process holds."""
+        mlx = self.active + self.buffers
+        if (now := time.monotonic()) - self._asked > EVERY:
+            self._asked = now
+            self._host = max(self._process.memory_info().rss - mlx, self._least_host)
+        return self._host + mlx
+
+    @property
+    def left(self) -> int:
+        """The bytes that may be allocated; below 0 where more is held than may be."""
+        return self.limit - self.held
+
+    @property
+    def cache_budget(self) -> int:
+        """The bytes that prompt caches may take of those that are left, the caches of running requests included."""
+        return max(int(CACHE_SHARE * self.left), 0)
+
+    def release(self) -> None:
+        """Give back to the system what MLX and the allocator keep for later."""
+        mx.clear_cache()
+        if sys.platform == "linux":  # where MLX's CPU backend leaves that to the C library
+            ctypes.CDLL(None).malloc_trim(0)
+        self._asked = -math.inf

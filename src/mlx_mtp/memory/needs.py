@@ -1,0 +1,217 @@
+"""What a model and its texts need, from their sizes."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+
+from .account import GB, Account
+
+CONTEXT = 2048  # tokens of a text that a model must at least have room for
+CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
+TIGHT = 0.9  # of the memory that is left
+STEP = KVCache.step  # tokens by which caches grow
+STATES_AT_ONCE = 4  # of a recurrence that is computed by many small operations
+
+log = logging.getLogger(__name__)
+
+
+class Needs(NamedTuple):
+    """The bytes that a model needs.
+
+    Args:
+        weights (int): Of the backbone, with embeddings and ``lm_head``.
+        head (int): Of the MTP head.
+        tower (int): Of the vision tower.
+        caches (int): Of a text.
+        chunk (int): Of a pass over a chunk of a prompt, the text's last one.
+    """
+
+    weights: int
+    head: int = 0
+    tower: int = 0
+    caches: int = 0
+    chunk: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size(n)}" for name, n in zip(self._fields, self) if n > 0]
+        return f"{size(self.total)} ({', '.join(parts)})"
+
+
+def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
+    """What a loaded model needs with a text.
+
+    Args:
+        model (MTPModel): The model.
+        context (int): The tokens of the text.
+        chunk (int): Those of a chunk of a prompt. Default: ``2048``.
+    """
+    of_head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
+    return Needs(
+        weights=nbytes_of(model) - of_head,
+        head=of_head,
+        caches=sizes.caches(context),
+        chunk=sizes.chunk(min(chunk, context), context),
+    )
+
+
+def nbytes_of(module: Any) -> int:
+    """The bytes of a module's parameters; 0 for none."""
+    weights: Any = [] if module is None else tree_flatten(module.parameters())
+    return sum(w.nbytes for _, w in weights)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the caches and the activations of a model depend on.
+
+    Args:
+        value_bytes (int): Of a value of keys, values and activations.
+        backbone_values (int): Of a token's keys and values, in all attention layers.
+        head_values (int): The same, in the head. Default: ``0``, there is none.
+        state_bytes (int): Of the states of all recurrent layers.
+        chunk_bytes (int): Of a pass for each token, beside attention's scores.
+        score_bytes (int): Of attention's scores and mask, for each pair of a token and one before it.
+        fixed_bytes (int): Of a pass over any number of tokens.
+    """
+
+    value_bytes: int
+    backbone_values: int
+    head_values: int = 0
+    state_bytes: int = 0
+    chunk_bytes: int = 0
+    score_bytes: int = 0
+    fixed_bytes: int = 0
+
+    def caches(self, n_tokens: int, kv_bits: int | None = None, kv_group_size: int = 64) -> int:
+        """The bytes of the caches of a text.
+
+        Args:
+            n_tokens (int): The length of the text.
+            kv_bits (int, optional): Of the backbone's quantized keys and values. Default: ``None``, they are not quantized.
+            kv_group_size (int): Of these. Default: ``64``.
+        """
+        own: float = self.value_bytes
+        if kv_bits is not None:
+            own = kv_bits / 8 + 2 * self.value_bytes / kv_group_size  # a scale and a bias for each group
+        return self.state_bytes + int(n_tokens * (self.backbone_values * own + self.head_values * self.value_bytes))
+
+    def together(self, lengths: Sequence[int], **kv: Any) -> int:
+        """The bytes of the caches of several texts: of more than one, each has as many columns as the longest, in whole steps.
+
+        Args:
+            lengths (Sequence[int]): That of each text.
+            kv (Any): As in ``caches``.
+        """
+        return len(lengths) * self.caches((max(lengths) // STEP + 1) * STEP, **kv) if lengths else 0
+
+    def chunk(self, n_tokens: int, n_context: int) -> int:
+        """The most bytes that a pass over a chunk of a prompt takes beside the caches: its activations, freed behind it.
+
+        Args:
+            n_tokens (int): Those of the chunk.
+            n_context (int): The tokens of the text up to the chunk's end.
+        """
+        return n_tokens * (self.chunk_bytes + n_context * self.score_bytes) + self.fixed_bytes
+
+
+def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
+    """The sizes of a model with a head or without.
+
+    Args:
+        model (MTPModel): The model; its weights are not looked at with ``value_bytes``.
+        value_bytes (int, optional): Of a value of its weights that are not quantized. Default: ``None``, those that it has.
+    """
+    n = value_bytes or model.layers[0].input_layernorm.weight.dtype.size
+    recurrent = [layer.linear_attn for layer in model.layers if layer.is_linear]
+    attention = [layer.self_attn for layer in model.layers if not layer.is_linear]
+    head = [model.head_attention] if getattr(model, "mtp", None) is not None else []
+    passes = [_recurrent(own, n) for own in recurrent[:1]] + [_attention(own, n) for own in attention[:1]]
+    args = model.text_args
+    return Sizes(
+        value_bytes=n,
+        backbone_values=sum(map(_kv_values, attention)),
+        head_values=sum(map(_kv_values, head)),
+        state_bytes=sum(_states(own) + (own.conv_kernel_size - 1) * own.conv_dim * n for own in recurrent),
+        # A layer's input and its output, and the larger of its parts: the other one is computed when this one is done.
+        chunk_bytes=2 * args.hidden_size * n + max(*passes, _mlp(args, n)),
+        score_bytes=max((own.num_attention_heads * n + 1 for own in attention + head), default=0),
+        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
+    )
+
+
+def _kv_values(attention: Any) -> int:
+    """Of a token's keys and values."""
+    n: int = 2 * attention.num_key_value_heads * attention.head_dim
+    return n
+
+
+def _states(recurrent: Any) -> int:
+    """The bytes of a recurrent layer's state, in float32."""
+    n: int = recurrent.num_v_heads * recurrent.head_v_dim * recurrent.head_k_dim * mx.float32.size
+    return n
+
+
+def _recurrent(own: Any, n: int) -> int:
+    """The bytes of a token's activations in a recurrent layer.
+
+    Without Metal, the recurrence is computed token by token, and MLX allocates the state behind each before it frees any.
+    """
+    values = own.num_v_heads * own.head_v_dim
+    by_token = 0 if mx.metal.is_available() else _states(own) + 18 * values
+    return by_token + n * (6 * values + 4 * own.conv_dim)
+
+
+def _attention(own: Any, n: int) -> int:
+    """Queries with their gates, queries that are normed and rotated, the output and that by the gates; keys and values."""
+    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _kv_values(own))
+
+
+def _mlp(args: Any, n: int) -> int:
+    """Gate, up, and their product; of the experts that a token chooses, also what goes in, comes out and is put in order."""
+    dense = 3 * args.intermediate_size
+    if (experts := getattr(args, "num_experts_per_tok", 0)) == 0 or not getattr(args, "num_experts", 0):
+        return dense * n
+    sparse = (
+        experts * (5 * args.hidden_size + 4 * args.moe_intermediate_size) + 3 * args.shared_expert_intermediate_size
+    )
+    return max(dense, sparse) * n
+
+
+def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
+    """Check that a model fits, before it is loaded; warn where it hardly does.
+
+    Args:
+        name (str): The model's.
+        needs (Needs): What it needs.
+        account (Account): What is held and may be.
+        advice (str): For the error, what would fit. Default: ``""``.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    held = account.held
+    left = account.limit - held
+    if needs.total > left:
+        raise ValueError(
+            f"{name} does not fit: it needs {needs}, and of the {size(account.limit)} that this process may hold, {size(held)} "
+            f"are in use. {advice}".rstrip()
+        )
+    if needs.total > TIGHT * left:
+        log.warning(
+            f"[WARNING] {name} hardly fits: it needs {needs}, and {size(left)} are left. Long texts and other programs will be "
+            "short of memory."
+        )
+
+
+def size(n_bytes: int) -> str:
+    """A size as people read it."""
+    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB else f"{n_bytes / 1e6:.1f} MB"

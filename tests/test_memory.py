@@ -1,0 +1,226 @@
+"""The account of memory: what models and texts need, what a process may hold, and what gives way."""
+
+import asyncio
+import logging
+import re
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+import mlx_mtp
+from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
+from mlx_mtp.benchmark.shapes import COMMON, FOUR_BITS
+from mlx_mtp.benchmark.synthetic import synthetic_model
+from mlx_mtp.checkpoint.config import read_json
+from mlx_mtp.checkpoint.storage.needs import check_memory
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.memory import account as account_of
+from mlx_mtp.memory.account import Account
+from mlx_mtp.memory.needs import needs_of, sizes_of
+from mlx_mtp.server.request import ApiError
+from tests.support.engine import Engine
+from tests.support.models import tiny_model
+
+SMALL = {
+    **COMMON,
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "the demo": lambda: mlx_mtp.load(str(DEMO))[0],
+    "a mixture of experts in float32": lambda: synthetic_model({**SMALL, **EXPERTS, "model_type": "qwen3_5_moe"}, 0.8)[
+        0
+    ],
+    "a dense model of 4 bits": lambda: synthetic_model({**SMALL, **FOUR_BITS, "model_type": "qwen3_5"}, 0.8)[0],
+}
+NAMES = "the demo", "a mixture of experts in float32", "a dense model of 4 bits"
+
+
+@pytest.fixture
+def unlimited():
+    """MLX's own limit is the process's: it is restored."""
+    before = mx.set_memory_limit(0)
+    mx.set_memory_limit(before)
+    yield
+    mx.set_memory_limit(before)
+
+
+# What a model needs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_used_is_what_was_estimated(name):
+    model, n, chunk = MODELS[name](), 160, 64
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    needs = needs_of(model, n, chunk)
+    cache = make_prompt_cache(model)
+    prefill(mx.arange(n, dtype=mx.uint32), model, prompt_cache=cache, prefill_step_size=chunk, copy_drafts="off")
+    # Other tests hold arrays too.
+    used = mx.get_peak_memory() - before + needs.weights + needs.head
+    assert 0.9 < needs.total / used < 1.1
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_bytes_of_a_text(kind, kv_bits):
+    """As its caches have them, whose keys and values come in blocks of 256 tokens."""
+    model = tiny_model(kind, head_dim=64)
+    cache, options = make_prompt_cache(model), {"kv_bits": kv_bits, "kv_group_size": 32}
+    prefill(mx.zeros(256, mx.uint32), model, prompt_cache=cache, quantized_kv_start=0, **options)
+    assert sum(c.nbytes for c in cache[:-1]) == sizes_of(model).caches(256, **options)
+
+
+def test_bytes_of_texts_together():
+    model = tiny_model("qwen3_5")
+    generator = BatchGenerator(model, num_draft_tokens=0)
+    generator.insert([[1] * 20, [2] * 300], max_tokens=[90, 90])
+    while len(generator.decoder.sequences) < 2:
+        generator.next()
+    generator.next()
+    assert generator.prompt_cache_nbytes == sizes_of(model).together([20, 300])
+    generator.close()
+
+
+# What a process may hold
+
+
+def test_usable_memory(monkeypatch):
+    assert account_of.usable_memory() > 1 << 28
+    for info in ({"max_recommended_working_set_size": 3, "memory_size": 4}, {"total_memory": 3}):
+        monkeypatch.setattr(mx, "device_info", lambda info=info: info)
+        assert account_of.usable_memory() == 3
+
+
+def test_an_array_is_held_until_it_is_dropped():
+    account, n = Account(), 1 << 26
+    before = account.held
+    array = mx.zeros(n, mx.uint8)
+    mx.eval(array)
+    assert n <= account.held - before < 1.2 * n
+    del array
+    account.release()
+    assert account.held < before + 0.2 * n
+    assert account.cache_budget == pytest.approx(account.left / 2, rel=0.01)
+
+
+def test_a_limit_is_mlx_s_too(unlimited):
+    account = Account(1 << 40)
+    assert 0 < mx.set_memory_limit(1 << 41) < 1 << 40  # less what Python holds
+    account.restrict(0)
+    assert account.left < 0
+    assert account.cache_budget == 0
+
+
+# A model that does not fit
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Weights that nobody may read."""
+
+    def read(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(mx, "load", read)
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(mtp, unread, unlimited):
+    with pytest.raises(ValueError, match=r"does not fit: it needs [\d.]+ MB \(weights 9\.8 MB.*are in use") as e:
+        mlx_mtp.load(str(DEMO), mtp=mtp, max_memory=Account().held + 5_000_000)
+    assert ("head 0.5 MB" in str(e.value)) == mtp
+
+
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [
+        (20e6, r"The longest context that fits is \d+ tokens\."),
+        (5e6, r"End other programs, or give --max-memory more\."),
+    ],
+)
+def test_what_would_fit_is_said(free, advice, unread, unlimited):
+    with pytest.raises(ValueError, match=advice):
+        mlx_mtp.load(str(DEMO), max_memory=Account().held + int(free), context=100_000)
+
+
+def test_the_longest_context_that_fits_does():
+    account = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000)
+    config = read_json(DEMO / "config.json")
+    with pytest.raises(ValueError, match="longest") as e:
+        check_memory(DEMO, config, "demo", account, 100_000, True, None, False)
+    n = int(re.search(r"(\d+) tokens", str(e.value))[1])
+    check_memory(DEMO, config, "demo", account, n, True, None, False)
+    with pytest.raises(ValueError, match=f"fits is {n} tokens"):
+        check_memory(DEMO, config, "demo", account, n + 1, True, None, False)
+
+
+def test_a_tight_model_is_warned_about(caplog, unlimited):
+    model, _ = mlx_mtp.load(str(DEMO))
+    with caplog.at_level(logging.WARNING):
+        mlx_mtp.load(str(DEMO), max_memory=Account().held + int(1.06 * needs_of(model, 2048).total))
+    assert "hardly fits: it needs" in caplog.text
+
+
+# A server
+
+
+def chat(text, n=60):
+    return [{"role": "user", "content": text}], None
+
+
+def test_where_the_limit_is_lowered_the_newest_request_ends():
+    """First the prompt store is emptied, then the newest answer ends, and the first one goes on."""
+    with Engine("--mtp", "--temp", "0") as engine:
+        alone = engine.ask([{"role": "user", "content": "import os"}], max_tokens=80)
+        admission, account = engine.engine.admission, engine.engine.admission.account
+        assert admission.caches.nbytes > 0
+        lack, ends = admission.lack, []
+
+        def short_once():
+            """The second step of two requests lacks a byte."""
+            if len(engine.engine.running) == 2 and not ends:
+                ends.append([*engine.engine.running.values()][-1])
+                account.limit = account.held // 2
+                needed = lack()
+                account.limit = 1 << 40
+                assert needed > 0
+                assert admission.caches.nbytes == 0
+                return 1
+            return lack()
+
+        admission.lack = short_once
+
+        async def both():
+            first = engine.answer([{"role": "user", "content": "import os"}], max_tokens=80)
+            second = engine.answer([{"role": "user", "content": "import re"}], max_tokens=80)
+            return await asyncio.gather(first, second, return_exceptions=True)
+
+        answers = asyncio.run(both())
+        refused = [a for a in answers if isinstance(a, ApiError)]
+        assert len(ends) == 1
+        assert [e.status for e in refused] == [507]
+        assert re.match(
+            r"The answer has ended after \d+ tokens, since the server may hold no more than ", refused[0].message
+        )
+        if isinstance(answers[1], ApiError):
+            assert answers[0].tokens == alone.tokens
+        assert engine.ask([{"role": "user", "content": "import os"}], max_tokens=80).tokens == alone.tokens
