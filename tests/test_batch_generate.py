@@ -1,7 +1,6 @@
 """Each row of a batch equals its single run, whatever the others do."""
 
 import copy
-import functools
 import gc
 import itertools
 import math
@@ -25,7 +24,7 @@ from tests.support import distribution
 from tests.support.batches import Faulty, Text, run
 from tests.support.chi_square import p_value
 from tests.support.decoding import assert_goes_on, mtp, plain
-from tests.support.models import tiny_model
+from tests.support.models import model_of, tiny_model
 from tests.support.scripted import scripted
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
@@ -39,7 +38,6 @@ PROMPTS = [
     [3, 2, 7],
     [9, 5],
 ]
-model_of = functools.cache(tiny_model)
 
 
 def test_rows_accept_by_themselves():

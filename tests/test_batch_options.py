@@ -1,6 +1,5 @@
 """What a batch and each of its prompts may ask for."""
 
-import functools
 import re
 
 import mlx.core as mx
@@ -11,12 +10,11 @@ from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.pacing.batch_depth import BatchDepth
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
-from tests.support.models import tiny_model
+from tests.support.models import model_of
 from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4], [1, 5]]
 N = 24
-model_of = functools.cache(tiny_model)
 
 DRAFTS = "num_draft_tokens must be auto or from 0 to 8, not"
 COPIES = "copy_drafts must be auto, off or from 1 to 16, not"

@@ -1,7 +1,6 @@
 """The chat in the terminal: its turns, its commands, its history, and what Ctrl-C leaves."""
 
 import fcntl
-import io
 import os
 import pty
 import re
@@ -24,6 +23,7 @@ from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.generate import GenerationResponse
+from tests.support.commands import run_command
 from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED
 
@@ -35,16 +35,9 @@ def template(messages, enable_thinking, **_):
     return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<think>" * enable_thinking
 
 
-def run(monkeypatch, capsys, *args, stdin=""):
+def run(capsys, *args, stdin=""):
     """The command line in this process: (exit status, stdout, stderr). The last ``--model`` is the one that counts."""
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.chat", "--model", TRAINED, *map(str, args)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    try:
-        main()
-        status = 0
-    except SystemExit as e:
-        status = e.code
-    return status, *capsys.readouterr()
+    return run_command(main, capsys, "--model", TRAINED, *args, stdin=stdin)
 
 
 def started(trained, *flags, chat_template=None, store=None) -> Conversation:
@@ -92,10 +85,10 @@ STORED = ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir")
 
 
 @pytest.mark.parametrize("flags", [(), STORED[:-1], STORED], ids=str)
-def test_turns_share_a_cache_until_it_is_reset(monkeypatch, capsys, answers, flags, tmp_path):
+def test_turns_share_a_cache_until_it_is_reset(capsys, answers, flags, tmp_path):
     flags = [*flags, tmp_path / "store"] if flags == STORED else flags
     stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])
-    status, out, err = run(monkeypatch, capsys, *flags, "-m", 20, stdin=stdin)
+    status, out, err = run(capsys, *flags, "-m", 20, stdin=stdin)
     assert (status, err) == (0, "")
     said = re.split(r">> ", out)[1:]
     found = [re.fullmatch(rf"(.*)\n{FIGURES}\n", text, re.S) for text in said]
@@ -123,15 +116,15 @@ def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
             assert (store.disk.bytes_read > 0) == bool(n_before)
 
 
-def test_the_end_of_the_input_ends_the_chat(monkeypatch, capsys):
-    status, out, err = run(monkeypatch, capsys)
+def test_the_end_of_the_input_ends_the_chat(capsys):
+    status, out, err = run(capsys)
     assert (status, err) == (0, "")
     assert out.endswith(">> \n")
 
 
-def test_copies_have_figures_of_their_own(monkeypatch, capsys):
+def test_copies_have_figures_of_their_own(capsys):
     stdin = "x = [1, 2, 3] y = [4, 5, 6] " * 6
-    _, out, _ = run(monkeypatch, capsys, "--copy-drafts", "4", "-m", 20, stdin=stdin)
+    _, out, _ = run(capsys, "--copy-drafts", "4", "-m", 20, stdin=stdin)
     assert re.search(r"tokens-per-sec, \d+ of \d+ copies accepted, [\d.]+ tokens-per-step\]\n", out)
 
 
@@ -147,8 +140,8 @@ def test_copies_have_figures_of_their_own(monkeypatch, capsys):
         ("--prompt-cache-dir /tmp", "--prompt-cache-dir requires --mtp"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, flags, message):
-    status, out, err = run(monkeypatch, capsys, *flags.split())
+def test_an_error_is_one_line_and_status_2(capsys, flags, message):
+    status, out, err = run(capsys, *flags.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
 

@@ -1,10 +1,7 @@
 """--check: the comparison with plain decoding tells rounding from a fault."""
 
 import copy
-import io
 import re
-import sys
-from functools import cache as cached
 from importlib import import_module
 
 import mlx.core as mx
@@ -14,12 +11,11 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
+from tests.support.commands import run_command
 from tests.support.decoding import plain
-from tests.support.models import arrays_equal, round_otherwise, tiny_model
+from tests.support.models import arrays_equal, model_of, round_otherwise
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
-
-model_of = cached(tiny_model)
 
 
 def skip_rollback(monkeypatch):
@@ -133,20 +129,16 @@ def test_a_prompt_cache_is_left_unchanged():
 # Command line
 
 
-def run(monkeypatch, capsys, *args):
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("class Queue:\n    def __init__(self, maxsize=0):\n"))
-    with pytest.raises(SystemExit) as exit:
-        main()
-    return exit.value.code, *capsys.readouterr()
+def run(capsys, *args):
+    return run_command(main, capsys, *args, stdin="class Queue:\n    def __init__(self, maxsize=0):\n")
 
 
 ARGS = ("--mtp", "--check", "--prompt", "-", "-m", 16)
 
 
-def test_command_exits_0_for_equal_tokens(monkeypatch, capsys):
+def test_command_exits_0_for_equal_tokens(capsys):
     for exact in ((), ("--exact",)):
-        status, out, err = run(monkeypatch, capsys, *ARGS, *exact)
+        status, out, err = run(capsys, *ARGS, *exact)
         assert (status, err) == (0, "")
         assert out == (
             "Identical: plain decoding and MTP generated the same 16 tokens.\n"
@@ -156,7 +148,7 @@ def test_command_exits_0_for_equal_tokens(monkeypatch, capsys):
 
 def test_command_exits_1_for_a_fault(monkeypatch, capsys):
     skip_rollback(monkeypatch)
-    status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
+    status, out, _ = run(capsys, *ARGS, "--num-draft-tokens", 4)
     assert status == 1
     assert re.match(r"Different at token \d+, after \d+ equal tokens: plain \d+ \('.*'\), MTP \d+ \('.*'\)\.\n", out)
     assert "NOT within rounding: a fault" in out
@@ -164,12 +156,12 @@ def test_command_exits_1_for_a_fault(monkeypatch, capsys):
 
 def test_command_exits_0_for_rounding(monkeypatch, capsys):
     round_otherwise(monkeypatch, 0.1)
-    status, out, _ = run(monkeypatch, capsys, *ARGS, "--num-draft-tokens", 4)
+    status, out, _ = run(capsys, *ARGS, "--num-draft-tokens", 4)
     assert status == 0
     assert "The difference is within rounding.\n" in out
 
 
-def test_refuses_flags_that_do_not_go_together(monkeypatch, capsys):
+def test_refuses_flags_that_do_not_go_together(capsys):
     for args, message in (
         (["--check"], "--check requires --mtp"),
         (["--exact"], "--exact requires --mtp"),
@@ -177,6 +169,6 @@ def test_refuses_flags_that_do_not_go_together(monkeypatch, capsys):
         (["--mtp", "--check", "-m", "0"], "--max-tokens must be"),
         (["--mtp", "--check", "--num-draft-tokens", "9"], "auto or from 0 to 8"),
     ):
-        status, out, err = run(monkeypatch, capsys, *args)
+        status, out, err = run(capsys, *args)
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert message in err

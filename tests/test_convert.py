@@ -29,6 +29,7 @@ from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.layers.mtp import split_head
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, full_disk, tensors, write
+from tests.support.commands import run_command
 from tests.support.decoding import mtp, plain
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA, tiny_config, tiny_model
@@ -341,9 +342,9 @@ def test_upload_keeps_the_card(graft, tmp_path, monkeypatch):
     assert "mlx_mtp.generate --mtp --model me/mine" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_failed_upload_keeps_the_folder(monkeypatch, capsys, tmp_path, hub):
+def test_failed_upload_keeps_the_folder(capsys, tmp_path, hub):
     status, _, err = run(
-        monkeypatch, capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "out", "--upload-repo", "me/mine"
+        capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "out", "--upload-repo", "me/mine"
     )
     assert status == 2
     assert f"{tmp_path / 'out'} is complete, but could not be uploaded to me/mine" in err.splitlines()[-1]
@@ -374,16 +375,9 @@ def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
 # The command line
 
 
-def run(monkeypatch, capsys, *args):
+def run(capsys, *args):
     """In this process: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", *map(str, args)])
-    try:
-        main()
-        status = 0
-    except SystemExit as e:
-        status = e.code
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_command(main, capsys, *args)
 
 
 @pytest.mark.parametrize(
@@ -391,17 +385,17 @@ def run(monkeypatch, capsys, *args):
     [*((bad[0], bad[2]) for bad in BAD), (shutil.rmtree, "is neither a folder nor the name of a repository")],
     ids=[*BAD_IDS, "no folder"],
 )
-def test_bad_input_is_one_line(spoil, message, monkeypatch, capsys, tmp_path):
+def test_bad_input_is_one_line(spoil, message, capsys, tmp_path):
     folder = copied(tmp_path)
     spoil(folder)
-    status, _, err = run(monkeypatch, capsys, "--hf-path", folder, "--mlx-path", tmp_path / "new" / "out")
+    status, _, err = run(capsys, "--hf-path", folder, "--mlx-path", tmp_path / "new" / "out")
     assert (status, err.count("\n")) == (2, 1), err
     assert re.search(message, err)
     assert "Traceback" not in err
     assert not any(p.name != "model" for p in tmp_path.iterdir())
 
 
-def test_bad_arguments_are_one_line(monkeypatch, capsys, tmp_path):
+def test_bad_arguments_are_one_line(capsys, tmp_path):
     model, out = ["--hf-path", DATA / "dense"], ["--mlx-path", tmp_path / "out"]
     for args, message in [
         (out, "--hf-path is required"),
@@ -414,7 +408,7 @@ def test_bad_arguments_are_one_line(monkeypatch, capsys, tmp_path):
         ([*model, *out, "--graft-mtp-from", DATA / "moe35"], "model_type is qwen3_5_moe, not qwen3_5"),
         ([*model, *out, "--graft-mtp-from", "no/such-model"], "the hub has no repository of that name"),
     ]:
-        status, _, err = run(monkeypatch, capsys, *args)
+        status, _, err = run(capsys, *args)
         assert (status, err.count("\n")) == (2, 1), (args, err)
         assert message in err
         assert list(tmp_path.iterdir()) == []
@@ -440,13 +434,13 @@ def test_a_quantization_that_mlx_lacks_is_refused_before_loading(monkeypatch, ca
         ("--q-mode mxfp4", "--q-mode requires --quantize"),
         ("--quant-predicate mixed_3_6", "--quant-predicate requires --quantize"),
     ]:
-        status, _, err = run(monkeypatch, capsys, *model, *flags.split())
+        status, _, err = run(capsys, *model, *flags.split())
         assert (status, err.count("\n")) == (2, 1), (flags, err)
         assert re.search(message, err), (flags, err)
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quantization_that_changes_nothing_is_refused(monkeypatch, capsys, tmp_path):
+def test_a_quantization_that_changes_nothing_is_refused(capsys, tmp_path):
     narrow = dict(tree_flatten(tiny_model("qwen3_5", vocab_size=4096, dtype=mx.bfloat16).parameters()))
     write(tmp_path / "narrow", tiny_config("qwen3_5", vocab_size=4096), narrow)  # its widths are 64
     convert(str(tmp_path / "narrow"), str(tmp_path / "done"), quantize=True, mtp_bits=8, skip_check=True)
@@ -456,9 +450,7 @@ def test_a_quantization_that_changes_nothing_is_refused(monkeypatch, capsys, tmp
         ("done", "-q --q-bits 8", "it is quantized already, so give the original, or --dequantize first"),
         ("done", "--mtp-bits 4", "it is quantized already, so give the original, or --dequantize first"),
     ]:
-        status, _, err = run(
-            monkeypatch, capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split()
-        )
+        status, _, err = run(capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split())
         assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp.convert: error: Nothing would be quantized: {message}.")
         assert not (tmp_path / "out").exists()
 
@@ -477,7 +469,7 @@ def test_the_heads_group_size_is_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("what", "limit"), [("weights", 500_000), ("tokenizer", 250_000), ("a grafted head", 500_000)])
-def test_full_disk_is_one_line_and_leaves_nothing(what, limit, tmp_path, monkeypatch, capsys):
+def test_full_disk_is_one_line_and_leaves_nothing(what, limit, tmp_path, capsys):
     source, args = DATA / "dense", ["-q"]
     if what == "tokenizer":  # larger than the weights
         weights = dict(tree_flatten(tiny_model("qwen3_5", hidden_size=32, dtype=mx.bfloat16).parameters()))
@@ -489,7 +481,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(what, limit, tmp_path, monkeyp
         capsys.readouterr()
     before = sorted(tmp_path.iterdir())
     with full_disk(limit):
-        status, _, err = run(monkeypatch, capsys, "--hf-path", source, *args, "--mlx-path", tmp_path / "out")
+        status, _, err = run(capsys, "--hf-path", source, *args, "--mlx-path", tmp_path / "out")
     assert (status, err.count("\n")) == (2, 1), err
     assert "could not be written" in err
     assert sorted(tmp_path.iterdir()) == before
@@ -529,10 +521,10 @@ main()"""
 
 
 @pytest.mark.parametrize("flag", ["--hf-path", "--mlx-path", "--graft-mtp-from", "--inspect"])
-def test_path_not_utf_8_is_one_line(flag, tmp_path, monkeypatch, capsys):
+def test_path_not_utf_8_is_one_line(flag, tmp_path, capsys):
     flags = {"--hf-path": DATA / "dense", "--mlx-path": tmp_path / "out", flag: f"{tmp_path}/\udcff"}
     args = [x for pair in flags.items() for x in pair]
-    status, _, err = run(monkeypatch, capsys, *args)
+    status, _, err = run(capsys, *args)
     assert (status, err.count("\n")) == (2, 1)
     assert "is not UTF-8, and MLX takes no other: rename it" in err
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """Text generation and its command line: mlx-lm's, with drafts."""
 
-import io
 import json
 import re
 import shutil
@@ -24,25 +23,18 @@ from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head
+from tests.support.commands import run_command
 from tests.support.models import DATA, TRAINED
 
 COPIED = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 PROMPT = "def read(path):\n    with open(path) as f:\n"
 
 
-def run(monkeypatch, capsys, *args, stdin=""):
+def run(capsys, *args, stdin=""):
     """The command line in this process: (exit status, stdout, stderr). The model is a smaller one than the demo."""
     if not {"--model", "--prompt-cache-file"} & set(args):
         args = ("--model", TRAINED, *args)
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, args)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    try:
-        main()
-        status = 0
-    except SystemExit as e:
-        status = e.code
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_command(main, capsys, *args, stdin=stdin)
 
 
 def summary(responses):
@@ -221,15 +213,15 @@ def test_every_flag_is_mlx_lms():
             assert (a.default, a.type) == (ours[name].default, ours[name].type)
 
 
-def test_summary_without_drafts(monkeypatch, capsys):
+def test_summary_without_drafts(capsys):
     args = ["--prompt", PROMPT, "-m", 5, "--num-draft-tokens", 0]
-    assert run(monkeypatch, capsys, "--mtp", *args)[1].endswith("\nDrafts: none, 1.000 tokens-per-step\n")
-    assert "Drafts" not in run(monkeypatch, capsys, "--prompt", PROMPT, "-m", 5)[1]
+    assert run(capsys, "--mtp", *args)[1].endswith("\nDrafts: none, 1.000 tokens-per-step\n")
+    assert "Drafts" not in run(capsys, "--prompt", PROMPT, "-m", 5)[1]
 
 
-def test_summary_lines(monkeypatch, capsys):
+def test_summary_lines(capsys):
     args = ["--mtp", "--prompt", PROMPT, "-m", 16, "--num-draft-tokens", 3]
-    status, out, _ = run(monkeypatch, capsys, *args)
+    status, out, _ = run(capsys, *args)
     assert status == 0
     *_, rule, prompt, generation, memory, drafts = out.strip().split("\n")
     assert rule == "=========="
@@ -238,10 +230,10 @@ def test_summary_lines(monkeypatch, capsys):
     assert re.fullmatch(r"Peak memory: [\d.]+ GB", memory)
     assert re.fullmatch(r"Drafts: [\d.]+, [\d.]+, [\d.]+ accepted by position, [\d.]+ tokens-per-step", drafts)
 
-    _, plain, _ = run(monkeypatch, capsys, *args[1:])
+    _, plain, _ = run(capsys, *args[1:])
     assert plain.split("==========")[1] == out.split("==========")[1]
     assert "Drafts" not in plain
-    _, quiet, _ = run(monkeypatch, capsys, *args, "--verbose", "F")
+    _, quiet, _ = run(capsys, *args, "--verbose", "F")
     assert quiet.strip() == out.split("==========")[1].strip()
 
 
@@ -253,10 +245,10 @@ def test_summary_lines(monkeypatch, capsys):
         pytest.param("--copy-drafts off", None, marks=pytest.mark.slow),
     ],
 )
-def test_copies_in_the_summary(monkeypatch, capsys, flags, pattern):
+def test_copies_in_the_summary(capsys, flags, pattern):
     args = ["--prompt", REPEATS, "-m", 40, "--ignore-chat-template"]
-    _, plain, _ = run(monkeypatch, capsys, *args)
-    _, out, _ = run(monkeypatch, capsys, *args, *flags.split())
+    _, plain, _ = run(capsys, *args)
+    _, out, _ = run(capsys, *args, *flags.split())
     assert out.split("==========")[1] == plain.split("==========")[1]
     *_, last = out.strip().split("\n")
     assert re.fullmatch(rf"Drafts: {pattern}, [\d.]+ tokens-per-step", last) if pattern else "Drafts" not in out
@@ -271,15 +263,15 @@ def test_copies_in_the_summary(monkeypatch, capsys, flags, pattern):
         ("--exact --copy-drafts auto", "--exact requires --mtp"),
     ],
 )
-def test_refuses_flags_that_do_not_go_with_copies(monkeypatch, capsys, flags, message):
-    status, out, err = run(monkeypatch, capsys, *flags.split())
+def test_refuses_flags_that_do_not_go_with_copies(capsys, flags, message):
+    status, out, err = run(capsys, *flags.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
-def test_reads_the_prompt_from_stdin(monkeypatch, capsys):
-    _, piped, _ = run(monkeypatch, capsys, "--mtp", "--prompt", "-", "-m", 12, "--verbose", "F", stdin=PROMPT)
-    _, given, _ = run(monkeypatch, capsys, "--mtp", "--prompt", PROMPT, "-m", 12, "--verbose", "F")
+def test_reads_the_prompt_from_stdin(capsys):
+    _, piped, _ = run(capsys, "--mtp", "--prompt", "-", "-m", 12, "--verbose", "F", stdin=PROMPT)
+    _, given, _ = run(capsys, "--mtp", "--prompt", PROMPT, "-m", 12, "--verbose", "F")
     assert piped == given != "\n"
 
 
@@ -287,11 +279,11 @@ SAMPLED = ("--prompt", PROMPT, "-m", 16, "--temp", 0.9, "--top-p", 0.95, "--verb
 
 
 @pytest.fixture
-def sampled(monkeypatch, capsys):
+def sampled(capsys):
     """The text that the command samples with some flags."""
 
     def text(*flags):
-        status, out, err = run(monkeypatch, capsys, *SAMPLED, *flags)
+        status, out, err = run(capsys, *SAMPLED, *flags)
         assert (status, err) == (0, "")
         return out
 
@@ -333,7 +325,7 @@ def test_sampler_of_flags(trained, flags, acceptance):
     assert type(make_acceptance(sampler_of(args, trained[1]))) is acceptance
 
 
-def test_resumes_a_prompt_cache_file(monkeypatch, capsys, trained, tmp_path):
+def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
     model, tokenizer = trained
     cache = mlx_mtp.make_prompt_cache(model)
     list(mlx_mtp.mtp_generate_step(mx.array(tokenizer.encode(PROMPT)), model, max_tokens=0, prompt_cache=cache))
@@ -341,22 +333,17 @@ def test_resumes_a_prompt_cache_file(monkeypatch, capsys, trained, tmp_path):
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache, metadata)
     more = "        for line in f:"
     args = ["--mtp", "-m", 15, "--verbose", "F"]
-    _, warm, _ = run(
-        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--prompt", more
-    )
+    _, warm, _ = run(capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--prompt", more)
     tokens = tokenizer.encode(PROMPT) + tokenizer.encode(more)
     assert warm.rstrip("\n") == mlx_lm.generate(model, tokenizer, tokens, max_tokens=15).rstrip("\n")
 
-    status, _, err = run(
-        monkeypatch, capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--model", mlx_mtp.DEMO
-    )
+    status, _, err = run(capsys, *args, "--prompt-cache-file", tmp_path / "cache.safetensors", "--model", mlx_mtp.DEMO)
     assert (status, err.count("\n")) == (2, 1)
 
     cache[-1][2] = mx.array([4_000_000], mx.uint32)
     save_prompt_cache(str(tmp_path / "damaged.safetensors"), cache, metadata)
     for flags in (["--check"], []):
         status, _, err = run(
-            monkeypatch,
             capsys,
             *args,
             *flags,
@@ -373,34 +360,34 @@ def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(command, "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens))
     for flags in ([], ["--num-draft-tokens", 5]):
-        run(monkeypatch, capsys, "--model", TRAINED, "--draft-model", TRAINED, *flags)
+        run(capsys, "--model", TRAINED, "--draft-model", TRAINED, *flags)
     assert given == [3, 5]
 
 
-def test_a_missing_head_is_an_error_without_fallback(monkeypatch, capsys, tmp_path):
+def test_a_missing_head_is_an_error_without_fallback(capsys, tmp_path):
     headless = copied(tmp_path)
     no_head(headless)
-    status, out, err = run(monkeypatch, capsys, "--mtp", "--model", headless, "-m", 5)
+    status, out, err = run(capsys, "--mtp", "--model", headless, "-m", 5)
     assert (status, out) == (2, "")
     assert re.fullmatch(
         r"mlx_mtp\.generate: error: .* has no MTP head, and its original was not found\. .* without --mtp\.\n",
         err,
     )
-    status, out, _ = run(monkeypatch, capsys, "--model", headless, "-m", 5)
+    status, out, _ = run(capsys, "--model", headless, "-m", 5)
     assert status == 0
     assert "Generation: 5 tokens" in out
 
 
-def test_a_drafter_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_path):
+def test_a_drafter_drafts_as_the_models_own_head(capsys, tmp_path):
     folder = copied(tmp_path)
     drafter = shutil.copytree(folder, tmp_path / "drafter")
     edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
     configure(drafter, model_type="qwen3_5_mtp")
     args = ["--model", folder, "--prompt", "def f", "-m", 20, "--num-draft-tokens", 2, "--mtp"]
-    status, want, _ = run(monkeypatch, capsys, *args)
+    status, want, _ = run(capsys, *args)
     no_head(folder)
-    assert run(monkeypatch, capsys, *args)[0] == 2
-    status, got, _ = run(monkeypatch, capsys, *args, drafter)
+    assert run(capsys, *args)[0] == 2
+    status, got, _ = run(capsys, *args, drafter)
     assert status == 0
 
     def untimed(text):
@@ -411,18 +398,18 @@ def test_a_drafter_drafts_as_the_models_own_head(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("spoil", [bad[0] for bad in BAD], ids=BAD_IDS)
-def test_a_bad_checkpoint_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, spoil):
+def test_a_bad_checkpoint_is_one_line_and_status_2(capsys, tmp_path, spoil):
     folder = copied(tmp_path)
     spoil(folder)
-    status, out, err = run(monkeypatch, capsys, "--mtp", "--model", folder, "-m", 1)
+    status, out, err = run(capsys, "--mtp", "--model", folder, "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("mlx_mtp.generate: error: ")
 
 
-def test_a_truncated_file_is_one_line_without_mtp(monkeypatch, capsys, tmp_path):
+def test_a_truncated_file_is_one_line_without_mtp(capsys, tmp_path):
     folder = shutil.copytree(TRAINED, tmp_path / "model")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
-    status, out, err = run(monkeypatch, capsys, "--model", folder, "-m", 1)
+    status, out, err = run(capsys, "--model", folder, "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1), err
 
 
@@ -459,7 +446,7 @@ def test_a_truncated_file_is_one_line_without_mtp(monkeypatch, capsys, tmp_path)
 )
 def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):
     monkeypatch.setattr(command, "load", lambda *args, **kwargs: pytest.fail("loaded"))
-    status, out, err = run(monkeypatch, capsys, *flags.split())
+    status, out, err = run(capsys, *flags.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     name, value = flags.split()
     assert re.fullmatch(rf"mlx_mtp\.generate: error: {name} must be .*, not {value}(\.0)?\.\n", err)
@@ -484,16 +471,16 @@ def test_the_server_needs_a_limit_of_tokens():
     ],
 )
 @pytest.mark.parametrize("mtp", [["--mtp"], []])
-def test_refuses_a_flag_that_does_not_fit_the_model(monkeypatch, capsys, mtp, flags, message):
-    status, out, err = run(monkeypatch, capsys, *mtp, *flags.split())
+def test_refuses_a_flag_that_does_not_fit_the_model(capsys, mtp, flags, message):
+    status, out, err = run(capsys, *mtp, *flags.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
 @pytest.mark.parametrize("token", ["no such token", "4096", "-1"])
-def test_refuses_a_stop_token_that_is_none(monkeypatch, capsys, token):
+def test_refuses_a_stop_token_that_is_none(capsys, token):
     """mlx-lm takes the first for the unknown token, which in this vocabulary ends the text."""
-    status, out, err = run(monkeypatch, capsys, f"--extra-eos-token={token}", "-m", 1)
+    status, out, err = run(capsys, f"--extra-eos-token={token}", "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert f"--extra-eos-token {token} is not a token of the model" in err
 
@@ -517,16 +504,16 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "load", interrupt)
-    assert run(monkeypatch, capsys) == (130, "", "")
+    assert run(capsys) == (130, "", "")
 
 
-def test_a_folder_keeps_what_was_read(monkeypatch, capsys, tmp_path):
+def test_a_folder_keeps_what_was_read(capsys, tmp_path):
     flags = ["--prompt", PROMPT, "--max-tokens", "8", "--verbose", "False", "--ignore-chat-template"]
-    _, want, _ = run(monkeypatch, capsys, *flags)
+    _, want, _ = run(capsys, *flags)
     flags += ["--mtp", "--prompt-cache-dir", tmp_path]
     found = []
     for _ in range(2):
-        assert run(monkeypatch, capsys, *flags) == (0, want, "")
+        assert run(capsys, *flags) == (0, want, "")
         found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
     assert found[0] == found[1] != {}
 
@@ -555,7 +542,7 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--prompt-cache-dir", tmp_path, "--check"], "--prompt-cache-dir and --check cannot be combined"),
     ]
     for args, message in cases:
-        status, out, err = run(monkeypatch, capsys, "--mtp", *args)
+        status, out, err = run(capsys, "--mtp", *args)
         assert (status, err.count("\n")) == (2, 1), (args, err)
         assert message in err
         assert "Traceback" not in out + err
@@ -566,34 +553,34 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
             "--acceptance coupled cannot be combined with --draft-model",
         ),
     ):
-        status, _, err = run(monkeypatch, capsys, *args)
+        status, _, err = run(capsys, *args)
         assert (status, err.count("\n")) == (2, 1)
         assert message in err
     for model_type, advice in (("llama", "generate without --mtp"), ("qwen4_exp", "neither here nor by mlx-lm")):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
-        status, _, err = run(monkeypatch, capsys, "--mtp", "--model", folder)
+        status, _, err = run(capsys, "--mtp", "--model", folder)
         assert (status, err.count("\n")) == (2, 1)
         assert model_type in err
         assert advice in err
 
 
-def test_an_image_is_refused_by_the_model(monkeypatch, capsys, tmp_path):
+def test_an_image_is_refused_by_the_model(capsys, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     for mtp in ([], ["--mtp"]):
-        status, out, err = run(monkeypatch, capsys, *mtp, "--model", TRAINED, "--image", tmp_path / "a.png")
+        status, out, err = run(capsys, *mtp, "--model", TRAINED, "--image", tmp_path / "a.png")
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert "has no vision tower, and its original was not found" in err
 
 
 @pytest.mark.parametrize(("mtp", "is_file"), [(["--mtp"], True), (["--mtp"], False), ([], True)])
-def test_json_of_a_schema(monkeypatch, capsys, tmp_path, mtp, is_file):
+def test_json_of_a_schema(capsys, tmp_path, mtp, is_file):
     file, schema = (
         tmp_path / "schema.json",
         '{"type": "object", "properties": {"n": {"enum": [10, 20]}}, "required": ["n"]}',
     )
     file.write_text(schema)
     flags = "--json-schema", str(file) if is_file else f" {schema}", "--verbose", "False", "-m", "50"
-    status, out, _ = run(monkeypatch, capsys, *mtp, *flags)
+    status, out, _ = run(capsys, *mtp, *flags)
     assert status == 0
     assert json.loads(out)["n"] in (10, 20)
 
@@ -608,10 +595,10 @@ def test_json_of_a_schema(monkeypatch, capsys, tmp_path, mtp, is_file):
         ("{}", ("--check",), "--check compares free text"),
     ],
 )
-def test_a_bad_schema_is_one_line(monkeypatch, capsys, tmp_path, text, flags, message):
+def test_a_bad_schema_is_one_line(capsys, tmp_path, text, flags, message):
     schema = tmp_path / "schema.json"
     if text is not None:
         schema.write_text(text)
-    status, out, err = run(monkeypatch, capsys, "--mtp", "--json-schema", str(schema), *flags)
+    status, out, err = run(capsys, "--mtp", "--json-schema", str(schema), *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err

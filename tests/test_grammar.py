@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import cache as cached
 
 import mlx.core as mx
 import pytest
@@ -14,7 +13,7 @@ from mlx_mtp.text.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
-from tests.support.models import tiny_model
+from tests.support.models import model_of
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
 TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
@@ -34,7 +33,6 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
-model_of = cached(tiny_model)
 
 
 def until_end(tokens, end=0):

@@ -12,11 +12,10 @@ from mlx_mtp import mtp_generate_step
 from mlx_mtp.sampling.processors import keeps_state
 from tests.support.batches import Fault
 from tests.support.decoding import assert_goes_on, plain
-from tests.support.models import DATA, load_reference, tiny_model
+from tests.support.models import DATA, load_reference, model_of
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
-model_of = functools.cache(tiny_model)
 
 
 class Alternating:

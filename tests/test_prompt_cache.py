@@ -19,11 +19,10 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint.load import DEMO
 from tests.support.decoding import STOPS, plain
-from tests.support.models import tiny_model
+from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
-model_of = functools.cache(tiny_model)
 
 
 def mtp(prompt, model, **options):

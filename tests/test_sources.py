@@ -1,18 +1,15 @@
 """A source of drafts that someone adds: it takes its turn with the others, for one sequence and for several."""
 
-import functools
-
 import mlx.core as mx
 import pytest
 
 from mlx_mtp.drafts import sources
 from tests.support.decoding import plain
-from tests.support.models import tiny_model
+from tests.support.models import model_of
 from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
 N = 24
-model_of = functools.cache(tiny_model)
 SOURCES = [*sources.SOURCES]
 
 

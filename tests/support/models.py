@@ -1,6 +1,7 @@
 """Small models, and the devices that they run on."""
 
 import json
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -78,6 +79,9 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
     model.update(tree_map_with_path(weight, model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+model_of = cache(tiny_model)  # one for all tests that leave it as it was
 
 
 def deep_model(family: str, seed: int = 0, **changes):

@@ -1,0 +1,22 @@
+"""Commands in this process, which has imported everything."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def run_command(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "") -> tuple[int, str, str]:
+    """Run the ``main`` of a module of ``mlx_mtp`` -> (exit status, stdout, stderr)."""
+    name = main.__module__.removesuffix(".__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, argv)])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            main()
+            status = 0
+        except SystemExit as e:
+            status = e.code
+    return status, *capsys.readouterr()
