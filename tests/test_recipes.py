@@ -65,7 +65,7 @@ def test_the_catalog_has_the_models_sizes(model):
     assert model.head_gb == pytest.approx(sizes(architecture, 4)[1], abs=0.005)
     cache = [c for c in model_of(architecture)[0].make_cache() if isinstance(c, KVCache)]
     n_layers = len(cache) + 1  # the head's
-    assert model.context_bytes(1000) == 1000 * n_layers * 2 * 2 * text["num_key_value_heads"] * text["head_dim"]
+    assert model.needs(1000).caches == 1000 * n_layers * 2 * 2 * text["num_key_value_heads"] * text["head_dim"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
