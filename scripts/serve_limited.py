@@ -19,9 +19,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -35,6 +33,7 @@ MODULES = ["argparse", "ast", "bisect", "cmd", "difflib"]
 TOKENS = 40  # of an answer
 TIMEOUT = 3600  # seconds for an answer, also on a machine that does much else
 OVER = 1.05  # of the limit
+STACK = 8  # MB of address space for the thread of a request
 TEMPLATE = (
     "{% for part in messages[0].content if messages[0].content is not string %}"
     "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
@@ -84,17 +83,6 @@ def status(server: Server) -> dict[str, float]:
     return {line.split(":")[0]: int(line.split()[1]) / 1e3 for line in lines if line.startswith("Vm")}
 
 
-@contextmanager
-def address_space(n_bytes: int | None) -> Iterator[None]:
-    """Processes that are started inside have no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (soft if n_bytes is None else n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve much with little memory.")
     parser.add_argument("--streams", type=int, default=30, help="Requests at once (default: 30).")
@@ -111,9 +99,11 @@ def main() -> None:
         expected = [ask(server, body) for body in asked]
         server.stop(signal.SIGTERM)
     limit = loaded["VmRSS"] + args.spare
-    space = int(1e6 * (loaded["VmSize"] + OVER * args.spare)) if args.address_space else None
+    space = int(1e6 * (loaded["VmSize"] + OVER * args.spare + STACK * args.streams))
     flags[-1] = str(folder / "others")
-    with address_space(space), serve(folder / "limited.log", "--max-memory", f"{limit:.0f}MB", *flags) as server:
+    with serve(folder / "limited.log", "--max-memory", f"{limit:.0f}MB", *flags) as server:
+        if args.address_space:
+            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (space, space))
         with ThreadPoolExecutor(args.streams) as pool:
             texts = list(pool.map(lambda body: ask(server, body), asked))
         again = ask(server, asked[0])  # a server that has refused goes on

@@ -183,14 +183,35 @@ def test_a_tight_model_is_warned_about(caplog, unlimited):
 # A server
 
 
-def chat(text, n=60):
-    return [{"role": "user", "content": text}], None
+HELLO = [{"role": "user", "content": "import os"}]
 
 
-def test_where_the_limit_is_lowered_the_newest_request_ends():
+def test_a_lower_limit_holds_from_the_next_step_on(unlimited):
+    """The process goes on, and so do answers when there is memory again."""
+    with Engine("--mtp", "--temp", "0") as engine:
+        account = engine.engine.admission.account
+        right = engine.ask(HELLO, max_tokens=20).tokens
+        step, n_steps = engine.engine._advance, []
+
+        def advance(*args):
+            step(*args)
+            n_steps.append(account.limit)
+            if len(n_steps) == 3:
+                account.restrict(account.held // 2)
+
+        engine.engine._advance = advance
+        for message in (r"The answer has ended after \d+ tokens, since", r"The prompt of \d+ tokens needs"):
+            with pytest.raises(ApiError, match=message) as refused:
+                engine.ask(HELLO, max_tokens=400)
+            assert (refused.value.status, refused.value.code, len(n_steps)) == (507, "insufficient_memory", 3)
+        account.restrict(1 << 40)
+        assert engine.ask(HELLO, max_tokens=20).tokens == right
+
+
+def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
     """First the prompt store is emptied, then the newest answer ends, and the first one goes on."""
     with Engine("--mtp", "--temp", "0") as engine:
-        alone = engine.ask([{"role": "user", "content": "import os"}], max_tokens=80)
+        alone = engine.ask(HELLO, max_tokens=80)
         admission, account = engine.engine.admission, engine.engine.admission.account
         assert admission.caches.nbytes > 0
         lack, ends = admission.lack, []
@@ -210,7 +231,7 @@ def test_where_the_limit_is_lowered_the_newest_request_ends():
         admission.lack = short_once
 
         async def both():
-            first = engine.answer([{"role": "user", "content": "import os"}], max_tokens=80)
+            first = engine.answer(HELLO, max_tokens=80)
             second = engine.answer([{"role": "user", "content": "import re"}], max_tokens=80)
             return await asyncio.gather(first, second, return_exceptions=True)
 
@@ -223,4 +244,4 @@ def test_where_the_limit_is_lowered_the_newest_request_ends():
         )
         if isinstance(answers[1], ApiError):
             assert answers[0].tokens == alone.tokens
-        assert engine.ask([{"role": "user", "content": "import os"}], max_tokens=80).tokens == alone.tokens
+        assert engine.ask(HELLO, max_tokens=80).tokens == alone.tokens
