@@ -206,6 +206,6 @@ def test_a_chat_says_what_is_wrong_with_a_picture(model, tokenizer, capsys):
     obey("/image no.png", Conversation(tiny_model("qwen3_5"), tokenizer, args))
     assert capsys.readouterr().out.split("\n")[:2] == [
         "There is no image no.png.",
-        "The model takes no images: its checkpoint has no vision tower. Fetch that of its original: with --images in "
+        "The model takes no images: its checkpoint has no vision tower. Use its original's: with --images in "
         'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.',
     ]

@@ -214,7 +214,7 @@ def test_each_rank_resumes_its_own_part_alone(tmp_path):
             if other == part:
                 open_prompt_cache(as_rank(*other), loaded)
             else:
-                with pytest.raises(ValueError, match=r"cache is that of (rank|one process).* and this is"):
+                with pytest.raises(ValueError, match=r"cache belongs to (rank|one process).* and this is"):
                     open_prompt_cache(as_rank(*other), loaded)
 
 

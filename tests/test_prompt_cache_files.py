@@ -126,7 +126,7 @@ def test_refuses_another_models_file(tmp_path):
     quantized = deep_model("qwen3_5")
     nn.quantize(quantized, 32, 4)
     for other in (deep_model("qwen3_5", seed=1), deep_model("qwen3_5", dtype=mx.bfloat16), quantized):
-        with pytest.raises(ValueError, match="is that of another model, or of other weights of this one: make it anew"):
+        with pytest.raises(ValueError, match="belongs to another model, or to other weights of this one: make it anew"):
             mtp([7], other, prompt_cache=load_prompt_cache(file))
 
 

@@ -320,9 +320,9 @@ def check_flags(args: argparse.Namespace) -> None:
 def check_tune(args: argparse.Namespace) -> None:
     fixed = ("synthetic", "compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
-        raise ValueError(f"--tune chooses what to measure: remove {flag_of(flag)}.")
+        raise ValueError(f"--tune chooses the settings to measure: remove {flag_of(flag)}.")
     if args.repeat < 2:
-        raise ValueError("--tune requires --repeat 2 or more: the spread of the rounds tells what is a gain.")
+        raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
     if args.settings is not None:
         raise ValueError(
             "--tune measures without settings: remove --settings. To write another file, give --tune FILE."

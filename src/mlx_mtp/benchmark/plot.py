@@ -57,7 +57,7 @@ def draw(report: Report) -> Any:
 
 
 def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> None:
-    """The head's speed by depth, with what the parts of a step allow, and auto as lines across."""
+    """The head's speed by depth, the speed that the parts of a step allow, and auto as lines across."""
     depths = [int(r.run) for r in fixed]
     axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
     axes.plot(depths, [r.allowed for r in fixed], "--", color=ORANGE, label="allowed by the parts of a step")

@@ -251,7 +251,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     part = [] if last[3] is None else last[3].tolist()
     if part != part_of(model):
         raise ValueError(
-            f"The prompt cache is that of {_name(part)} and this is {_name(part_of(model))}: "
+            f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
     if _is_open(last):
@@ -261,12 +261,12 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         )
     if cache.n_recorded < 0:
         raise ValueError(
-            "What this prompt cache holds is not known, since it was copied or saved while a generation was open on it, or the "
+            "The content of this prompt cache is not known: it was copied or saved while a generation was open on it, or the "
             "end of one was interrupted: make it anew with mlx_mtp.make_prompt_cache(model)."
         )
     if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
-            "The prompt cache is that of another model, or of other weights of this one: make it anew with "
+            "The prompt cache belongs to another model, or to other weights of this one: make it anew with "
             "mlx_mtp.make_prompt_cache(model)."
         )
 

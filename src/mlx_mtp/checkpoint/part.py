@@ -65,7 +65,7 @@ def make_ranks(
 
 
 def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool) -> tuple[Path, Stage | None]:
-    """As ``fetch``, what this rank needs; the model's sizes are checked before any weights are downloaded.
+    """As ``fetch``, for the part that this rank needs; the model's sizes are checked before any weights are downloaded.
 
     Raises:
         FileNotFoundError: It is not there or cannot be downloaded.

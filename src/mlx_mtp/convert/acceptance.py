@@ -30,7 +30,7 @@ def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
 
 def print_cost(target: Path, head: nn.Module, bits: int) -> None:
     """Print the acceptance rate with the quantized head, and with the head as it was."""
-    print("[INFO] Measuring what the quantization of the head costs, on built-in text")
+    print("[INFO] Measuring the cost of the head's quantization, on built-in text")
     try:
         model, tokenizer = load(str(target))
         quantized = measure_acceptance(model, tokenizer, COST_TOKENS)

@@ -112,7 +112,7 @@ def convert_weights(
     trust_remote_code: bool,
     name: str | None,
 ) -> None:
-    """Load, cast, quantize and write; ``name`` is what the model card calls the result, if not its folder."""
+    """Load, cast, quantize and write; ``name`` is the result's in the model card. Default: its folder."""
     if adapter_path is not None:
         check_folder(Path(adapter_path), "--adapter-path")
     print("[INFO] Loading")

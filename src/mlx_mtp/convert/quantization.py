@@ -20,7 +20,7 @@ MTP_GROUP_SIZE = 64
 
 
 def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
-    """Cast what is not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
+    """Cast the weights that are not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
     chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
     if chosen not in MODEL_CONVERSION_DTYPES:
         return

@@ -1,4 +1,4 @@
-"""Recipes: what to convert, with which flags, and what the result needs. By name, or from a file of the user's."""
+"""Recipes: a model to convert, flags, and the needs of the result. By name, or from a file of the user's."""
 
 import tomllib
 from pathlib import Path
@@ -74,7 +74,7 @@ def _check(file: Path, tables: dict[str, Any]) -> None:
 
 
 def recipe_flags(recipe: str | Path) -> list[str]:
-    """Turn a recipe into a command line. Prints what the result needs."""
+    """Turn a recipe into a command line. Prints the needs of the result."""
     tables = read_recipe(recipe)
     disk, memory = (tables["needs"][key] for key in NEEDS)
     print(f"[INFO] {recipe}: the result takes {disk} GB on disk and a machine with {memory} GB of memory")

@@ -40,7 +40,7 @@ class Data:
 
 
 def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, work: Path) -> Split:
-    """Let the model answer the prompts, and leave out what is too much to record."""
+    """Let the model answer the prompts, up to the limit of the recording."""
     if data.corpus is None:
         how: Any = {"answers": data.answers, "max_tokens": data.max_tokens, "temp": data.temp, "seed": data.seed}
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", **how)

@@ -1,4 +1,4 @@
-"""How far the head's drafts are from what the backbone says, for all positions of a text and K drafts at each.
+"""The distance of the head's drafts from the backbone's predictions, for all positions of a text and K drafts at each.
 
     row i, draft 1    hidden h_i, token t_i+1                  ->  a draft of t_i+2
     row i, draft d    the head's output for draft d - 1, t_i+d  ->  a draft of t_i+1+d

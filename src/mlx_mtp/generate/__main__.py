@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what ``mlx_lm.generate`` does with its flags."""
+    """Generate as ``mlx_lm.generate`` does with these flags."""
     check_flags(args)
     saved = load_prompt_cache(args)
     if args.draft_model is not None:
@@ -178,7 +178,7 @@ def load_model(
 
 
 def _is_ours(model: str) -> bool:
-    """Whether images are read here; those of other families, mlx-lm reads."""
+    """Whether images are read here; mlx-lm reads them for other families."""
     file = fetch(model, None) / "config.json"
     return file.exists() and read_json(file).get("model_type") in MODEL_TYPES
 

@@ -42,7 +42,7 @@ def stored_steps(
         if options.pop(name, None) is not None:
             raise ValueError(f"prompt_store and {name} cannot be combined.")
     if store.model is not model:
-        raise ValueError("The prompt store is that of another model: make one with PromptStore(model).")
+        raise ValueError("The prompt store belongs to another model: make one with PromptStore(model).")
     if model.ranks is not None:
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
@@ -94,7 +94,7 @@ def _prefill_part(
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that is shown these tokens [N] before all others, as if they were part of them."""
     if isinstance(processor, Grammar):
-        return processor  # it looks at what is generated alone
+        return processor  # it looks at generated tokens alone
     if keeps_state(processor):
         return _Seeing(before, processor)
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)

@@ -71,7 +71,7 @@ def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: s
 
 
 def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None) -> "tuple[Image, str]":
-    """An image whose pixels have not been read, and what errors call it."""
+    """An image whose pixels have not been read, and its name in errors."""
     image_module = pillow()
     if isinstance(source, str) and source.startswith("data:"):
         source = decode_url(source, name or "The image")

@@ -213,7 +213,7 @@ def vision_of(model: Any) -> Vision:
         )
     if not isinstance(vision := model.vision, Vision):
         raise ValueError(
-            "The model takes no images: its checkpoint has no vision tower. Fetch that of its original: with --images in "
+            "The model takes no images: its checkpoint has no vision tower. Use its original's: with --images in "
             'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:

@@ -295,7 +295,5 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     try:
         tower.load_weights(list(tensors.items()))
     except ValueError as e:  # mlx's names all tensors that differ, a line each
-        raise ValueError(
-            f"The vision tower is not what its vision_config says: {' '.join(str(e).split())[:200]}"
-        ) from e
+        raise ValueError(f"The vision tower does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
     return tower

@@ -107,7 +107,7 @@ class Vision:
         return {}
 
     def encode(self, pixel_values: mx.array) -> mx.array:
-        """The rows of an image, [n, H], evaluated; ``pixel_values`` is what ``processor.preprocess_image`` returns."""
+        """The rows of an image, [n, H], evaluated; ``pixel_values`` are of ``processor.preprocess_image``."""
         rows: mx.array = self.tower(pixel_values)
         return rows
 

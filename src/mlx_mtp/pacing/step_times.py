@@ -93,7 +93,7 @@ class StepTimes:
         return (self.source_estimate(plan.source) if plan.skips_head else self.estimate)[plan.k]
 
     def without_pause(self, plan: Plan, seconds: float) -> float:
-        """At most ``BEYOND_NOISE`` times what a step is expected to take."""
+        """At most ``BEYOND_NOISE`` times the expected time of a step."""
         return min(seconds, self.BEYOND_NOISE * self.of(plan))
 
     def _count(self, plan: Plan, seconds: float) -> None:

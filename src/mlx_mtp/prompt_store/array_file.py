@@ -78,7 +78,7 @@ def read(path: Path) -> bytes:
     """
     data = path.read_bytes()
     if _digest(data) != path.name.removesuffix(SUFFIX):
-        raise Damaged(f"{path} is damaged: its bytes are not those that it is named by.")
+        raise Damaged(f"{path} is damaged: its bytes do not match its name.")
     return data
 
 

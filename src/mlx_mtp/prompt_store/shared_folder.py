@@ -91,7 +91,7 @@ class SharedFolder:
         try:
             self._db = _connect(index)
         except sqlite3.DatabaseError as e:
-            if not _is_damage(e):  # it is locked, or the disk is full: what is there stays
+            if not _is_damage(e):  # it is locked, or the disk is full: the index stays
                 raise OSError(f"{index} cannot be used: {e}.") from e
             logging.warning(f"{index} cannot be used ({e}): it is put aside, and the prompt cache begins anew.")
             for suffix in ("-wal", "-shm"):

@@ -286,7 +286,7 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_template(args: argparse.Namespace) -> None:
-    """Check what can be known of a template without the model."""
+    """Check a template as far as possible without the model."""
     try:
         if args.chat_template:
             render_jinja_template([[]], chat_template=args.chat_template)
@@ -297,7 +297,7 @@ def _check_template(args: argparse.Namespace) -> None:
 
 
 def _check_processes(args: argparse.Namespace) -> None:
-    """Check what depends on the number of processes that ``mlx.launch`` has started."""
+    """Check the flags that depend on the number of processes of ``mlx.launch``."""
     check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")

@@ -1,4 +1,4 @@
-"""Text of a given form: a grammar masks the logits, and what it forces is drafted.
+"""Structured output: a grammar masks the logits, and the tokens that it forces are drafted.
 
 The tokens that a grammar allows next are a function of the text before, so any position of a window can be asked, in any order,
 and a rejected draft leaves nothing behind. The head's drafts are masked as the target's choices are. Where the grammar leaves
@@ -53,7 +53,7 @@ class Beginning:
         self._head: list[int] = []  # the last of its tokens behind it
 
     def behind(self, tokens: list[int]) -> list[int] | None:
-        """The tokens of a text -> those behind its beginning, ``None`` where it has not come."""
+        """The tokens of a text -> the tokens behind its beginning, ``None`` before that."""
         if not self._known or tokens[: len(self._known)] != self._known:
             said: bytes = self.tokenizer.decode_bytes(tokens)
             i = self.find(text := said.decode(errors="surrogateescape"))

@@ -35,7 +35,7 @@ class ReasoningReader:
         self._answer: int | None = None  # the first piece behind a quoted tag that may have been the last
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
-        """The next piece -> (reasoning, what follows the tag that ends it, or ``None``)."""
+        """The next piece -> (reasoning, the text behind the tag that ends it, or ``None``)."""
         self._rest += text
         n = len(self._pieces)
         while (i := self._rest.find(self.end)) >= 0:

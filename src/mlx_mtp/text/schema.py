@@ -82,7 +82,7 @@ OF_TYPE = {  # the keywords that say more of a type than its name
 
 @dataclass(eq=False)
 class Node:
-    """A schema, with those that it names.
+    """A schema, with the schemas that it names.
 
     Args:
         path (str): Where it is, for errors.
@@ -396,7 +396,7 @@ def _read_bounds(own: Json) -> None:
 
 
 def _in_place(node: Node) -> Iterator[Node]:
-    """A schema and those that speak of the same value, behind those that they name."""
+    """A schema and its parts and options, which speak of the same value, each behind its own."""
     seen, todo = {node}, [(node, False)]
     while todo:
         n, is_left = todo.pop()

@@ -1,4 +1,4 @@
-"""Which tokens the text of an answer is made of, and what each token says: what ``logprobs`` of the APIs need.
+"""The tokens that an answer's text is made of, and the bytes of each, for ``logprobs`` of the APIs.
 
 The text comes without the reasoning, the calls, the line breaks of the template and the stop word, and later than its tokens
 where a few characters are held back. So its characters are followed, each with the tokens that it came from.

@@ -1,4 +1,4 @@
-"""Which of the measured settings to recommend: those that beat simpler ones by more than the spread of the rounds."""
+"""The settings to recommend: the measured ones that beat simpler ones by more than the spread of the rounds."""
 
 import statistics
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ TOWERS = "towers"
 
 
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
-    """Return what reads images for a checkpoint without a tower: that of its original, fetched the first time.
+    """The vision tower for a checkpoint without one: its original's, fetched the first time.
 
     Raises:
         FileNotFoundError: The original was not found, or the tower could not be downloaded. What was downloaded stays, and the

@@ -186,7 +186,7 @@ class QwenReader:
 
     @property
     def is_at_call(self) -> bool:
-        """Whether what came last is the tag that begins a call."""
+        """Whether the text ends with a tag that begins a call."""
         return self._read == self._text and self._calls is not None and self._calls.is_at_start
 
     def add(self, text: str) -> list[Event]:

@@ -103,7 +103,7 @@ class CallGrammar:
             raise ValueError("no grammar describes the calls of this model: leave it out")
         self.rules = Rules()
         self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
-        self._texts = {"value"}  # those of them that take a text that is not listed
+        self._texts = {"value"}  # the rules that take any text
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"call_{i}" for i in range(len(output.calls))]
         self.rules.add("start", r"/\n{0,2}/ calls" if output.is_required else "calls")
@@ -245,7 +245,7 @@ class CallGrammar:
     # Values
 
     def _value(self, schema: Schema, nodes: list[Node]) -> str:
-        """The rule of a value, with what ends it. Each schema has one, however often it is named."""
+        """The rule of a value, with its end. Each schema has one, however often it is named."""
         key = tuple(nodes)
         if key not in self._names:
             node = nodes[0] if len(nodes) == 1 else Node(nodes[0].path if nodes else "", parts=nodes)
@@ -323,7 +323,7 @@ def _read(tool: Json, is_strict: bool) -> Schema:
 
 
 def _free_value(tokenizer: TokenizerWrapper) -> str:
-    """Any text up to what ends it, with the tokens that llguidance takes for no text: a file may quote the template's marks."""
+    """Any text up to its end, with the tokens that llguidance takes for no text: a file may quote the template's marks."""
     marks = sorted(token for token, added in tokenizer.added_tokens_decoder.items() if not added.special)
     return f"(/(.|\\n)*/ <[{','.join(map(str, marks))}]>)* end_of_value" if marks else "end_of_value"
 

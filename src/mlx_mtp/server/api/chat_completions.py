@@ -106,7 +106,7 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
 
 
 def _refuse_parts(messages: Any) -> None:
-    """Refuse by name what is neither text nor image."""
+    """Refuse parts that are neither text nor image, by name."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
@@ -123,7 +123,7 @@ def _text(part: TextPart | ImagePart, images: Images) -> str:
 
 
 def _message(message: ChatMessage, images: Images) -> Json:
-    """A message for the chat template: without what is null, and with the arguments of calls as objects."""
+    """A message for the chat template: without null fields, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump().items() if value is not None}
     content.setdefault("content", None)
     if isinstance(message.content, list):

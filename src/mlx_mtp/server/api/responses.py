@@ -164,7 +164,7 @@ def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> N
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    elif not item.type.endswith(("_call", "_call_output")):  # those are of tools that OpenAI's servers have run
+    elif not item.type.endswith(("_call", "_call_output")):  # of tools that OpenAI's servers ran
         raise ApiError(400, f"{where}: {item.type[:50]} is not supported: send the item itself.", param="input")
 
 
@@ -176,7 +176,7 @@ def _assistant(messages: list[Json]) -> Json:
 
 
 def _text(content: Content | None, where: str, images: Images | None = None) -> str:
-    """The text of an item's content; ``images`` takes those that are in it, where there may be some."""
+    """The text of an item's content; ``images`` takes its images, where they are allowed."""
     if isinstance(content, str):
         return content
     texts = []

@@ -55,7 +55,7 @@ def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) 
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         """tokens [N], logits [1, V]"""
-        i = tokens.size - n_prompt - budget  # of those that end it
+        i = tokens.size - n_prompt - budget  # index of the ending's token
         if not 0 <= i < MOST_FORCED:
             return logits
         thought: Any = tokens[n_prompt : n_prompt + budget].tolist()

@@ -77,14 +77,14 @@ class Metrics:
         self.n_generating = n_generating
 
     def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
-        """A request begins: the tokens of its prompt, those of them in the prompt cache, and the requests that run now."""
+        """Count a request that begins: its prompt's tokens, the cached ones, and the requests that run now."""
         self.prompt_tokens.inc(n_prompt)
         self.cached_prompt_tokens.inc(n_cached)
         self.cache_hits.inc(n_cached > 0)
         self.in_flight.set(n_running)
 
     def finish(self, counts: DraftCounts, tokens_per_second: float | None, n_running: int) -> None:
-        """A request ends: its drafts, its speed if it has one, and the requests that still run."""
+        """Count a request that ends: its drafts, its speed if it has one, and the requests that still run."""
         self.in_flight.set(n_running)
         self._add_drafts(counts)
         if tokens_per_second is not None:
