@@ -153,12 +153,12 @@ def test_an_adapter_in_place_is_another_model(tmp_path):
     linear_to_lora_layers(model, 4, {"rank": 4, "scale": 20.0, "dropout": 0.0})
     adapter = [(name, mx.ones_like(w)) for name, w in tree_flatten(model.parameters()) if "lora" in name]
     model.load_weights(adapter, strict=False)
-    with pytest.raises(ValueError, match="another model, or of other weights"):
+    with pytest.raises(ValueError, match="another model, or to other weights"):
         mtp([7], model, prompt_cache=copy.deepcopy(before))
     adapted = make_prompt_cache(model)
     mtp(PROMPT, model, max_tokens=3, prompt_cache=adapted)
     remove_lora_layers(model)
-    with pytest.raises(ValueError, match="another model, or of other weights"):
+    with pytest.raises(ValueError, match="another model, or to other weights"):
         mtp([7], model, prompt_cache=adapted)
     assert goes_on(model, before, text)
 
