@@ -252,12 +252,9 @@ class BatchGenerator:
                         caches[s.uid] = cache_at_end(self.decoder, s), s.tokens
             self.prompts.remove(uids)
             if all(s.end is not None for s in self.decoder.sequences):
-                self._clear()
+                self.decoder.clear()
+                self.planner.clear()
         return caches if return_prompt_caches else {}
-
-    def _clear(self) -> None:
-        self.decoder.clear()
-        self.planner.clear()
 
     # Steps
 
@@ -302,7 +299,8 @@ class BatchGenerator:
         responses = [] if step is None else tokens_of(step, cache_of)
         responses += failures + failures_of(decoder.sequences, cache_of)
         if all(s.end is not None for s in decoder.sequences):
-            self._clear()
+            decoder.clear()
+            self.planner.clear()
         seconds = time.perf_counter() - start
         self._counters.generation_tokens += len(responses)
         self._counters.decode_time += seconds

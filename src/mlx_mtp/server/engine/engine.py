@@ -128,7 +128,7 @@ class Engine:
 
     def _begin(self, request: Request) -> None:
         try:
-            self._open(request)
+            _open(self.admission, request)
             if request.encoded is None:  # it waited for the model's tokenizer
                 request.client.put(None)
                 return
@@ -144,18 +144,6 @@ class Engine:
         self.running[uid] = request
         self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
         self.admission.make_room()
-
-    def _open(self, request: Request) -> None:
-        """
-        Raises:
-            ApiError: The request's model cannot be loaded.
-        """
-        try:
-            self.admission.open(request.key)
-        except Exception as e:
-            logging.exception("A model could not be loaded.")
-            message = f"The model could not be loaded: {e}"
-            raise ApiError(404, message, param="model", code="model_not_found") from e
 
     def _advance(self, finish_reason: str | None = None) -> None:
         """Run a step of the batch generator, and send its tokens.
@@ -228,3 +216,16 @@ class Engine:
         self.admission.close()
         self.admission.caches.close()
         self.admission.unload()
+
+
+def _open(admission: Admission, request: Request) -> None:
+    """
+    Raises:
+        ApiError: The request's model cannot be loaded.
+    """
+    try:
+        admission.open(request.key)
+    except Exception as e:
+        logging.exception("A model could not be loaded.")
+        message = f"The model could not be loaded: {e}"
+        raise ApiError(404, message, param="model", code="model_not_found") from e
