@@ -264,7 +264,7 @@ def test_refuses_what_is_not_of_these_tokens_or_this_model():
     store, prompt_cache = PromptStore(model, 1 << 30), read(model, TEXT)
     with pytest.raises(ValueError, match="is of 16 tokens, not of these 15"):
         store.insert(TEXT[:-1], prompt_cache)
-    with pytest.raises(ValueError, match="that of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         store.insert(TEXT, read(model_of("qwen3_5", 1), TEXT))
     with pytest.raises(ValueError, match=r"8 bits in groups of 32: give kv=.*, not None"):
         store.insert(TEXT, read(model, TEXT, store=PromptStore(model, 0), kv=KV))

@@ -224,5 +224,5 @@ def test_what_does_not_go_with_a_store(options, message, trained):
 
 
 def test_a_store_of_another_model(trained):
-    with pytest.raises(ValueError, match="that of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         answer(*trained, [1, 2, 3], PromptStore(model_of("qwen3_5"), 0))
