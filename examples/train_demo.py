@@ -40,6 +40,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 END = "<|endoftext|>"
+TEMPLATE = Path(__file__).parents[1] / "src" / "mlx_mtp" / "demo" / "chat_template.jinja"
 DEPTH = 3  # drafts that the head is trained for
 HEAD_WEIGHTS = (0.5, 0.25, 0.15)  # of the losses of drafts 1, 2 and 3; the next token has 1.0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3  # peak learning rates
@@ -311,6 +312,7 @@ def save(model: Demo, folder: Path) -> None:
         "add_prefix_space": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
+    (folder / TEMPLATE.name).write_bytes(TEMPLATE.read_bytes())
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def test_help_lists_the_commands(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("genrate", "did you mean generate?"), ("xyz", "choose from generate, chat,")]
+    ("word", "hint"), [("genrate", "did you mean generate?"), ("xyz", "choose from demo, generate,")]
 )
 def test_an_unknown_command_is_one_line(word, hint, capsys, monkeypatch):
     status, out, err = run(capsys, monkeypatch, main, word)
@@ -154,7 +154,7 @@ def test_doctor_of_the_demo(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.94)
     status, out, _ = run(capsys, monkeypatch, doctor.main)
     assert status == 0
-    assert "Model:      the bundled demo, which completes Python only" in out
+    assert "Model:      Demo model: completes Python only" in out
     assert "Accepted:   94% of first drafts on built-in text" in out
     assert out.splitlines()[-1].startswith("Verdict:    ready: use --mtp")
     monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.1)

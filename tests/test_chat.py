@@ -1,24 +1,23 @@
 """The chat in the terminal: its turns, its commands, its history, and what Ctrl-C leaves."""
 
-import fcntl
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
 import sys
-import termios
-import time
+from types import SimpleNamespace
 
 import pytest
 from mlx_lm.chat import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
+from mlx_mtp.chat import commands, messages, terminal
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
@@ -98,7 +97,7 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, answers, flags, tmp_path)
     assert texts[2] != texts[1]
     drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if flags else ""
     assert all(re.fullmatch(drafts, match[2]) for match in found if match)
-    assert out.count("'/help' to display") == 2
+    assert out.count("/help ") == 2
     assert "not reached" not in out
 
 
@@ -110,7 +109,7 @@ def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
             for turn in TURNS:
                 conversation.answer(turn, cut_after(7, pieces))
                 pieces.clear()
-            tokens = [*demo[1].encode(TURNS[0] + "\n")]
+            tokens = demo[1].encode(TURNS[0])  # its chat template passes code on
             assert conversation.text[: len(tokens)] == tokens
             assert store.fetch([*conversation.text, 1])[1] == len(conversation.text)
             assert (store.disk.bytes_read > 0) == bool(n_before)
@@ -216,7 +215,7 @@ def test_the_system_prompt_comes_once(trained, prompts):
 def test_thinking_is_switched(trained, prompts, capsys):
     conversation = started(trained, "--thinking", "on", chat_template=template)
     for query in ("a", "/think", "b", "/think", "c"):
-        command.obey(query, conversation)
+        command.respond(query, conversation)
     assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
     assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
 
@@ -224,7 +223,7 @@ def test_thinking_is_switched(trained, prompts, capsys):
 @pytest.mark.parametrize("text", ["h", "r", "t", "q", "help", " /etc/hosts", "a /reset"])
 def test_any_word_can_be_said_to_the_model(trained, prompts, text):
     conversation = started(trained, chat_template=template)
-    command.obey(text, conversation)
+    command.respond(text, conversation)
     assert prompts == [f"<user>{text.strip()}\n"]
 
 
@@ -242,9 +241,9 @@ def test_any_word_can_be_said_to_the_model(trained, prompts, text):
 def test_a_command_that_cannot_be_done_is_one_line(trained, prompts, capsys, monkeypatch, line, message):
     monkeypatch.setattr(conversation_module, "vision_of", lambda model: None)
     conversation = started(trained, chat_template=template)
-    command.obey("a", conversation)
+    command.respond("a", conversation)
     capsys.readouterr()
-    command.obey(line, conversation)
+    command.respond(line, conversation)
     out = capsys.readouterr().out
     assert out.startswith(message)
     assert out.count("\n") == 1
@@ -253,7 +252,7 @@ def test_a_command_that_cannot_be_done_is_one_line(trained, prompts, capsys, mon
 
 def test_thinking_without_a_switch_is_one_line(trained, prompts, capsys):
     conversation = started(trained)
-    command.obey("/think", conversation)
+    command.respond("/think", conversation)
     assert (prompts, conversation.thinking) == ([], False)
     assert "has no switch for thinking" in capsys.readouterr().out
 
@@ -262,9 +261,12 @@ def test_an_answer_that_was_cut_is_closed(trained):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
     conversation = started(trained, chat_template=template)
     end = trained[1].eos_token_id
-    assert conversation._encode("import os")[0] != end
+    assert conversation._encode([messages.Message("user", "import os")])[0] != end
     conversation.answer("import os", cut_after(2, []))
-    assert conversation._encode("b") == [end, *trained[1].encode("<user>b\n", add_special_tokens=False)]
+    assert conversation._encode([messages.Message("user", "b")]) == [
+        end,
+        *trained[1].encode("<user>b\n", add_special_tokens=False),
+    ]
 
 
 def test_turns_with_a_seed_draw_other_numbers(trained):
@@ -279,44 +281,151 @@ def test_turns_with_a_seed_draw_other_numbers(trained):
     assert say("5") == say("5") != say("6")
 
 
+# Saved conversations
+
+
+def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(trained, prompts, tmp_path, capsys):
+    file = tmp_path / "chat.json"
+    first = started(trained, "--system-prompt", "Be brief.", chat_template=template)
+    for line in ("a", f"/save {file}"):
+        command.respond(line, first)
+    second = started(trained, chat_template=template)
+    for line in ("other", f"/load '{file}'", "b", "c"):
+        command.respond(line, second)
+    assert prompts[2:] == ["<system>Be brief.\n<user>a\n<assistant>\n<user>b\n", "<user>c\n"]
+    assert second.transcript[:3] == first.transcript
+    assert "2 messages of" in capsys.readouterr().out
+
+
+def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):
+    """Its answers are those of plain mlx-lm to all messages together."""
+    model, tokenizer = trained
+    first, said = started(trained, "--mtp"), []
+    first.answer(TURNS[0], said.append)
+    messages.save(tmp_path / "chat.json", first.transcript)
+    second, texts = started(trained, "--mtp"), []
+    second.restore(messages.load(tmp_path / "chat.json"))
+    second.answer(TURNS[1], texts.append)
+    prompt = tokenizer.encode(f"{TURNS[0]}\n{''.join(said)}\n{TURNS[1]}\n")
+    assert "".join(texts) == tokenizer.decode(plain(prompt, model, max_tokens=20))
+
+
+def test_a_new_system_prompt_comes_before_all_messages(trained, prompts, capsys):
+    conversation = started(trained, chat_template=template)
+    for line in ("a", "/system Be brief.", "b", "c", "/system"):
+        command.respond(line, conversation)
+    assert prompts == ["<user>a\n", "<system>Be brief.\n<user>a\n<assistant>\n<user>b\n", "<user>c\n"]
+    assert capsys.readouterr().out.endswith("System prompt: Be brief.\n")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"messages": [{"role": "tool", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": 1}]}',
+        b'{"messages": [{"role": "user", "content": "a", "images": 1}]}',
+        b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
+        b'{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}',
+    ],
+)
+def test_a_file_that_cannot_be_loaded_changes_nothing(trained, prompts, tmp_path, capsys, content):
+    (file := tmp_path / "chat.json").write_bytes(content)
+    conversation = started(trained, chat_template=template)
+    for line in ("a", f"/load {file}", "b"):
+        command.respond(line, conversation)
+    assert prompts == ["<user>a\n", "<user>b\n"]
+    assert "is not a conversation" in (out := capsys.readouterr().out) or "takes no images" in out
+
+
+def test_a_failed_question_is_forgotten(trained, prompts, monkeypatch):
+    conversation = started(trained, chat_template=template)
+
+    def fail(*_, **__):
+        raise ValueError("no")
+
+    with monkeypatch.context() as m:
+        m.setattr(conversation_module, "stream_generate", fail)
+        command.respond("a", conversation)
+    command.respond("b", conversation)
+    assert prompts == ["<user>b\n"]
+
+
+def test_figures_are_switched_off(trained, prompts, capsys):
+    conversation = started(trained, chat_template=template)
+    for line in ("a", "/figures", "b"):
+        command.respond(line, conversation)
+    assert capsys.readouterr().out.count("tokens-per-sec") == 1
+    assert not make_parser().parse_args(["--no-figures"]).figures
+
+
 # The terminal
 
 
-def test_lines_are_edited_and_remembered(tmp_path):
+@pytest.fixture
+def keys(monkeypatch, tmp_path):
+    """Types keys, as a terminal sends them, and returns what the chat reads."""
+    monkeypatch.setattr(terminal, "history_file", lambda: tmp_path / "mlx_mtp" / "chat_history")
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+
+        def typed(*lines: str) -> list[str]:
+            is_terminal = SimpleNamespace(isatty=lambda: True)
+            streams = SimpleNamespace(stdin=is_terminal, stdout=is_terminal, stderr=sys.stderr)
+            monkeypatch.setattr(terminal, "sys", streams)
+            read = terminal.make_reader({name: c.argument for name, c in commands.COMMANDS.items()})
+            said = []
+            for line in lines:
+                pipe.send_text(line)
+                said.append(command.ask(read, None))
+            return said
+
+        yield typed
+
+
+ENTER, ALT_ENTER, UP, CTRL_C, CTRL_D = "\r", "\x1b\r", "\x1b[A", "\x03", "\x04"
+PASTE = "\x1b[200~{}\x1b[201~"
+
+
+def test_a_question_may_have_several_lines(keys):
+    typed = f"a\\{ENTER}b{ENTER}", f"a{ALT_ENTER}b{ENTER}", PASTE.format("a\r\nb") + ENTER
+    assert keys(*typed) == ["a\nb"] * 3
+
+
+def test_lines_are_edited_and_remembered(keys):
     """Arrow up brings the line before, of this chat or of an earlier one; Ctrl-C leaves the line, and Ctrl-D the chat."""
-    file = tmp_path / "mlx_mtp" / "chat_history"
-    file.parent.mkdir()
-    file.write_text("import of_an_earlier_chat\n")
-    master, slave = pty.openpty()
-    env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb", "HOME": str(tmp_path)}
+    assert keys(f"import os{ENTER}", f"import sys{CTRL_C}", f"{UP}.path{ENTER}", CTRL_D) == [
+        "import os",
+        "",
+        "import os.path",
+        commands.EXIT,
+    ]
+    assert keys(UP + ENTER, UP + UP + UP + ENTER) == ["import os.path", "import os"]
 
-    def begin() -> None:
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
 
-    chat = subprocess.Popen(
-        [sys.executable, "-m", "mlx_mtp.chat", "--model", TRAINED, "-m", "2"], stdin=slave, stdout=slave, stderr=slave, env=env,
-        start_new_session=True, preexec_fn=begin,
-    )  # fmt: skip
-    os.close(slave)
-    out = b""
+@pytest.mark.parametrize(
+    ("typed", "completions"),
+    [
+        ("/s", ["/system", "/save"]),
+        ("/load ch", ["at.json"]),
+        ("/reset ch", []),
+        ("/load ", ["chat.json"]),
+        ("a /s", []),
+        ("", []),
+    ],
+)
+def test_tab_completes_commands_and_files(typed, completions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.json").touch()
+    completer = terminal.CommandCompleter({name: c.argument for name, c in commands.COMMANDS.items()})
+    found = completer.get_completions(Document(typed), CompleteEvent())
+    assert [completion.text for completion in found] == completions
 
-    def until(text: bytes, n: int = 1) -> None:
-        nonlocal out
-        while out.count(text) < n:
-            assert select.select([master], [], [], 60)[0], out
-            out += os.read(master, 4096)
 
-    for i, typed in enumerate([b"\x1b[A\n", b"import os\n", b"import sys", b"\x1b[A\n", b"\x04"], 1):
-        until(b">> ", i)
-        os.write(master, typed)
-        if typed == b"import sys":
-            until(b">> import sys")
-            time.sleep(0.2)  # until it waits for the next key
-            os.write(master, b"\x03")
-    assert chat.wait(timeout=60) == 0
-    os.close(master)
-    assert out.count(b"[2 tokens") == 3
-    assert out.count(b">> import of_an_earlier_chat\r\n") == 1
-    assert out.count(b">> import os\r\n") == 2
-    assert file.read_text().splitlines() == ["import of_an_earlier_chat", "import os"]  # without repetitions
+def test_a_history_that_cannot_be_kept_is_one_line(keys, tmp_path, capsys):
+    (tmp_path / "mlx_mtp").touch()
+    assert keys(f"import os{ENTER}", f"{UP}{ENTER}") == ["import os"] * 2
+    err = capsys.readouterr().err
+    assert err.startswith("The history is not kept: ")
+    assert err.count("\n") == 1

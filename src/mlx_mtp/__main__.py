@@ -7,6 +7,7 @@ from importlib import import_module
 from ._version import __version__
 
 COMMANDS = {
+    "demo": ("mlx_mtp.generate.demo", "compare plain decoding with drafts, on one prompt"),
     "generate": ("mlx_mtp.generate.__main__", "generate text"),
     "chat": ("mlx_mtp.chat.__main__", "chat with a model"),
     "server": ("mlx_mtp.server.__main__", "serve a model to clients and coding agents"),

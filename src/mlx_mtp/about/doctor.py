@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .._version import __version__
-from ..checkpoint.load import DEMO, load
+from ..checkpoint.load import DEMO, DEMO_NOTE, load
 from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
@@ -60,7 +60,7 @@ def _caches() -> Iterator[Line]:
 
 def _model(name: str) -> Iterator[Line]:
     """The model's head and settings, and the verdict."""
-    yield "Model", name if Path(name) != DEMO else "the bundled demo, which completes Python only"
+    yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
         model, tokenizer = load(name, mtp="auto")
     except (OSError, ValueError) as e:

@@ -1,8 +1,7 @@
 """The command line of ``mlx_mtp.chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
 
 import argparse
-import sys
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -21,20 +20,12 @@ from ..cli.checks import check_alone, check_generation_flags, check_model_flags,
 from ..cli.errors import one_line_errors, sentence
 from ..cli.flags import add_drafting, add_images, add_sampling
 from ..cli.parser import extend, finish, parse
+from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..generate.stream import GenerationResponse
+from .commands import COMMANDS, EXIT, HELP, obey
 from .conversation import Conversation
-from .history import history, history_file
-
-EXIT = "/exit"
-COMMANDS = (EXIT, "/reset", "/think", "/image", "/help")
-HELP = f"""The command list:
-- '{EXIT}' to exit, as Ctrl-D
-- '/reset' to reset the chat
-- '/think' to switch thinking on or off
-- '/image FILE' to show a picture with the next question
-- '/help' to display these commands
-Ctrl-C ends an answer."""
+from .terminal import make_reader
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,6 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--thinking",
         choices=("on", "off"),
         help="Let the model think before it answers (default: on where the model can).",
+    )
+    parser.add_argument(
+        "--no-figures",
+        dest="figures",
+        action="store_false",
+        help="Omit the line about speed and drafts below each answer.",
     )
     return finish(parser)
 
@@ -83,17 +80,17 @@ def run(args: argparse.Namespace) -> None:
     with open_prompt_store(args, model) as store:
         conversation = Conversation(model, tokenizer, args, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
-        with history(history_file()) if sys.stdin.isatty() else nullcontext():
-            while (line := ask(conversation)) != EXIT:
-                obey(line, conversation)
+        read = make_reader({name: command.argument for name, command in COMMANDS.items()})
+        while (line := ask(read, conversation.ranks)) != EXIT:
+            respond(line, conversation)
 
 
-def ask(conversation: Conversation) -> str:
-    """The line that the user types at rank 0; ``/exit`` at the end of the input."""
-    line, ranks = EXIT, conversation.ranks
+def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
+    """What the user types at rank 0; ``/exit`` at the end of the input."""
+    line = EXIT
     if ranks is None or ranks.rank == 0:
         try:
-            line = input(">> ").rstrip()
+            line = read().rstrip()
         except EOFError:
             print()
         except KeyboardInterrupt:
@@ -104,42 +101,18 @@ def ask(conversation: Conversation) -> str:
     return line if ranks is None else str(ranks.broadcast(line))
 
 
-def obey(line: str, conversation: Conversation) -> None:
+def respond(line: str, conversation: Conversation) -> None:
     """Do what a command says, or answer. Commands begin with a slash, so that any word can be said to the model."""
-    if line.startswith("/"):
-        command, _, rest = line.partition(" ")
-        try:
-            do(command, rest.strip().strip("'\""), conversation)
-        except (ValueError, OSError) as e:
-            print(sentence(e))
-    elif query := line.strip():
-        response = conversation.answer(query, show=partial(print, end="", flush=True))
-        print()
-        if response is not None:
-            print(f"[{figures(response)}]", flush=True)
-
-
-def do(command: str, argument: str, conversation: Conversation) -> None:
-    """
-    Raises:
-        ValueError: There is no such command, its argument is missing or too much, or the model cannot do it.
-        OSError: A file cannot be read.
-    """
-    if command not in COMMANDS:
-        raise ValueError(f"There is no command {command}: see /help, or put a space before it to say it to the model.")
-    if bool(argument) != (command == "/image"):
-        raise ValueError(
-            "/image takes a file: /image FILE." if command == "/image" else f"{command} takes no argument."
-        )
-    if command == "/image":
-        conversation.attach(argument)
-    elif command == "/reset":
-        conversation.reset()
-    elif command == "/think":
-        conversation.think(not conversation.thinking)
-        print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
-    else:
-        print(HELP)
+    try:
+        if line.startswith("/"):
+            obey(line, conversation)
+        elif query := line.strip():
+            response = conversation.answer(query, show=partial(print, end="", flush=True))
+            print()
+            if response is not None and conversation.args.figures:
+                print(f"[{figures(response)}]", flush=True)
+    except (ValueError, OSError) as e:
+        print(sentence(e))
 
 
 def figures(response: GenerationResponse) -> str:

@@ -45,6 +45,7 @@ from .storage.tensors import check_weight_files, names_in, tensor_names
 from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
+DEMO_NOTE = "Demo model: completes Python only"
 
 log = logging.getLogger(__name__)
 

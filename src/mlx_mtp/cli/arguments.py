@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.generation_config import Sampling, sampling_defaults
+from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..prompt_store import PromptStore
@@ -80,7 +81,9 @@ def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextMa
 
 
 def report_settings(args: argparse.Namespace, model: Any) -> None:
-    """Print which head was fetched and which tuned settings are in use, if any."""
+    """Print that the model is the demo, which head was fetched and which tuned settings are in use, if any."""
+    if args.model == str(DEMO):
+        print(f"{DEMO_NOTE}. `mlx_mtp models` lists real models.", file=sys.stderr)
     if args.mtp and (fetched := model.fetched_head) is not None:
         when = "fetched to" if fetched.is_new else "fetched before to"
         print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)

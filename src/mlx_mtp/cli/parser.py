@@ -31,8 +31,8 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
         "extra_eos_token",
     ),
     "drafts": (
-        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "show_drafts", "draft_vocab", "draft_head_bits",
-        "mtp_bits", "settings", "num_draft_tokens", "draft_model",
+        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "show_drafts", "figures", "draft_vocab",
+        "draft_head_bits", "mtp_bits", "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
         "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability",

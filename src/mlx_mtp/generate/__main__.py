@@ -31,6 +31,7 @@ from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .inputs import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
+from .progress import prompt_progress
 from .stream import generate
 
 # What runs in one process alone. A prompt cache file is of a whole model.
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> None:
         print(result.report(tokenizer))
         print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
-    with open_prompt_store(args, model) as store:
+    with open_prompt_store(args, model) as store, prompt_progress() as progress:
+        if args.draft_model is None:  # mlx-lm's speculative decoding has no callback
+            options["prompt_progress_callback"] = progress
         response = generate(
             model,
             tokenizer,

@@ -2,11 +2,8 @@
 
 import sys
 
-CODES = {
-    "head": 32,
-    "copies": 33,
-    "grammar": 34,
-}  # green, yellow, blue; the model's own tokens have the terminal's color
+# Green, yellow and blue; the model's own tokens have the terminal's color, and a prompt is dim.
+CODES = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 
 
 def paint(text: str, source: str) -> str:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
-from ...checkpoint.load import DEMO
+from ...checkpoint.load import DEMO, DEMO_NOTE
 from ...text.schema import Json
 from ..api import chat_completions, completions, messages, responses
 from ..api.body import Body, parse_json
@@ -204,7 +204,7 @@ class Endpoints:
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         if path == str(DEMO):
-            theirs["description"] = "Demo model: completes Python only"  # as OpenRouter's list has it
+            theirs["description"] = DEMO_NOTE  # as OpenRouter's list has it
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
         ours["has_chat_template"] = None if tokenizer is None else tokenizer.has_chat_template
         return ours | theirs

@@ -1,0 +1,105 @@
+"""The commands of the chat: lines that begin with a slash."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ..distributed.ranks import from_rank_0
+from . import messages
+from .conversation import Conversation
+
+EXIT = "/exit"
+
+
+class Command(NamedTuple):
+    """
+    Args:
+        argument (str): What it takes: ``"FILE"``, ``"[TEXT]"`` or nothing.
+        use (str): What it does, for ``/help``.
+        do (Callable): Does it.
+    """
+
+    argument: str
+    use: str
+    do: Callable[[Conversation, str], None]
+
+
+def obey(line: str, conversation: Conversation) -> None:
+    """
+    Raises:
+        ValueError: There is no such command, its argument is missing or too much, or the model cannot do it.
+        OSError: A file cannot be read or written.
+    """
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
+    command = COMMANDS.get(name)
+    if command is None:
+        raise ValueError(f"There is no command {name}: see /help, or put a space before it to say it to the model.")
+    if command.argument == "FILE":
+        argument = argument.strip("'\"")  # as terminals paste the name of a file
+        if not argument:
+            raise ValueError(f"{name} takes a file: {name} FILE.")
+    if argument and not command.argument:
+        raise ValueError(f"{name} takes no argument.")
+    command.do(conversation, argument)
+
+
+def _help(conversation: Conversation, _: str) -> None:
+    print(HELP)
+
+
+def _reset(conversation: Conversation, _: str) -> None:
+    conversation.reset()
+    print("The conversation is reset.")
+
+
+def _think(conversation: Conversation, _: str) -> None:
+    conversation.think(not conversation.thinking)
+    print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
+
+
+def _figures(conversation: Conversation, _: str) -> None:
+    conversation.args.figures = not conversation.args.figures
+    print(f"Figures are {'on' if conversation.args.figures else 'off'}.")
+
+
+def _system(conversation: Conversation, text: str) -> None:
+    if text:
+        conversation.instruct(text)
+    print(f"System prompt: {conversation.system_prompt or 'none'}")
+
+
+def _image(conversation: Conversation, file: str) -> None:
+    conversation.attach(file)
+    print(f"{Path(file).name} is shown with the next question.")
+
+
+def _save(conversation: Conversation, file: str) -> None:
+    path, ranks = Path(file).expanduser(), conversation.ranks
+    from_rank_0(ranks, lambda: messages.save(path, conversation.transcript))
+    print(f"{len(conversation.messages)} messages are in {path}.")
+
+
+def _load(conversation: Conversation, file: str) -> None:
+    path, ranks = Path(file).expanduser(), conversation.ranks
+    conversation.restore(from_rank_0(ranks, lambda: messages.load(path)))
+    print(f"{len(conversation.messages)} messages of {path}: the next answer continues them.")
+
+
+COMMANDS = {
+    "/help": Command("", "list the commands", _help),
+    EXIT: Command("", "end the chat, as Ctrl-D does", lambda conversation, _: None),
+    "/reset": Command("", "forget the conversation", _reset),
+    "/system": Command("[TEXT]", "set the system prompt, or show it", _system),
+    "/image": Command("FILE", "show an image with the next question", _image),
+    "/think": Command("", "switch thinking on or off", _think),
+    "/figures": Command("", "switch the line about speed and drafts on or off", _figures),
+    "/save": Command("FILE", "save the conversation", _save),
+    "/load": Command("FILE", "continue a saved conversation", _load),
+}
+HELP = "\n".join(
+    [
+        *(f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()),
+        "Enter sends. Alt-Enter, or Enter after a backslash, begins a new line. Ctrl-C ends an answer.",
+    ]
+)

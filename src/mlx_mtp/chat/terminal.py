@@ -1,0 +1,88 @@
+"""What the user types: lines with editing, a history over chats, and commands that Tab completes."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from platformdirs import user_state_path
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from ..cli.errors import sentence
+from ..files import make_folder
+
+PROMPT, CONTINUATION = ">> ", ".. "
+
+
+def history_file() -> Path:
+    return user_state_path("mlx_mtp", appauthor=False) / "chat_history"
+
+
+def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
+    """A function that returns what the user types next.
+
+    Args:
+        arguments (Mapping[str, str]): The commands, each with the name of its argument, such as ``"FILE"``.
+
+    Returns:
+        Callable[[], str]: It raises ``EOFError`` at the end of the input, and ``KeyboardInterrupt`` for Ctrl-C.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input(PROMPT)
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,
+        prompt_continuation=CONTINUATION,
+        history=_open_history(history_file()),
+        completer=CommandCompleter(arguments),
+        complete_while_typing=False,
+        key_bindings=_key_bindings(),
+    )
+    return session.prompt
+
+
+def _open_history(file: Path) -> History:
+    try:
+        make_folder(file.parent, "The history is not kept")
+    except OSError as e:
+        print(sentence(e), file=sys.stderr)
+        return InMemoryHistory()
+    return FileHistory(str(file))
+
+
+def _key_bindings() -> KeyBindings:
+    """Enter sends; Alt-Enter, or Enter after a backslash, begins a new line."""
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+class CommandCompleter(Completer):
+    """Completes commands, and the names of files behind those that take one."""
+
+    def __init__(self, arguments: Mapping[str, str]):
+        self.arguments, self.paths = arguments, PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text_before_cursor
+        command, space, argument = text.partition(" ")
+        if space and self.arguments.get(command) == "FILE":
+            yield from self.paths.get_completions(Document(argument), complete_event)
+        elif text.startswith("/") and not space:
+            yield from (Completion(name, -len(text)) for name in self.arguments if name.startswith(text))

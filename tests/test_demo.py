@@ -1,0 +1,98 @@
+"""``mlx_mtp demo``, and the bundled model's chat template."""
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp.generate import demo as command
+from tests.support.commands import run_command
+from tests.support.decoding import plain
+from tests.support.models import TRAINED
+
+
+def run(capsys, *args):
+    return run_command(command.main, capsys, *args)
+
+
+def test_plain_and_drafts_are_compared(capsys, trained):
+    model, tokenizer = trained
+    prompt = "def read(path):\n    with open(path) as f:"
+    status, out, err = run(capsys, "--model", TRAINED, "--prompt", prompt, "-m", 20)
+    assert (status, err) == (0, "")
+    assert tokenizer.decode(plain(tokenizer.encode(prompt), model, max_tokens=20)) in out
+    rows = {line[:12]: line.split()[-2:] for line in out.splitlines()}
+    assert float(rows["plain mlx-lm"][0]) > 0
+    assert int(rows["plain mlx-lm"][1]) == 20 > int(rows["with drafts "][1])
+    assert " times as fast. Both texts are the same 20 tokens.\n" in out
+    assert "Demo model" not in out
+    assert out.splitlines()[-1].startswith("Next: `mlx_mtp ")
+
+
+def test_sources_add_up_to_the_text(demo):
+    _, tokenizer = demo
+    tokens = tokenizer.encode(command.CODE)
+    responses = command.generate_once(*demo, tokens, 60, True)
+    counts = [int(line.split(": ")[1].split()[0]) for line in command.legend(responses).splitlines()]
+    assert sum(counts) == len(responses) == 60
+    assert counts[1] > 20
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafted", "sentence"),
+    [
+        ([1, 2], [1, 2], "Both texts are the same 2 tokens."),
+        ([1, 2, 3], [1, 4, 3], "The texts differ from token 2 on: "),
+        ([1, 2, 3], [1, 2], "The texts differ from token 3 on: "),
+    ],
+)
+def test_a_difference_is_not_hidden(plain, drafted, sentence):
+    assert command.comparison(plain, drafted).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_demo", "ratio", "next_command"),
+    [
+        (str(mlx_mtp.DEMO), True, 2.0, "mlx_mtp models"),
+        ("org/model", False, 1.5, "mlx_mtp chat --mtp --model org/model"),
+        ("org/model", False, 0.9, "mlx_mtp benchmark --tune --model org/model"),
+    ],
+)
+def test_the_last_line_is_the_next_command(model, is_demo, ratio, next_command):
+    assert f"`{next_command}`" in command.next_step(model, is_demo, ratio)
+
+
+def test_an_error_is_one_line_and_status_2(capsys):
+    assert run(capsys, "-m", 1)[::2] == (
+        2,
+        "mlx_mtp demo: error: --max-tokens must be 2 or more, not 1: times start at the first token.\n",
+    )
+
+
+# The chat template
+
+
+def rendered(tokenizer, *texts, **options):
+    """A conversation that begins with a user's text."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def test_a_request_to_the_demo_becomes_a_function_that_is_right(demo):
+    """The request of README's examples."""
+    model, tokenizer = demo
+    head = rendered(tokenizer, command.REQUEST, add_generation_prompt=True)
+    assert head == "def binary_search("
+    code = head + mlx_mtp.generate(model, tokenizer, tokenizer.encode(head), max_tokens=140)
+    exec(code, namespace := {})
+    items = [1, 3, 4, 8, 9]
+    assert [namespace["binary_search"](items, item) for item in (3, 9, 5)] == [1, 4, -1]
+
+
+def test_code_goes_on_as_it_is(demo):
+    tokenizer = demo[1]
+    code = "def read(path):\n    with open(path) as f:\n"
+    assert rendered(tokenizer, code, add_generation_prompt=True) == code
+    turns = ("def f(", "x):\n    return x\n", "Sort a list.")
+    assert rendered(tokenizer, *turns) == "def f(x):\n    return x\n\n\n\ndef sort_list("
+    assert rendered(tokenizer, *turns[:2], continue_final_message=True) == "def f(x):\n    return x\n"
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f("}]
+    assert tokenizer.apply_chat_template(system, tokenize=False) == "def f("
