@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
+from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.frontend import Frontend
@@ -16,7 +17,6 @@ from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.http.app import make_app
 from mlx_mtp.server.http.page_files import FOLDER
 
-PROMPT = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
 VENDORED = sorted(FOLDER.glob("vendor/*.js"))
 # Each turns a text into HTML or code.
@@ -130,7 +130,7 @@ def test_demo_says_that_it_completes_python_only(client):
 
 
 def stream(client, **body) -> list[dict]:
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "stream": True, **body}
+    body = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 60, "stream": True, **body}
     lines = client.post("/v1/chat/completions", json=body).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 

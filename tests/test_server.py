@@ -344,8 +344,8 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
 
 
 def test_lists_models(server, client):
-    assert [m.id for m in client.models.list()] == [TRAINED]
-    for name in (TRAINED, "default_model"):
+    assert [m.id for m in client.models.list()] == ["dense"]  # the folder's name
+    for name in ("dense", TRAINED, "default_model"):
         assert client.models.retrieve(name).id == name
         assert client.models.retrieve(name).max_model_len == 8192
     with pytest.raises(openai.NotFoundError):
@@ -361,7 +361,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         tmp_path / "log", "--model", TRAINED, "--mtp", "--api-key-file", str(file), "--serve-model", OTHER
     ) as s:
         client = OpenAI(base_url=s.url, api_key="sesame")
-        assert [m.id for m in client.models.list()] == [TRAINED, OTHER]
+        assert [m.id for m in client.models.list()] == ["dense", OTHER]
         for key in ("", "sesam", "sesame2", "sésame"):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
@@ -384,11 +384,11 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     # The environment names the hub's cache once, when huggingface_hub is imported.
     monkeypatch.setattr(app, "scan_cache_dir", partial(app.scan_cache_dir, tmp_path / "none"))
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
-        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == [TRAINED]
+        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense"]
         text_from(s, model=OTHER, max_tokens=5)
         status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})
         assert (status, content["error"]["code"]) == (404, "model_not_found")
-        assert text_from(s) == alone(PROMPT, 24)
+        assert text_from(s) == text_from(s, model="dense") == alone(PROMPT, 24)
 
 
 @pytest.mark.slow
@@ -461,8 +461,26 @@ def test_rejects_invalid_sizes(size, capsys):
 
 def test_start_says_where_and_how(server):
     log = server.log.read_text()
-    assert log.count(f"Serving {TRAINED}, with drafts of its MTP head: open http://127.0.0.1:{server.port}\n") == 1
+    assert log.count("Model: dense, with drafts of its MTP head\n") == 1
+    assert log.count("Limits: context of 8192 tokens, ") == 1
+    url = f"http://127.0.0.1:{server.port}"
+    assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
     assert "--api-key-file" not in log  # only this machine reaches it
+
+
+def test_each_request_is_one_line_of_the_log(server):
+    """Its tokens, times and drafts, and no other line; a path cannot begin a line of its own."""
+    before = len(server.log.read_text())
+    for _ in range(2):
+        server.request("/v1/completions", {"prompt": "import a_module_of_the_log", "max_tokens": 8})
+    server.request("/nowhere%0Ax")
+    while '%0Ax" 404' not in (log := server.log.read_text()[before:]):  # it is written when the response is sent
+        time.sleep(0.01)
+    figures = r"(\d+) prompt tokens \((\d+) cached\), 8 output tokens, [\d.]+ s, [\d.]+ tokens/s"
+    figures += r"(?:, \d+ of \d+ drafts accepted)?"
+    found = re.findall(rf'127\.0\.0\.1 - "POST /v1/completions" 200: {figures}\n', log)
+    assert [(n, int(cached) > 0) for n, cached in found] == [(found[0][0], False), (found[0][0], True)]
+    assert log.count("\n") == 3
 
 
 @pytest.mark.parametrize(
@@ -509,7 +527,8 @@ def test_what_to_open(host, url):
 def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
     monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
-    engine = SimpleNamespace(admission=SimpleNamespace(models=SimpleNamespace(served=["a"])))
+    models = SimpleNamespace(name="a", default="a", tokenizers={"a": SimpleNamespace(context_length=None)})
+    engine = SimpleNamespace(admission=SimpleNamespace(models=models))
     command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == warns

@@ -14,6 +14,7 @@ from ipaddress import ip_address
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
@@ -86,9 +87,26 @@ def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Call
     host = options.host
     if options.api_key is None and not ip_address(address).is_loopback:
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
-    logging.info(f"Serving {engine.admission.models.served[0]}, {drafting(options)}: open {url(host, port)}")
+    for line in summary(options, engine.admission.models):
+        logging.info(line)
     logging.info(f"Starting httpd at {host} on port {port}...")
+    page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
+    logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {engine.admission.models.name}")
     server.run(sockets=[s])
+
+
+def summary(options: Options, models: ModelProvider) -> list[str]:
+    """The model, its drafts and the limits, in sentences."""
+    context = models.tokenizers[models.default].context_length
+    limits = [
+        f"context of {context or 'unknown'} tokens",
+        f"answers of {options.max_tokens} tokens unless a request says more",
+        f"{options.decode_concurrency} requests at once",
+    ]
+    if options.max_queue is not None:
+        limits.append(f"{options.max_queue} waiting")
+    note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []
+    return [f"Model: {models.name}, {drafting(options)}", *note, f"Limits: {', '.join(limits)}"]
 
 
 def make_server(options: Options, engine: Engine) -> Server:

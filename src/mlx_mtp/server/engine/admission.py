@@ -149,7 +149,6 @@ class Admission:
         """
         self._check_fits(request)
         args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
-        self.caches.log()
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer

@@ -107,10 +107,6 @@ class Stores:
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())
 
-    def log(self) -> None:
-        n = sum(store.n_snapshots for store in self.stores.values())
-        logging.info(f"Prompt cache: {n} snapshots, {self.nbytes / 1e9:.2f} GB")
-
     def collect(self) -> Iterator[Metric]:
         disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]
         yield GaugeMetricFamily(*HELD, self.nbytes)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +34,9 @@ class ModelProvider:
     def __init__(self, options: Options):
         self.options = options
         self.default: ModelKey = options.model, options.adapter_path
-        self.served = [options.served_model_name or options.model, *options.serve_model]
+        folder = Path(options.model)
+        self.name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.model)
+        self.served = [self.name, *options.serve_model]
         self.key: ModelKey | None = None
         self.model: Any = None
         self.tokenizer: Any = None
@@ -51,12 +54,12 @@ class ModelProvider:
             message = "draft_model is not supported: the draft models of mlx-lm run in mlx_lm.server."
             raise ApiError(400, message, param="draft_model")
         if options.allow_any_model:
-            return self.default if name in (DEFAULT, options.served_model_name) else (name, adapter)
+            return self.default if name in (DEFAULT, self.name) else (name, adapter)
         if adapter is not None:
             raise ApiError(400, "adapters requires a server started with --allow-any-model.", param="adapters")
         if name in options.serve_model:
             return name, None
-        if options.serve_model and name not in (DEFAULT, options.model, options.served_model_name):
+        if options.serve_model and name not in (DEFAULT, options.model, self.name):
             message = f"The model {name!r} is not served here; GET /v1/models lists those that are."
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.default

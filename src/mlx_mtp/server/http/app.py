@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -31,7 +31,7 @@ from ..request import ApiError, Request
 from .bodies import Bodies
 from .browsers import ANY, Browsers
 from .page_files import PageFiles, page_response
-from .response import GeneratedResponse, watched
+from .response import FIGURES, GeneratedResponse, watched
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
 
@@ -185,7 +185,7 @@ class Endpoints:
     async def model(self, http: HTTPRequest, name: str) -> Response:
         self._authorize(http)
         wanted = unquote(name).strip("/")
-        for known in ("default_model", *self._names()):
+        for known in ("default_model", self.frontend.options.model, *self._names()):
             if known.strip("/") == wanted:
                 return JSONResponse(self._describe(known))
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
@@ -220,18 +220,31 @@ class Endpoints:
 
 
 class Counting:
-    """Counts answers by their status."""
+    """Counts responses by status, and logs each request in one line."""
 
     def __init__(self, app: ASGIApp, frontend: Frontend):
         self.app, self.frontend = app, frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = "no response"
+
         async def count(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = str(message["status"])
                 self.frontend.metrics.requests.labels(message["status"]).inc()
             await send(message)
 
-        await self.app(scope, receive, count if scope["type"] == "http" else send)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, count)
+        finally:
+            client = (scope.get("client") or ("unknown",))[0]
+            line = (
+                f'{client} - "{scope["method"]} {quote(scope["path"])}" {status}'  # quoted: a path may have line breaks
+            )
+            logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 
 def _error_response(http: HTTPRequest, error: ApiError) -> Response:

@@ -135,6 +135,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
+            access_log=False,  # app.py writes it
             log_level=log_level.lower(),
             server_header=False,
             proxy_headers=False,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,8 @@ from ..choices import generate
 from ..engine.delta import Delta
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
+
+FIGURES = "mlx_mtp.figures"  # in the scope of a request that was generated: they end its line in the log
 
 
 @asynccontextmanager
@@ -70,6 +73,7 @@ class GeneratedResponse(Response):
             logging.info("The client has hung up.")
         finally:
             self.waiting.discard(self.choices[0].number)
+            scope[FIGURES] = (figures_of(self.choices, self._usage()),)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._pieces():
@@ -114,6 +118,23 @@ class GeneratedResponse(Response):
             n_accepted=sum(request.n_accepted for request in self.choices),
             drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
         )
+
+
+def figures_of(choices: Sequence[Request], usage: Usage) -> str:
+    """The tokens, times and drafts of a request that ends now, for the log."""
+    now, n, first = (
+        time.perf_counter(),
+        usage.n_generated,
+        [r.first_token for r in choices if r.first_token is not None],
+    )
+    figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{n} output tokens"]
+    figures.append(f"{now - choices[0].arrived:.2f} s")
+    if n > len(choices):
+        figures.append(f"{(n - len(choices)) / (now - min(first)):.1f} tokens/s")
+    if drafted := sum(counts.n_drafted for counts in usage.drafts or ()):
+        accepted = sum(counts.n_accepted for counts in usage.drafts or ())
+        figures.append(f"{accepted} of {drafted} drafts accepted")
+    return ", ".join(figures)
 
 
 async def _begin_stream(send: Send) -> None:
