@@ -54,6 +54,40 @@ def test_an_unknown_command_is_one_line(word, hint, capsys, monkeypatch):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_has_every_command_and_flag(shell, capsys, monkeypatch):
+    status, out, err = run(capsys, monkeypatch, main, "--print-completion", shell)
+    assert (status, err) == (0, "")
+    for name, (module, _) in COMMANDS.items():
+        assert name in out
+        for action in import_module(module).make_parser()._actions:
+            assert all(flag in out for flag in action.option_strings if flag.startswith("--"))
+
+
+def test_bash_completes_commands_flags_and_folders(capsys, monkeypatch, tmp_path):
+    script = run(capsys, monkeypatch, main, "--print-completion", "bash")[1]
+    (tmp_path / "a_model").mkdir()
+    (tmp_path / "a_file").touch()
+
+    def completed(*words: str) -> list[str]:
+        """What bash offers for the last word."""
+        call = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_mlx_mtp"
+        program = f"{script}\n{call}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+        return done.stdout.split()
+
+    assert completed("mlx_mtp", "ge") == ["generate"]
+    assert completed("mlx_mtp", "convert", "--graft-m") == ["--graft-mtp-from"]
+    assert completed("mlx_mtp", "chat", "--thinking", "o") == ["on", "off"]
+    assert completed("mlx_mtp", "chat", "--model", "a_") == ["a_model"]
+
+
+def test_completion_of_an_unknown_shell_is_one_line(capsys, monkeypatch):
+    status, out, err = run(capsys, monkeypatch, main, "--print-completion", "cmd")
+    assert (status, out) == (2, "")
+    assert err.startswith("mlx_mtp: error: --print-completion takes a shell: bash, ")
+
+
 def test_python_m_runs_it():
     done = subprocess.run([sys.executable, "-W", "error", "-m", "mlx_mtp", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")

@@ -380,6 +380,14 @@ def run(capsys, *args):
     return run_command(main, capsys, *args)
 
 
+def test_the_command_ends_with_the_result_and_the_next_command(monkeypatch, capsys, tmp_path):
+    status, out, _ = run(monkeypatch, capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "my model")
+    assert status == 0
+    wrote, following = out.splitlines()[-2:]
+    assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ GB", wrote)
+    assert following == f"[INFO] Next: `mlx_mtp chat --mtp --model '{tmp_path}/my model'`"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [*((bad[0], bad[2]) for bad in BAD), (shutil.rmtree, "is neither a folder nor the name of a repository")],

@@ -186,6 +186,12 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     assert not (folder / "same.fit").exists()
 
 
+def test_the_next_command_uses_what_was_written():
+    args = {"model": "org/model", "mlx_path": "my model", "iters": 1}
+    assert command.next_command(**args) == "mlx_mtp chat --mtp --model 'my model'"
+    assert command.next_command(**args, lora_rank=8) == "mlx_mtp chat --mtp --model org/model --adapter-path 'my model'"
+
+
 @pytest.mark.slow
 def test_an_adapter_in_place_of_a_checkpoint(folder, monkeypatch):
     run(monkeypatch, folder, "adapter", "--iters", 21, "--learning-rate", 1e-2, "--lora-rank", 8)

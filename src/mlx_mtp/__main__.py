@@ -1,8 +1,12 @@
 """One command for all: ``mlx_mtp generate ...`` is ``mlx_mtp.generate ...``."""
 
+import argparse
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
+
+import shtab
 
 from ._version import __version__
 
@@ -19,6 +23,8 @@ COMMANDS = {
     "doctor": ("mlx_mtp.about.doctor", "check this machine and a model"),
     "cache": ("mlx_mtp.about.cache", "list and remove fetched heads"),
 }
+SHELLS = ("bash", "zsh", "fish")
+FOLDERS = ("model", "adapter_path", "mlx_path", "hf_path")  # what flags take whose metavar does not say so
 HELP = "\n".join(
     [
         "usage: mlx_mtp COMMAND [flags]",
@@ -26,6 +32,7 @@ HELP = "\n".join(
         *(f"  {name:<13}{use}" for name, (_, use) in COMMANDS.items()),
         "",
         "`mlx_mtp COMMAND --help` lists the flags of a command.",
+        f"`mlx_mtp --print-completion SHELL` prints the completion script of {', '.join(SHELLS)}.",
     ]
 )
 
@@ -36,13 +43,37 @@ def main() -> None:
         print(HELP)
     elif command == "--version":
         print(f"mlx_mtp {__version__}")
+    elif command == "--print-completion":
+        print_completion(sys.argv[1] if len(sys.argv) > 1 else "")
     elif command in COMMANDS:
         import_module(COMMANDS[command][0]).main()
     else:
         near = get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
-        print(f"mlx_mtp: error: There is no command {command}: {hint}", file=sys.stderr)
-        sys.exit(2)
+        fail(f"There is no command {command}: {hint}")
+
+
+def print_completion(shell: str) -> None:
+    """Print a script with which a shell completes the commands, their flags and names of files."""
+    if shell not in SHELLS:
+        fail(f"--print-completion takes a shell: {', '.join(SHELLS)}.")
+    parser = argparse.ArgumentParser("mlx_mtp")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+    for name, (module, use) in COMMANDS.items():
+        parents = [import_module(module).make_parser()]
+        own = commands.add_parser(name, help=use, parents=parents, add_help=False, conflict_handler="resolve")
+        for action in own._actions:
+            if action.dest in FOLDERS or action.metavar in ("DIR", "FOLDER"):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # shtab reads it
+            elif isinstance(action.metavar, str) and "FILE" in action.metavar:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, shell))
+
+
+def fail(message: str) -> NoReturn:
+    print(f"mlx_mtp: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from pathlib import Path
+from shlex import quote
 
 from mlx_lm.convert import configure_parser
 
@@ -94,6 +96,10 @@ def main() -> None:
         if args["hf_path"] is None:
             raise ValueError("--hf-path is required: a folder or a Hugging Face repo.")
         convert(**args)
+        target = Path(args["mlx_path"])
+        size = sum(file.stat().st_size for file in target.iterdir())
+        print(f"[INFO] Wrote {target}, {size / 1e9:.2f} GB")
+        print(f"[INFO] Next: `mlx_mtp chat {'--mtp ' * args['mtp']}--model {quote(str(target))}`")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from shlex import quote
 
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse
@@ -56,10 +57,19 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with one_line_errors(parser.prog):
-        comparison = fit(**vars(parse(parser)))
-    if not comparison.is_better:
+        args = vars(parse(parser))
+        comparison = fit(**args)
+    if comparison.is_better:
+        print(f"[INFO] Next: `{next_command(**args)}`")
+    else:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)
+
+
+def next_command(model: str, mlx_path: str, lora_rank: int | None = None, **_: object) -> str:
+    """Uses what was written: a model, or an adapter."""
+    target = quote(mlx_path)
+    return f"mlx_mtp chat --mtp --model {target if lora_rank is None else f'{quote(model)} --adapter-path {target}'}"
 
 
 if __name__ == "__main__":
