@@ -16,7 +16,7 @@ from ..engine.delta import Delta
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
 
-FIGURES = "mlx_mtp.figures"  # in the scope of a request that was generated: they end its line in the log
+FIGURES = "figures"  # in the scope of a request that was generated: they end its line in the log
 
 
 @asynccontextmanager
