@@ -98,12 +98,7 @@ def test_python_m_runs_it():
 
 @pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
 def test_a_name_is_that_of_a_conversion(model):
-    assert (
-        resolve(model.name)
-        == resolve(model.name.removesuffix("-4bit"))
-        == resolve(model.name.upper())
-        == model.conversion
-    )
+    assert resolve(model.name) == resolve(model.base) == resolve(model.name.upper()) == model.conversion
     assert resolve(model.conversion) == model.conversion
 
 
@@ -156,11 +151,11 @@ def test_models_lists_all(capsys, monkeypatch):
     monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
     status, out, _ = run(capsys, monkeypatch, models.main, "--context", "65536")
     assert status == 0
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("qwen")}
-    assert [name + "-4bit" for name in rows] == [*published()]
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("qwen", "bonsai"))}
+    assert [*rows] == [model.base for model in published().values()]
     assert rows["qwen3.6-27b"][1:] == ["15.2", "0.85", "yes", "4.6", "yes", "-"]
     assert rows["qwen3-next-80b-a3b-instruct"][-4:] == ["from", "96", "GB", "-"]
-    assert max(map(len, out.splitlines()[:14])) <= 80
+    assert max(map(len, out.splitlines()[:15])) <= 80
     assert "65,536 tokens" in out
     assert run(capsys, monkeypatch, models.main, "--context", "0")[0] == 2
 

@@ -27,7 +27,6 @@ from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import model_of, tiny_model
 from tests.support.scripted import scripted
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPTS = [
     [3, 1, 4, 1, 5],
     [9],

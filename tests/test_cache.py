@@ -11,9 +11,8 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
-from tests.support.models import arrays_equal, deep_model
+from tests.support.models import FAMILIES, arrays_equal, deep_model
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 WINDOW = [8, 9, 7, 9, 3, 2, 3, 8, 4]
 

@@ -13,7 +13,7 @@ from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
 from tests.support.decoding import plain
-from tests.support.models import arrays_equal, model_of, round_otherwise
+from tests.support.models import FAMILIES, arrays_equal, model_of, round_otherwise
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
@@ -39,7 +39,7 @@ def rounded_model(monkeypatch):
     raise AssertionError("no near-tie: nothing is at stake")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}], ids=str)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, max_tokens=30, num_draft_tokens=3, **options) == Check(30)

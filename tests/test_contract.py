@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import chat, processors, sample_utils, server, utils
-from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models import base, cache, gated_delta, prism_hadamard_qwen35, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from mlx_lm.tuner import callbacks, datasets, trainer
@@ -24,7 +24,7 @@ import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.passes import Pass, in_pass
-from tests.support.models import deep_model, tiny_config, tiny_model
+from tests.support.models import PACK, deep_model, tiny_config, tiny_model
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -251,6 +251,19 @@ def test_swapped_and_called_layers(family):
         assert hasattr(layers[1].self_attn, name), "mlx-lm's attention layer has lost " + name
     assert isinstance(model.model.embed_tokens, nn.Embedding), "mlx-lm's models embed otherwise than by .embed_tokens"
     assert model.model.fa_idx == 1, "mlx-lm's models do not tell of their first full-attention layer in .fa_idx"
+
+
+def test_packs():
+    """models/prism_hadamard_qwen35.py takes the packed modules of mlx-lm's text model, and cuts its manifest."""
+    model = prism_hadamard_qwen35.Model(prism_hadamard_qwen35.ModelArgs.from_dict(tiny_config(PACK)))
+    modules = model.language_model.named_modules()
+    packed = [path for path, m in modules if isinstance(m, prism_hadamard_qwen35.HadamardQuantizedLinear)]
+    paths = [m["path"] for m in model.args.modules]
+    assert sorted(packed) == sorted(paths), "mlx-lm packs the modules of a manifest as another class"
+    with pytest.raises(ValueError, match="Missing Hadamard sign vector"):
+        model.sanitize({})
+    model.args.modules = []
+    assert model.sanitize({}) == {}, "mlx-lm's packs ask for signs by something else than args.modules"
 
 
 def stock_of(layer):

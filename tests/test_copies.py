@@ -20,11 +20,10 @@ from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
-from tests.support.models import model_of
+from tests.support.models import FAMILIES, model_of
 from tests.support.scripted import script_copies
 from tests.support.ways import WAYS, alone_and_beside_others, company_of, generate
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
 
 

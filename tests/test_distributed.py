@@ -16,9 +16,8 @@ from mlx_mtp.models.shard import check_pipeline, check_shard
 from tests.support import distribution
 from tests.support.checkpoints import tensors, write
 from tests.support.launch import LAUNCH, launch, run
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import FAMILIES, PACK, tiny_config, tiny_model
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Two of everything that two ranks divide, and of what four do by a slow test.
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 HALVES = {"num_hidden_layers": 2, "full_attention_interval": 2, "vocab_size": 512}
@@ -47,7 +46,8 @@ def check(n, how_much, models, timeout=120):
     ("n", "tensor", "pipeline"),
     [
         (2, ("qwen3_5",), ("qwen3_next",)),
-        *(pytest.param(n, FAMILIES, ("qwen3_5", "qwen3_next"), marks=pytest.mark.slow) for n in (2, 4)),
+        pytest.param(2, (), (PACK,), marks=pytest.mark.slow),
+        *(pytest.param(n, FAMILIES[:3], ("qwen3_5", "qwen3_next"), marks=pytest.mark.slow) for n in (2, 4)),
     ],
 )
 def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, tensor, pipeline):
@@ -61,7 +61,7 @@ def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, tensor, pipeline)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_two_ranks_do_everything_with_each_family(tmp_path, how, sizes, family):
     check(2, "all", [f"{how}:{checkpoint(tmp_path, family, **sizes)}"], timeout=500)
 

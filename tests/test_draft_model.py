@@ -18,9 +18,8 @@ import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.decoding import plain
-from tests.support.models import model_of, tiny_model
+from tests.support.models import FAMILIES, model_of, tiny_model
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
 

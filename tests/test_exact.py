@@ -10,9 +10,8 @@ from mlx_lm.models import gated_delta, switch_layers
 from mlx_mtp import mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache, rollback
 from tests.support.decoding import plain
-from tests.support.models import arrays_equal, model_of, round_otherwise, tiny_model
+from tests.support.models import FAMILIES, arrays_equal, model_of, round_otherwise, tiny_model
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3])
 

@@ -31,7 +31,7 @@ from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, trai
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import tensors, write
 from tests.support.decoding import plain
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import PACK, tiny_config, tiny_model
 
 LAYERS = "language_model.model.layers"
 PROMPT = mx.array([30, 31, 32, 33])
@@ -297,6 +297,22 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, logits
         expected += weight * np.mean(rows)
     assert loss.item() == pytest.approx(expected, rel=2e-3)  # probabilities are kept in 16 bits
     assert n_rows.item() == 7 + 7
+
+
+def test_gradients_over_an_output_layer_in_float16_are_those_in_float32(tmp_path):
+    """Each of many rows has a small part in a mean, which float16 does not hold."""
+    gradients = []
+    for dtype in (mx.float16, mx.float32):
+        model = tiny_model(PACK)
+        layer = model.output_layer
+        layer.update({name: layer[name].astype(mx.float16).astype(dtype) for name in ("scales", "biases")})
+        tokens = mx.arange(32)[None]
+        loss = DraftLoss(model.model.embed_tokens, layer, 1)
+        ids, p = mx.broadcast_to(mx.arange(32), (1, 32, 32)), mx.full((1, 32, 32), 1 / 32)
+        batch = (tokens, model.model(tokens), ids, p, mx.array([[0, 32]]))
+        _, gradient = nn.value_and_grad(model.mtp, lambda mtp, f=loss, b=batch: 1e-6 * f(mtp, *b)[0])(model.mtp)
+        gradients.append(gradient["fc"]["weight"])
+    assert mx.abs(gradients[0] - gradients[1]).max() < 1e-3 * mx.abs(gradients[1]).max()
 
 
 @pytest.mark.parametrize("length", [64, 7, 4])

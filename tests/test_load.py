@@ -13,9 +13,8 @@ from mlx_lm.utils import load_model
 
 import mlx_mtp
 from mlx_mtp.layers.mtp import EXPERT_PROJECTIONS, is_raw
-from mlx_mtp.models import MODEL_TYPES
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, edit, no_head, write
-from tests.support.models import DATA, tiny_config, tiny_model
+from tests.support.models import DATA, FAMILIES, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 
@@ -71,7 +70,7 @@ def with_experts(weights, family, fused):
     return out
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES[:3])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "per expert"])
 @pytest.mark.parametrize(
@@ -275,10 +274,11 @@ def quantized(tensors, bits=4):
 def same_head(loaded, model):
     got, want = dict(tree_flatten(loaded.mtp.parameters())), dict(tree_flatten(model.mtp.parameters()))
     assert got.keys() == want.keys()
-    return all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in want.items())
+    atol = 1e-6 if loaded.mtp.fc.weight.dtype == mx.float32 else 2e-3  # a pack's is in float16
+    return all(mx.allclose(got[name], w, rtol=0, atol=atol) for name, w in want.items())
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("raw", [False, True], ids=["converted", "raw"])
 def test_loads_a_drafter(family, raw, tmp_path):
     model, folder, _, head = converted(tmp_path, family)
@@ -297,7 +297,7 @@ def test_drafter_beside_a_raw_model_is_not_shifted(tmp_path):
     assert same_head(mlx_mtp.load(str(folder), mtp=str(drafter))[0], model)
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES[:3])
 @pytest.mark.parametrize("where", ["inside", "file", "drafter"])
 def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
     model, folder, backbone, head = converted(tmp_path, family)
@@ -319,7 +319,7 @@ def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors"])
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_loads_a_separate_head_file(family, name, tmp_path, hub, caplog):
     model, folder, _, head = converted(tmp_path, family)
     (folder / name).parent.mkdir(exist_ok=True)

@@ -21,11 +21,9 @@ from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
 from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
-from tests.support.models import DATA, load_reference, model_of, tiny_model
+from tests.support.models import DATA, FAMILIES, load_reference, model_of, tiny_model
 from tests.support.scripted import Scripted
 from tests.support.ways import WAYS, alone_and_beside_others, every_way, generate
-
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 
 
 @cache

@@ -19,7 +19,7 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint.load import DEMO
 from tests.support.decoding import STOPS, plain
-from tests.support.models import model_of, tiny_model
+from tests.support.models import PACK, model_of, tiny_model
 from tests.support.profiles import LONG
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
@@ -75,7 +75,7 @@ def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
 def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, which mlx-lm does in a cache of its own, with the same options in each."""
     draw = data.draw
-    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next"])), draw(st.integers(0, 2)))
+    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next", PACK])), draw(st.integers(0, 2)))
     options = dict(
         prefill_step_size=draw(st.integers(1, 8)),
         logits_processors=make_logits_processors(

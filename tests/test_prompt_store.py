@@ -17,12 +17,12 @@ from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store import PromptStore
 from tests.support.decoding import mtp, plain
-from tests.support.models import arrays_equal, tiny_model
+from tests.support.models import FAMILIES, arrays_equal, tiny_model
 from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same, assert_same_next, held, model_of, names, read
 
 
 @pytest.mark.parametrize("kv", [None, KV], ids=["", "quantized"])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fetched_is_what_was_inserted(family, kv):
     model = model_of(family)
     store, cuts = PromptStore(model, 1 << 30), (1, 2, 5, 6, 7, 8, 15, 16)
@@ -127,7 +127,7 @@ def test_many_random_trees(data):
 def check_random_tree(data, n_steps):
     """Texts that are edited, read on and given up: what comes back is what went in, and is never longer than the prefix."""
     draw = data.draw
-    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_5_moe", "qwen3_next"])))
+    model = model_of(draw(st.sampled_from(FAMILIES)))
     kv = draw(st.sampled_from([None, KV]))
     store = PromptStore(model, 1 << 30)
     inserted, texts = {}, [[]]

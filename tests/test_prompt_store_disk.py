@@ -26,7 +26,7 @@ from mlx_mtp.prompt_store import PromptStore, array_file, disk_writer, shared_fo
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.shared_folder import Outcome, SharedFolder
 from tests.support.checkpoints import full_disk
-from tests.support.models import tiny_model
+from tests.support.models import FAMILIES, PACK, tiny_model
 from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
 CUTS = (4, 9)
@@ -54,7 +54,7 @@ def fill(path, model=None, text=TEXT, cuts=CUTS, kv=None):
 @pytest.mark.parametrize("kv", [None, KV], ids=["", "quantized"])
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3_5", mx.float32), ("qwen3_5", mx.bfloat16), ("qwen3_5_moe", mx.float32), ("qwen3_next", mx.float32)],
+    [*((family, mx.float32) for family in FAMILIES[:3]), ("qwen3_5", mx.bfloat16), (PACK, mx.float32)],
 )
 def test_a_restart(family, dtype, kv, tmp_path):
     """Bit for bit: the end of a text, which is written when the store is closed."""

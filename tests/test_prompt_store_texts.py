@@ -15,7 +15,7 @@ from mlx_mtp.generate.stored import seeing
 from mlx_mtp.prompt_store import arrays, reader
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
-from tests.support.models import TRAINED, arrays_equal
+from tests.support.models import PACK, TRAINED, arrays_equal
 from tests.support.prompt_store import TEXT, model_of
 
 CUTS = (5, 11)
@@ -24,10 +24,11 @@ KINDS = [
     ("qwen3_5", mx.bfloat16, {}),
     ("qwen3_5_moe", mx.float32, {}),
     ("qwen3_next", mx.float32, {}),
+    (PACK, mx.float32, {}),
     ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)),
     ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=8)),
 ]
-IDS = ["dense", "bfloat16", "moe", "next", "8 bits", "8 bits later"]
+IDS = ["dense", "bfloat16", "moe", "next", "pack", "8 bits", "8 bits later"]
 
 
 def kv_of(options):
@@ -72,7 +73,7 @@ def test_logits_after_a_restored_prefix(family, dtype, options):
             assert arrays_equal(*rows)
 
 
-@pytest.mark.parametrize(("family", "dtype", "options"), KINDS[:4], ids=IDS[:4])
+@pytest.mark.parametrize(("family", "dtype", "options"), KINDS[:5], ids=IDS[:5])
 def test_a_batch_of_restored_prefixes(family, dtype, options, trained):
     model = model_of(family, dtype=dtype)
     store, ends = filled(model, options), (7, 16)

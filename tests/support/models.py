@@ -13,8 +13,13 @@ from mlx_lm.utils import load_model
 
 from mlx_mtp.layers import compiled
 
+from .packs import manifest, pack, pack_config
+
 DATA = Path(__file__).parents[1] / "data"
 TRAINED = str(DATA / "dense")
+
+PACK = "prism_hadamard_qwen35"
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", PACK]
 
 DENSE = {
     "model_type": "qwen3_5_text",
@@ -45,6 +50,9 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+# Widths of a pack are multiples of 128, and of 512 where they are rotated.
+WIDE = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4, "linear_num_value_heads": 4}
+
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
@@ -53,16 +61,22 @@ def tiny_config(family: str, **changes) -> dict:
     if family == "qwen3_next":
         config = {**DENSE, **EXPERTS, **ROPE, "max_position_embeddings": 4096, "mlp_only_layers": []}
         return {**config, "model_type": family, **changes}
-    experts = EXPERTS if family == "qwen3_5_moe" else {}
-    text = {**DENSE, **experts, "rope_parameters": {"type": "default", **ROPE}, **changes}
+    own = {"qwen3_5_moe": EXPERTS, PACK: WIDE}.get(family, {})
+    text = {**DENSE, **own, "rope_parameters": {"type": "default", **ROPE}, **changes}
+    if family == PACK:
+        dense = import_module("mlx_mtp.models.qwen3_5")
+        return pack_config(text, manifest(dense.TextModel(dense.TextModelArgs.from_dict(text))))
     return {"model_type": family, "text_config": text}
 
 
 def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes):
     """A random model with a head, its weights spread so that greedy output varies.
 
-    float32 for mixtures of experts: MLX's CPU backend multiplies gathered matrices in nothing else.
+    float32 for mixtures of experts: MLX's CPU backend multiplies gathered matrices in nothing else. In a pack, embeddings are
+    in float16 all the same.
     """
+    if family == PACK:
+        return packed_model(seed, dtype, **changes)
     module = import_module(f"mlx_mtp.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(tiny_config(family, **changes)))
     model.eval()
@@ -79,6 +93,20 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
     model.update(tree_map_with_path(weight, model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+def packed_model(seed: int, dtype: mx.Dtype, **changes):
+    """A random dense model that is packed."""
+    dense, config = tiny_model("qwen3_5", seed, dtype, **WIDE | changes), tiny_config(PACK, **changes)
+    weights = pack(dict(tree_flatten(dense.language_model.parameters())), config["modules"], seed)
+    module = import_module(f"mlx_mtp.models.{PACK}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.language_model.load_weights([*weights.items()])
+    for _, packed in model.named_modules():
+        if "scales" in packed:
+            packed.update({name: packed[name].astype(dtype) for name in ("scales", "biases")})
+    mx.eval(model.parameters())
+    return model.eval()
 
 
 model_of = cache(tiny_model)  # one for all tests that leave it as it was

@@ -27,10 +27,9 @@ from mlx_mtp.layers.draft_lm_head import DraftLMHead
 
 from .batches import Fault, Faulty, Text
 from .decoding import assert_goes_on, plain
-from .models import tiny_model
+from .models import FAMILIES, tiny_model
 from .scripted import Scripted, script_copies
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 VOCAB, MAX_STEPS = 32, 2000
 DRAFTS = [None, "auto", 0, 1, 2, 3, 5, 8]
 COPIES = [None, "auto", "off", 1, 2, 8, 16]

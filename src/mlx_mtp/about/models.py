@@ -15,7 +15,7 @@ CONTEXT = 32_768  # tokens
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp models",
-        description="List the published models that --model takes by name: the size of the 4-bit weights and of the head, the "
+        description="List the published models that --model takes by name: the size of the weights and of the head, the "
         "memory of a context, whether the model fits this machine, and what is in the cache.",
     )
     parser.add_argument("--context", type=int, default=CONTEXT, help="Tokens of the context.")
@@ -50,7 +50,7 @@ def show(context: int) -> str:
             ]
         )
     note = (
-        f"Sizes are in GB: weights in 4 bits, the head and {context:,} tokens of context in 16.\n"
+        f"Sizes are in GB: weights in 4 bits (Bonsai 2: in 2), the head and {context:,} tokens of context in 16.\n"
         f"MLX may use {account.limit / GB:.0f} GB here. With more bits: -8bit or -bf16 behind a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
     )

@@ -21,10 +21,10 @@ class Published:
 
     Args:
         name (str): As people type it, such as ``qwen3.6-27b-4bit``.
-        original (str): The repository with its weights, head and tower.
-        conversion (str): A repository with its 4-bit weights for MLX.
+        original (str): The repository with its weights, head and tower; of a pack, with its head alone.
+        conversion (str): A repository with its weights for MLX, in the bits of the name.
         others (Sequence[str]): What conversions with more bits have in place of ``4bit``. Default: none are known.
-        disk_gb (float): The size of a 4-bit conversion with the head, in GB of 10^9 bytes.
+        disk_gb (float): The size of these weights with the head, in GB of 10^9 bytes.
         head_gb (float): That of the head, in 16 bits.
         memory_gb (int): The memory of the smallest Mac to run it, in GB.
         layers (int): The number of the backbone's layers.
@@ -45,8 +45,8 @@ class Published:
 
     @property
     def base(self) -> str:
-        """The name without a number of bits, which then is 4."""
-        return self.name.removesuffix("-4bit")
+        """The name without a number of bits."""
+        return self.name.rpartition("-")[0]
 
     @property
     def conversions(self) -> dict[str, str]:
@@ -75,12 +75,11 @@ def published() -> dict[str, Published]:
 
 
 def originals_like(name: str, config: Config) -> list[str]:
-    """The originals with the sizes of a config whose name is part of a checkpoint's, the longest name first."""
+    """The originals of published models of a config's sizes whose name is part of a checkpoint's, the longest name first."""
     text, key = text_config_of(config), _key(name)
     sizes = text.get("num_hidden_layers"), text.get("hidden_size")
-    fitting = {m.original for m in published().values() if (m.layers, m.hidden_size) == sizes}
-    named = [original for original in fitting if _key(original.rpartition("/")[2]) in key]
-    return sorted(named, key=len, reverse=True)
+    fitting = [m for m in published().values() if (m.layers, m.hidden_size) == sizes and _key(m.base) in key]
+    return [m.original for m in sorted(fitting, key=lambda m: len(m.base), reverse=True)]
 
 
 def resolve(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
-from ..models import MODEL_TYPES
+from ..models import BASES, MODEL_TYPES
 
 Config = dict[str, Any]
 SIZES = (
@@ -78,6 +78,8 @@ def context_length_of(config: Config) -> int | None:
 def first_difference(config: Config, other: Config) -> str:
     """Describe the first size in which two models differ; empty if all known sizes agree."""
     a, b = ({**c.get("text_config", {}), **c} for c in (config, other))
+    for c in (a, b):
+        c["model_type"] = BASES.get(str(c.get("model_type")), c.get("model_type"))
     for key in SIZES:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} is {a[key]}, not {b[key]}"

@@ -16,9 +16,13 @@ from .config import Config
 
 @contextmanager
 def loading_errors(name: str) -> Iterator[None]:
-    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError."""
+    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError that names the checkpoint."""
     try:
         yield
+    except ValueError as e:
+        if name in str(e):
+            raise
+        raise ValueError(f"{name} could not be loaded: {e}") from e
     except RuntimeError as e:
         raise ValueError(f"{name} could not be loaded: {e}") from e
     except (AttributeError, KeyError, TypeError) as e:

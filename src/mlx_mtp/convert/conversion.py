@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.config import Config
+from ..checkpoint.config import Config, read_json
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.storage.hub import commit_of, fetch
@@ -19,6 +19,7 @@ from ..checkpoint.storage.output import atomic_directory, check_new, describe_he
 from ..files import check_folder
 from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
+from ..models import BASES
 from ..models.protocol import MTPModel
 from .acceptance import print_cost
 from .card import IMAGES, USAGE, upload, write_card
@@ -118,6 +119,7 @@ def convert_weights(
     print("[INFO] Loading")
     source = fetch(hf_path, revision)
     commit = commit_of(source)
+    check_not_packed(source, hf_path)
     model, tokenizer, config = load(
         hf_path,
         revision=commit or revision,
@@ -144,6 +146,16 @@ def convert_weights(
         write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
     if head is not None and how.mtp_bits is not None and not skip_check:
         print_cost(target, head, how.mtp_bits)
+
+
+def check_not_packed(source: Path, name: str) -> None:
+    """Raise a ValueError if a checkpoint is a pack, whose one format its config requires."""
+    file = source / "config.json"
+    if file.exists() and (model_type := read_json(file).get("model_type")) in BASES:
+        raise ValueError(
+            f"{name} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add its "
+            "original's head with --graft-mtp-from or tower with --graft-vision-from."
+        )
 
 
 def fuse(model: nn.Module) -> None:

@@ -21,9 +21,11 @@ NEEDS = {"disk-gb": float, "memory-gb": int}
 
 
 def named_recipes() -> dict[str, Recipe]:
-    """A recipe for each published model, as a file of the user's would write it."""
+    """A recipe for each published model of 4 bits, as a file of the user's would write it; packs are not converted."""
     recipes: dict[str, Recipe] = {}
     for name, model in published().items():
+        if not name.endswith("-4bit"):
+            continue
         folder = f"{model.original.rpartition('/')[2]}-4bit"
         convert: dict[str, Any] = {"hf-path": model.original, "mlx-path": folder, "quantize": True, "q-bits": 4}
         needs: dict[str, Any] = {"disk-gb": model.disk_gb, "memory-gb": model.memory_gb}

@@ -117,4 +117,5 @@ class DraftLoss:
     @property
     def dtype(self) -> mx.Dtype:
         layer: Any = self.output_layer
-        return (layer.scales if "scales" in layer else layer.weight).dtype
+        dtype: mx.Dtype = (layer.scales if "scales" in layer else layer.weight).dtype
+        return mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many rows would be 0

@@ -19,6 +19,7 @@ class MTPMixin:
     """List it before mlx-lm's model among the bases."""
 
     head_prefix = "mtp."  # of the names of the head's parameters
+    can_shard = True  # whether ranks can have a part of each layer
     mtp: Any
     model: Any
     layers: Any

@@ -60,6 +60,11 @@ def check_shard(model: Any, n: int) -> None:
     Raises:
         ValueError: Something that must be divided among the ranks cannot be.
     """
+    if not model.can_shard:
+        raise ValueError(
+            f"A model of type {model.model_type} cannot be split among processes, since a rotation mixes the inputs of a "
+            "layer: use a pipeline (--pipeline)."
+        )
     args = model.text_args
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     sizes = {"attention heads": heads, "key heads of its recurrent layers": args.linear_num_key_heads}

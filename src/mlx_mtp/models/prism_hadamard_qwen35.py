@@ -1,0 +1,39 @@
+"""Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack, whose rotations are in its layers.
+
+The head is not packed. It is that of the dense model, in the backbone's float16.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+from mlx_lm.models import prism_hadamard_qwen35 as stock
+
+from . import qwen3_5
+
+
+@dataclass
+class ModelArgs(qwen3_5.ModelArgs, stock.ModelArgs):
+    pass
+
+
+class Model(qwen3_5.Model, stock.Model):
+    can_shard = False
+
+    def __init__(self, args: ModelArgs):
+        super().__init__(args)
+        # mlx-lm has packed a text model of its own, which that of the dense model has replaced.
+        modules = stock.Model(args).language_model.named_modules()
+        packed = [(path, m) for path, m in modules if isinstance(m, stock.HadamardQuantizedLinear)]
+        self.language_model.update_modules(tree_unflatten(packed))
+
+    def sanitize(
+        self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
+    ) -> dict[str, mx.array]:
+        # mlx-lm asks for the signs of each module in the manifest. A stage of a pipeline has those of its layers.
+        names = {name.removeprefix("language_model.") for name in weights}
+        self.args.modules = [m for m in self.args.modules if f"{m['path']}.weight" in names]
+        weights = super().sanitize(weights, head, raw)
+        of_head = {name: w for name, w in weights.items() if name.startswith(self.head_prefix)}
+        return weights | {n: w.astype(mx.float16) for n, w in of_head.items() if mx.issubdtype(w.dtype, mx.floating)}

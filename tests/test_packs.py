@@ -1,0 +1,283 @@
+"""Bonsai 2's packs: mlx-lm's logits and tokens in float16, with the original's head, which is found, grafted and fitted.
+
+What all families have in common is tested with the others': ``FAMILIES`` in ``support/models.py`` has a pack.
+"""
+
+import json
+import re
+import shutil
+import sys
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+import mlx_mtp
+from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.checkpoint import load as loading
+from mlx_mtp.checkpoint.catalog import originals_like, published
+from mlx_mtp.checkpoint.part import Stage
+from mlx_mtp.checkpoint.skeleton import skeleton
+from mlx_mtp.convert import convert
+from mlx_mtp.convert.__main__ import main
+from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.fit import fit
+from mlx_mtp.models.shard import check_shard
+from tests.support.batches import run
+from tests.support.checkpoints import configure, edit, tensors, write
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config, tiny_model
+from tests.support.published import ARCHITECTURES
+
+VOCAB = {"vocab_size": 512}  # of the tokenizer
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A dense checkpoint in bfloat16."""
+    model = tiny_model("qwen3_5", dtype=mx.bfloat16, **WIDE, **VOCAB)
+    folder = tmp_path_factory.mktemp("original") / "Qwen3.8-tiny"
+    return write(folder, tiny_config("qwen3_5", **WIDE, **VOCAB), dict(tree_flatten(model.parameters())))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Its pack, without a head, as packs are published."""
+    weights = dict(tree_flatten(tiny_model(PACK, dtype=mx.float16, **VOCAB).parameters()))
+    folder = tmp_path_factory.mktemp("bare") / "Ternary-Bonsai-tiny"
+    return write(folder, tiny_config(PACK, **VOCAB), {n: w for n, w in weights.items() if "mtp." not in n})
+
+
+@pytest.fixture(scope="module")
+def grafted(original, bare, tmp_path_factory):
+    """The pack with the head."""
+    folder = tmp_path_factory.mktemp("grafted") / "out"
+    convert(str(bare), str(folder), graft_mtp_from=str(original), skip_check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(grafted):
+    """(ours, mlx-lm's)"""
+    return mlx_mtp.load(str(grafted))[0], mlx_lm.load(str(grafted))[0]
+
+
+@pytest.fixture(scope="module")
+def text(models):
+    """What mlx-lm says."""
+    return plain(PROMPT, models[1], max_tokens=5)
+
+
+@pytest.fixture
+def accepted(monkeypatch):
+    """The model is random."""
+    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.8)
+
+
+# The text
+
+
+def test_logits_have_mlx_lms_bits(models):
+    """Those of a prompt, and of single tokens, whose passes are compiled."""
+    seen = []
+    for model in models:
+        cache = stock_prompt_cache(model)
+        seen.append([model(tokens[None], cache=cache) for tokens in (PROMPT, *mx.split(PROMPT[:3], 3))])
+    assert seen[0][0].dtype == mx.float16
+    assert arrays_equal(*seen)
+
+
+@pytest.mark.parametrize("depth", [0, 3, "auto"])
+def test_text_is_mlx_lms(models, text, depth):
+    assert mtp(PROMPT, models[0], max_tokens=5, num_draft_tokens=depth) == text
+
+
+def test_rows_are_mlx_lms(models, text):
+    generator = BatchGenerator(models[0], num_draft_tokens=1, max_tokens=5)
+    generator.insert([PROMPT.tolist(), [7]])
+    first, second = run(generator).values()
+    assert (first.tokens, second.tokens) == (text, plain([7], models[1], max_tokens=5))
+
+
+def test_all_but_states_and_signs_is_in_float16(models):
+    dtypes = {name: p.dtype for name, p in tree_flatten(models[0].parameters())}
+    assert {dtypes.pop(n) for n in [*dtypes] if n.endswith((".signs", ".A_log"))} == {mx.float32}
+    assert {dtypes.pop(n) for n in [*dtypes] if n[:-6] + "scales" in dtypes and n.endswith("weight")} == {mx.uint32}
+    assert set(dtypes.values()) == {mx.float16}
+
+
+# The head
+
+
+def test_the_head_is_found_by_the_card(hub, original, bare, grafted, tmp_path, accepted):
+    hub.publish("Qwen/original", original)
+    folder = shutil.copytree(bare, tmp_path / "pack")
+    (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")
+    model = mlx_mtp.load(str(folder), mtp="auto")[0]
+    assert model.fetched_head.source == "Qwen/original"
+    of_graft = mlx_mtp.load(str(grafted))[0]
+    assert arrays_equal(model.mtp.parameters(), of_graft.mtp.parameters())
+    named = mlx_mtp.load(str(bare), mtp=str(model.fetched_head.folder))[0]  # --mtp HEAD
+    assert arrays_equal(named.mtp.parameters(), of_graft.mtp.parameters())
+
+
+@pytest.mark.parametrize("name", ["prism-ml/Ternary-Bonsai-2-27B-mlx-2bit", "me/bonsai-2-27b", "Bonsai_2_27B-chat"])
+def test_the_head_of_a_published_pack_is_that_of_its_base(name):
+    sizes = {"num_hidden_layers": 64, "hidden_size": 5120}
+    assert originals_like(name, {"text_config": sizes}) == ["Qwen/Qwen3.8-27B"]
+
+
+def test_the_catalog_has_the_size_of_the_pack():
+    _, text = ARCHITECTURES["27B"]
+    config = tiny_config(PACK, **text)
+    assert len(config["modules"]) == 402  # as published
+    weights = tree_flatten(skeleton(config, "pack").parameters())
+    packed = (".signs", ".scales", ".biases")  # in their own dtype here, and all else in float32
+    n_bytes = sum(w.nbytes if w.dtype == mx.uint32 or n.endswith(packed) else 2 * w.size for n, w in weights)
+    assert published()["bonsai-2-27b-2bit"].disk_gb == round(n_bytes / 1e9, 1)
+
+
+def test_a_head_of_another_size_does_not_fit(bare, tmp_path):
+    other = tiny_model("qwen3_5", dtype=mx.bfloat16, **WIDE | VOCAB | {"intermediate_size": 256})
+    config = tiny_config("qwen3_5", **WIDE | VOCAB | {"intermediate_size": 256})
+    folder = write(tmp_path / "other", config, dict(tree_flatten(other.parameters())))
+    with pytest.raises(ValueError, match="intermediate_size is 256, not 128"):
+        convert(str(bare), str(tmp_path / "out"), graft_mtp_from=str(folder), skip_check=True)
+
+
+def report(folder) -> dict[str, str]:
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in inspect(str(folder)).splitlines())}
+
+
+def test_inspect(bare, grafted):
+    lines = report(bare)
+    assert lines["Model type"] == PACK
+    assert lines["Backbone"] == "2 bits in groups of 128 (affine), converted (norms shifted)"
+    assert (lines["MTP head"], "claims an MTP head, but its weights have none" in lines["--mtp"]) == ("none", True)
+    assert report(grafted)["--mtp"] == "ready"
+
+
+def test_fit(hub, original, bare, tmp_path, capsys):
+    """The head that was fetched learns."""
+    hub.publish("Qwen/original", original)
+    folder = shutil.copytree(bare, tmp_path / "pack")
+    (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")
+    # In float32 MLX's CPU backend takes a tenth of the time.
+    edit(folder, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))
+    (tmp_path / "prompts").write_text("\n---\n".join(f"prompt {i}" for i in range(10)))
+    options = dict(drafts=1, answers=1, max_tokens=3, temp=0.0, iters=6, steps_per_eval=6, learning_rate=1e-2)
+    mx.disable_compile()  # or the CPU backend runs a C++ compiler for each kernel
+    try:
+        fit(str(folder), str(tmp_path / "out"), prompts=tmp_path / "prompts", **options)
+    finally:
+        mx.enable_compile()
+    first, lowest = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())
+    assert lowest < first - 0.1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("-q",), ("--dequantize",), ("--dtype", "bfloat16"), ("--no-mtp",), ("--mtp-bits", "4")]
+)
+def test_nothing_of_a_pack_is_converted(grafted, tmp_path, monkeypatch, capsys, flags):
+    target = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", "--hf-path", str(grafted), "--mlx-path", str(target), *flags])
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert (end.value.code, error.count("\n"), target.exists()) == (2, 1, False)
+    assert f"{grafted} is packed, and nothing in a model of type {PACK} can be converted" in error
+
+
+def test_ranks_have_layers_of_their_own_but_no_parts_of_layers(models):
+    with pytest.raises(
+        ValueError, match=rf"type {PACK} cannot be split among processes.* use a pipeline \(--pipeline\)"
+    ):
+        check_shard(models[0], 2)
+
+
+def test_fewer_bits_of_the_output_layer_are_refused(grafted):
+    with pytest.raises(ValueError, match="draft_head_bits must be less than the 2 bits of the model's lm_head, not 2"):
+        mlx_mtp.load(str(grafted), draft_head_bits=2)
+
+
+def of_schema_3(config):
+    config["schema_version"] = 3
+
+
+def with_a_bias(config):
+    config["modules"].append({"path": "model.norm", "block": 0, "embedding": False, "dtype": "float16"})
+
+
+def of_four_bits(config):
+    config["quantization"]["bits"] = 4
+
+
+def without_a_manifest(config):
+    del config["modules"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_schema_3, "Unsupported Hadamard pack: schema 3"),
+        (with_a_bias, "Unknown or unsupported packed module: model.norm"),
+        (of_four_bits, "require 2-bit affine weights"),
+        (without_a_manifest, "missing its packed module manifest"),
+    ],
+)
+def test_packs_that_mlx_lm_refuses(grafted, tmp_path, change, message):
+    folder = shutil.copytree(grafted, tmp_path / "pack")
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    configure(folder, **config, **({} if "modules" in config else {"modules": []}))
+    with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
+        mlx_mtp.load(str(folder))
+    assert re.search(message, report(folder)["--mtp"])
+
+
+SIGNS = "language_model.model.layers.0.mlp.up_proj.signs"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(SIGNS), f"Missing Hadamard sign vector: {SIGNS}"),
+        (lambda w: w.update({SIGNS: 2 * w[SIGNS]}), "signs must contain only -1 and \\+1"),
+        (lambda w: w.pop(SIGNS.replace("signs", "weight")), "Missing 1 parameters"),
+    ],
+)
+def test_damaged_packs(grafted, tmp_path, change, message):
+    folder = shutil.copytree(grafted, tmp_path / "pack")
+    (folder / "model.safetensors.index.json").unlink()
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        mlx_mtp.load(str(folder))
+
+
+def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
+    weights = Stage(range(1, 2), []).own(tensors(grafted))
+    assert SIGNS not in weights
+    model = skeleton(json.loads((grafted / "config.json").read_text()), "pack")
+    assert model.sanitize(dict(weights)).keys() >= {name for name in weights if "layers.1." in name}
+    del weights[SIGNS.replace("layers.0", "layers.1")]
+    with pytest.raises(ValueError, match=r"Missing Hadamard sign vector: .*layers\.1"):
+        model.sanitize(weights)
+
+
+# The same architecture under another name
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("Ornith-1.5-9B", "dense"), ("Ornith-1.5-35B-A3B", "moe35"), ("MiMo-V2.6-Distill-Qwen", "dense")]
+)
+def test_the_model_type_tells_the_family(name, data, tmp_path):
+    folder = shutil.copytree(DATA / data, tmp_path / name)
+    configure(folder, architectures=[f"{name.partition('-')[0]}ForConditionalGeneration"], _name_or_path=f"org/{name}")
+    model = mlx_mtp.load(str(folder))[0]
+    assert type(model).__module__ == f"mlx_mtp.models.{json.loads((folder / 'config.json').read_text())['model_type']}"
+    assert report(folder)["--mtp"] == "ready"
