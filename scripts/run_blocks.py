@@ -48,7 +48,8 @@ SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)",
 # Measuring, fitting and long answers take minutes: the same commands for a short time.
 SHORT = """
 FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20 --cache-gb 0.01"
-mlx_mtp.benchmark() { command mlx_mtp.benchmark "$@" --max-tokens 8 --repeat 1; }
+mlx_mtp.benchmark() { command mlx_mtp.benchmark "$@" --max-tokens 8 --repeat $([[ "$*" == *--tune* ]] && echo 2 || echo 1); }
+mlx_mtp.draft_vocab() { command mlx_mtp.draft_vocab "$@" --size 1024; }
 mlx_mtp.fit() { command mlx_mtp.fit "$@" --iters 40 --learning-rate 1e-3 $FIT; }
 mlx_mtp.generate() { command mlx_mtp.generate "$@" --max-tokens 20; }
 """
@@ -84,6 +85,10 @@ def make_models(folder: Path) -> dict[str, Path]:
     """A checkpoint with everything, one without head and tower, one with a worse head, and a head alone."""
     full = make_checkpoint(folder / "full")
     (full / "chat_template.jinja").write_text(TEMPLATE)
+    # Texts end at a token that no text has: the demo would stop at once on prompts that it has not learned.
+    (full / "generation_config.json").write_text(json.dumps({"eos_token_id": 185}))
+    settings = json.loads((full / "tokenizer_config.json").read_text())
+    (full / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|video_pad|>"}))
     bare = shutil.copytree(full, folder / "bare")
     no_head(bare)
     edit(bare, lambda w: [w.pop(name) for name in list(w) if name.startswith("model.visual.")])

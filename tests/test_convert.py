@@ -380,8 +380,8 @@ def run(capsys, *args):
     return run_command(main, capsys, *args)
 
 
-def test_the_command_ends_with_the_result_and_the_next_command(monkeypatch, capsys, tmp_path):
-    status, out, _ = run(monkeypatch, capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "my model")
+def test_the_command_ends_with_the_result_and_the_next_command(capsys, tmp_path):
+    status, out, _ = run(capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "my model")
     assert status == 0
     wrote, following = out.splitlines()[-2:]
     assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ GB", wrote)

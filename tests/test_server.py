@@ -24,6 +24,7 @@ from openai import AuthenticationError, OpenAI
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.memory.account import Account
 from mlx_mtp.server import __main__ as command
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.http import app
@@ -462,6 +463,7 @@ def test_rejects_invalid_sizes(size, capsys):
 def test_start_says_where_and_how(server):
     log = server.log.read_text()
     assert log.count("Model: dense, with drafts of its MTP head\n") == 1
+    assert re.search(r"Memory: [\d.]+ [MG]B held of at most [\d.]+ GB\n", log)
     assert log.count("Limits: context of 8192 tokens, ") == 1
     url = f"http://127.0.0.1:{server.port}"
     assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
@@ -528,7 +530,7 @@ def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address
     monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
     models = SimpleNamespace(name="a", default="a", tokenizers={"a": SimpleNamespace(context_length=None)})
-    engine = SimpleNamespace(admission=SimpleNamespace(models=models))
+    engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
     command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == warns

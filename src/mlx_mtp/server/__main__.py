@@ -20,6 +20,7 @@ from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..memory.account import Account
+from ..memory.needs import size
 from .arguments import check, check_model, make_parser
 from .client_settings import CLIENTS, connection_to
 from .engine.admission import Admission
@@ -87,7 +88,7 @@ def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Call
     host = options.host
     if options.api_key is None and not ip_address(address).is_loopback:
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
-    for line in summary(options, engine.admission.models):
+    for line in summary(options, engine.admission):
         logging.info(line)
     logging.info(f"Starting httpd at {host} on port {port}...")
     page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
@@ -95,8 +96,9 @@ def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Call
     server.run(sockets=[s])
 
 
-def summary(options: Options, models: ModelProvider) -> list[str]:
-    """The model, its drafts and the limits, in sentences."""
+def summary(options: Options, admission: Admission) -> list[str]:
+    """The model, its drafts, the memory and the limits, in sentences."""
+    models, account = admission.models, admission.account
     context = models.tokenizers[models.default].context_length
     limits = [
         f"context of {context or 'unknown'} tokens",
@@ -106,7 +108,12 @@ def summary(options: Options, models: ModelProvider) -> list[str]:
     if options.max_queue is not None:
         limits.append(f"{options.max_queue} waiting")
     note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []
-    return [f"Model: {models.name}, {drafting(options)}", *note, f"Limits: {', '.join(limits)}"]
+    return [
+        f"Model: {models.name}, {drafting(options)}",
+        *note,
+        f"Memory: {size(account.held)} held of at most {size(account.limit)}",
+        f"Limits: {', '.join(limits)}",
+    ]
 
 
 def make_server(options: Options, engine: Engine) -> Server:
