@@ -199,6 +199,7 @@ def test_every_flag_is_mlx_lms():
         "acceptance",
         "pipeline",  # as in mlx-lm's chat
         "prompt_cache_dir",
+        "max_memory",
         "version",
     }
     assert theirs.keys() <= ours.keys()
