@@ -24,7 +24,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.originals.acceptance import measure_acceptance
 from tests.support.packs import GATES, GROUP, rotated, ternary
 
-BATCH, LENGTH = 12, 32  # texts of a step, and tokens of a text
+BATCH, LENGTH = 8, 64  # texts of a step, and tokens of a text
 
 
 def is_packed(name: str, w: mx.array) -> bool:
