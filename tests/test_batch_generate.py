@@ -166,8 +166,8 @@ def test_distribution_where_a_second_sequence_arrives():
 
 def test_switches_between_one_sequence_and_several_are_counted():
     metrics = Metrics()
-    generator = BatchGenerator(model_of("qwen3_5"), max_token_gap=math.inf, min_decode_share=0.0)
-    generator.insert([[1, 5, 2]], max_tokens=[40])
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, max_token_gap=math.inf, min_decode_share=0.0)
+    generator.insert([[1, 5, 2]], max_tokens=[300])
     for step in range(200):
         if step in (10, 30):
             generator.insert([[2, 5, 2]], max_tokens=[8])

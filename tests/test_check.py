@@ -9,6 +9,7 @@ import pytest
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.checkpoint.load import DEMO_NOTE
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
@@ -139,7 +140,7 @@ ARGS = ("--mtp", "--check", "--prompt", "-", "-m", 16)
 def test_command_exits_0_for_equal_tokens(capsys):
     for exact in ((), ("--exact",)):
         status, out, err = run(capsys, *ARGS, *exact)
-        assert (status, err) == (0, "")
+        assert (status, err) == (0, f"{DEMO_NOTE}. `mlx_mtp models` lists real models.\n")
         assert out == (
             "Identical: plain decoding and MTP generated the same 16 tokens.\n"
             "Compiled passes over 1, 2, 5, 17 tokens: the bits of those that are not compiled.\n"

@@ -12,6 +12,7 @@ from mlx_mtp import PromptStore, stream_generate
 from mlx_mtp.chat import conversation
 from mlx_mtp.chat.__main__ import make_parser, obey
 from mlx_mtp.chat.conversation import Conversation
+from mlx_mtp.chat.messages import Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import place, read_images
@@ -197,15 +198,13 @@ def test_a_chat_with_pictures(stored, model, tokenizer, tmp_path, monkeypatch):
     chat.attach(str(files[0]))
     monkeypatch.setattr(conversation, "stream_generate", interrupted)
     assert chat.answer("c", print) is None
-    assert (chat.turn, chat.attached, chat.unread, chat.shown) == (0, [], [], [])
+    assert (chat.attached, chat.unread, chat.shown, chat.n_rendered) == ([], [], [], 0)
+    assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again
 
 
-def test_a_chat_says_what_is_wrong_with_a_picture(model, tokenizer, capsys):
+def test_a_chat_says_what_is_wrong_with_a_picture(model, tokenizer):
     args = make_parser().parse_args(["--mtp"])
-    obey("/image no.png", Conversation(model, tokenizer, args))
-    obey("/image no.png", Conversation(tiny_model("qwen3_5"), tokenizer, args))
-    assert capsys.readouterr().out.split("\n")[:2] == [
-        "There is no image no.png.",
-        "The model takes no images: its checkpoint has no vision tower. Use its original's: with --images in "
-        'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.',
-    ]
+    with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
+        obey("/image no.png", Conversation(model, tokenizer, args))
+    with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision tower\. .*--images"):
+        obey("/image no.png", Conversation(tiny_model("qwen3_5"), tokenizer, args))

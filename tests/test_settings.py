@@ -14,7 +14,7 @@ from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark.tuning import tune
 from mlx_mtp.benchmark.tuning.recommend import Measured
 from mlx_mtp.checkpoint import settings
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint.load import DEMO, DEMO_NOTE
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
 from mlx_mtp.pacing.timing import timing_of
@@ -215,7 +215,8 @@ def test_command_prints_the_settings(monkeypatch, capsys, tuned_demo, flags, sai
     else:
         run(monkeypatch, generate, *command)
     out, err = capsys.readouterr()
-    assert err == ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
+    note = f"{DEMO_NOTE}. `mlx_mtp models` lists real models.\n"
+    assert err == note + ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
     if said == "off":
         assert "Drafts: none" in out
     elif flags != ["--check"]:

@@ -188,7 +188,8 @@ class Conversation:
     def _encode(self, new: Sequence[Message]) -> list[int]:
         """The tokens that messages add, through the chat template if there is one."""
         if not self.tokenizer.has_chat_template:
-            tokens: list[int] = self.tokenizer.encode("".join(f"{message.content}\n" for message in new))
+            text = "".join(f"{PLACEHOLDER * len(message.images)}{message.content}\n" for message in new)
+            tokens: list[int] = self.tokenizer.encode(text)
             return tokens
         end = [self.tokenizer.eos_token_id] if self.is_cut else []
         return end + self.tokenizer.encode(self._render(new, self.thinking), add_special_tokens=False)

@@ -79,7 +79,8 @@ def first_difference(config: Config, other: Config) -> str:
     """Describe the first size in which two models differ; empty if all known sizes agree."""
     a, b = ({**c.get("text_config", {}), **c} for c in (config, other))
     for c in (a, b):
-        c["model_type"] = BASES.get(str(c.get("model_type")), c.get("model_type"))
+        if (base := BASES.get(str(c.get("model_type")))) is not None:
+            c["model_type"] = base
     for key in SIZES:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} is {a[key]}, not {b[key]}"
