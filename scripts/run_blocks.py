@@ -48,14 +48,18 @@ SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)",
 # Measuring, fitting and long answers take minutes: the same commands for a short time.
 SHORT = """
 FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20 --cache-gb 0.01"
-mlx_mtp.benchmark() { command mlx_mtp.benchmark "$@" --max-tokens 8 --repeat $([[ "$*" == *--tune* ]] && echo 2 || echo 1); }
+mlx_mtp.benchmark() {
+  [[ "$*" == *--prompts* ]] || set -- "$@" --prompts MY_PROMPTS
+  [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
+  command mlx_mtp.benchmark "$@" --max-tokens 8
+}
 mlx_mtp.draft_vocab() { command mlx_mtp.draft_vocab "$@" --size 1024; }
 mlx_mtp.fit() { command mlx_mtp.fit "$@" --iters 40 --learning-rate 1e-3 $FIT; }
 mlx_mtp.generate() { command mlx_mtp.generate "$@" --max-tokens 20; }
 """
 TEMPLATE = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}\n{% endfor %}"
 FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "ORIGINAL_REPO", "REPO_WITHOUT_HEAD")
-TEXTS = ("LONG_TEXT", "MY_PROMPTS", "FILES", "edit_this_file.txt", "src/main.py")
+TEXTS = ("LONG_TEXT", "FILES", "edit_this_file.txt", "src/main.py")
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def make_project(folder: Path, models: dict[str, Path]) -> Path:
     text = "\n---\n".join(page.read_text(encoding="utf-8")[:300] for page in PAGES[:6])
     for name in TEXTS:
         (project / name).write_text(text)
+    (project / "MY_PROMPTS").write_text("def read_lines(path):\n---\nclass Stack:\n")
     (project / "key.txt").write_text("secret\n")
     (project / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     shutil.copy(ROOT / "tests/data/captions/16-shape.png", project / "screenshot.png")
