@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import closing
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
@@ -14,6 +15,7 @@ from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..cli.tables import table
 from ..layers.passes import not_compiled
+from ..prompts import encode
 from .colors import paint
 from .stream import GenerationResponse, stream_generate
 
@@ -60,13 +62,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, mtp="auto")
     is_demo = args.model == str(DEMO)
     prompt = args.prompt or (CODE if is_demo else REQUEST)
-    text = prompt
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-    tokens = tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
+    tokens = encode(tokenizer, prompt, enable_thinking=False)
     plain, drafted = compare(model, tokenizer, tokens, args.max_tokens)
     if is_demo:
         print(f"{DEMO_NOTE}.\n")
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(
-    model: Any, tokenizer: TokenizerWrapper, prompt: list[int], max_tokens: int
+    model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
 ) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
     """Generate in turns -> the responses of the plain run and of that with drafts whose speeds are the medians."""
     for mtp in (False, True):
@@ -94,7 +90,7 @@ def compare(
 
 
 def generate_once(
-    model: Any, tokenizer: TokenizerWrapper, prompt: list[int], max_tokens: int, mtp: bool
+    model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int, mtp: bool
 ) -> list[GenerationResponse]:
     """All responses of a run; a plain one runs as mlx-lm's own model does."""
     with closing(stream_generate(model, tokenizer, prompt, max_tokens, mtp=mtp)) as responses:

@@ -2,9 +2,10 @@
 user's own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -68,7 +69,7 @@ def read_prompts(file: Path) -> dict[str, str]:
     return prompts
 
 
-def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0) -> mx.array:
+def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template: Any) -> mx.array:
     """
     A prompt's tokens, [T], through the chat template if there is one.
 
@@ -76,17 +77,19 @@ def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0) -> mx.array
         tokenizer (TokenizerWrapper): The model's tokenizer.
         text (str): The prompt.
         context (int): Lengthen the prompt to about this many tokens, with the source of this package before it.
+        template (Any): Variables of the chat template.
     """
-    if (n := context - len(_encode(tokenizer, text))) > 0:
+    if (n := context - len(_encode(tokenizer, text, template))) > 0:
         source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below
         text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
-    return mx.array(_encode(tokenizer, text))
+    return mx.array(_encode(tokenizer, text, template))
 
 
-def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+def _encode(tokenizer: TokenizerWrapper, text: str, template: Mapping[str, Any]) -> list[int]:
     tokens: list[int]
     if tokenizer.has_chat_template:
-        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        messages = [{"role": "user", "content": text}]
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template)
     else:
         tokens = tokenizer.encode(text)
     return tokens
