@@ -14,7 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from mlx_mtp.benchmark.shapes import SHAPES
+from mlx_mtp.benchmark.synthetic import SHAPES
 from mlx_mtp.fit.loss import DraftLoss
 from mlx_mtp.fit.recording import TOP_K, bytes_per_token
 from mlx_mtp.fit.training import make_trainable

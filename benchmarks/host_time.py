@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
-from mlx_mtp.benchmark.shapes import COMMON
+from mlx_mtp.benchmark.synthetic import COMMON
 from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.layers.compiled import n_traces

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.cli.tables import table
+from mlx_mtp.cli.display import table
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.cuts import choose_cuts
 

@@ -27,7 +27,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tqdm import tqdm
 
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.cli.tables import table
+from mlx_mtp.cli.display import table
 from mlx_mtp.server.api.chat_completions import read_request
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support.checkpoints import first_layers

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.checkpoint.originals.acceptance import measure_acceptance
+from mlx_mtp.checkpoint.originals.head import measure_acceptance
 from tests.support.packs import GATES, GROUP, rotated, ternary
 
 BATCH, LENGTH = 8, 64  # texts of a step, and tokens of a text

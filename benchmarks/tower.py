@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 import mlx_mtp
-from mlx_mtp.cli.tables import table
+from mlx_mtp.cli.display import table
 from mlx_mtp.images.tower import VisionArgs, VisionTower
 
 DEMO_TOWER = {"depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4}

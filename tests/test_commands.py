@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mlx_mtp
-from mlx_mtp.cli.tables import table
+from mlx_mtp.cli.display import table
 from mlx_mtp.server import arguments
 from mlx_mtp.server.engine import provider
 

@@ -21,11 +21,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_mtp
-from mlx_mtp.checkpoint.originals import acceptance as original_acceptance
+from mlx_mtp.checkpoint.originals import head
+from mlx_mtp.checkpoint.originals.head import measure_acceptance
 from mlx_mtp.checkpoint.storage.hub import fetch
-from mlx_mtp.convert import acceptance, card, conversion, convert
+from mlx_mtp.convert import card, conversion, convert
 from mlx_mtp.convert.__main__ import main, make_parser
-from mlx_mtp.convert.acceptance import measure_acceptance
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.layers.mtp import split_head
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, full_disk, tensors, write
@@ -363,8 +363,8 @@ def test_ignores_an_unreadable_card(card, tmp_path, caplog):
 
 
 def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(acceptance, "COST_TOKENS", 12)
-    monkeypatch.setattr(original_acceptance, "PYTHON", original_acceptance.PYTHON[1:2])
+    monkeypatch.setattr(conversion, "COST_TOKENS", 12)
+    monkeypatch.setattr(head, "PYTHON", head.PYTHON[1:2])
     convert(str(DATA / "dense"), str(tmp_path / "out"), mtp_bits=2, mtp_group_size=32)
     printed = capsys.readouterr().out
     few, full = (measure_acceptance(*mlx_mtp.load(str(p)), 12) for p in (tmp_path / "out", DATA / "dense"))

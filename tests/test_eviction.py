@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
-from mlx_mtp.prompt_store.eviction import Candidate, score
+from mlx_mtp.prompt_store.forest import score
 from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
@@ -58,23 +58,15 @@ def test_message_ends():
     assert message_ends(tokens, []) == message_ends([], [1]) == []
 
 
-def test_worth():
-    def order(*held):
-        return sorted(range(len(held)), key=lambda i: score(held[i]))
+def test_the_snapshot_that_saves_least_goes_first():
+    def order(*snapshots):
+        return sorted(range(len(snapshots)), key=lambda i: score(*snapshots[i]))
 
-    assert order(Candidate(300, 1000, 0), Candidate(200, 1000, 0), Candidate(400, 1000, 0)) == [
-        1,
-        0,
-        2,
-    ]  # what saves less goes first
-    assert order(Candidate(300, 1000, 0), Candidate(300, 1000, 5), Candidate(300, 1000, 2)) == [
-        1,
-        2,
-        0,
-    ]  # what is older
-    assert order(Candidate(300, 1000, 5, 9), Candidate(300, 1000, 5)) == [1, 0]  # what was not used
-    assert order(Candidate(300, 9000, 0), Candidate(300, 1000, 0)) == [0, 1]  # what is larger
-    assert order(Candidate(300, 1000, 0, 0, True), Candidate(300, 1000, 0)) == [0, 1]  # what is on disk
+    assert order((300, 1000, 0), (200, 1000, 0), (400, 1000, 0)) == [1, 0, 2]
+    assert order((300, 1000, 0), (300, 1000, 5), (300, 1000, 2)) == [1, 2, 0]  # what is older
+    assert order((300, 1000, 5, 9), (300, 1000, 5)) == [1, 0]  # what was not used
+    assert order((300, 9000, 0), (300, 1000, 0)) == [0, 1]  # what is larger
+    assert order((300, 1000, 0, 0, True), (300, 1000, 0)) == [0, 1]  # what is on disk
 
 
 def tool_loop(sessions, n_turns, system=None):

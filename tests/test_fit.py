@@ -21,7 +21,7 @@ from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import fitting, progress
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import measure as measuring
-from mlx_mtp.fit.answers import answer_all
+from mlx_mtp.fit.data import answer_all
 from mlx_mtp.fit.lora import Lora
 from mlx_mtp.fit.loss import DraftLoss, DraftRows
 from mlx_mtp.fit.measure import Measured, compare, measure

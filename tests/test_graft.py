@@ -12,8 +12,9 @@ from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.convert import acceptance, convert
-from mlx_mtp.convert.acceptance import CHECK_TOKENS, FLOOR
+from mlx_mtp.checkpoint.originals.head import CHECK_TOKENS, FLOOR
+from mlx_mtp.convert import convert
+from mlx_mtp.convert import graft as grafting
 from mlx_mtp.fit.checkpoint import write_checkpoint
 from mlx_mtp.layers.mtp import split_head
 from mlx_mtp.prompts import PYTHON
@@ -57,7 +58,7 @@ def graft(source, model, target, **options):
 
 
 def test_grafts_and_checks_the_demos_head(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance, "CHECK_TOKENS", 8)
+    monkeypatch.setattr(grafting, "CHECK_TOKENS", 8)
     convert(str(DEMO), str(tmp_path / "with"))
     convert(str(DEMO), str(tmp_path / "without"), mtp=False)
     graft(DEMO, tmp_path / "without", tmp_path / "out")
@@ -299,7 +300,7 @@ def random_like(name, w):
 @pytest.mark.parametrize("change", [of_another_run(192), random_like], ids=["another run", "random"])
 def test_rejects_another_models_head(change, bare, tmp_path, monkeypatch):
     mx.random.seed(0)
-    monkeypatch.setattr(acceptance, "CHECK_TOKENS", 12)
+    monkeypatch.setattr(grafting, "CHECK_TOKENS", 12)
     other = change_head(DATA / "dense", tmp_path / "other", change)
     with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:
         graft(other, bare, tmp_path / "out")

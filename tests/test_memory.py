@@ -10,8 +10,7 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
-from mlx_mtp.benchmark.shapes import COMMON, FOUR_BITS
-from mlx_mtp.benchmark.synthetic import synthetic_model
+from mlx_mtp.benchmark.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.storage.needs import check_memory
 from mlx_mtp.decoding.loop import prefill

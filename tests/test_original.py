@@ -16,10 +16,9 @@ import pytest
 import mlx_mtp
 from mlx_mtp.__main__ import main
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.originals import acceptance, find
-from mlx_mtp.checkpoint.originals.acceptance import FLOOR
+from mlx_mtp.checkpoint.originals import find, head
 from mlx_mtp.checkpoint.originals.find import MAX_STEPS
-from mlx_mtp.checkpoint.originals.head import fetch_missing_head, fetched_heads, remove
+from mlx_mtp.checkpoint.originals.head import FLOOR, fetch_missing_head, fetched_heads, remove
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert import convert
 from mlx_mtp.images.processor import PLACEHOLDER
@@ -339,13 +338,13 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, tmp_path, monkeypatch):
 
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the original with its own head, on the same text."""
-    monkeypatch.setattr(acceptance, "PYTHON", acceptance.PYTHON[:1])
+    monkeypatch.setattr(head, "PYTHON", head.PYTHON[:1])
     hub.publish("org/original", mlx_mtp.DEMO)
     convert(str(mlx_mtp.DEMO), str(tmp_path / "bare"), mtp=False)
     configure(card(tmp_path / "bare", "org/original"), mlx_mtp=None)
     model = load(tmp_path / "bare")
     whole, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))
-    assert model.fetched_head.acceptance(model.fingerprint()) == acceptance.measure_acceptance(whole, tokenizer) > FLOOR
+    assert model.fetched_head.acceptance(model.fingerprint()) == head.measure_acceptance(whole, tokenizer) > FLOOR
 
 
 # The vision tower

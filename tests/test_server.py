@@ -24,10 +24,10 @@ from openai import AuthenticationError, OpenAI
 
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint.storage import hub
 from mlx_mtp.memory.account import Account
 from mlx_mtp.server import __main__ as command
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.http import app
 from tests.support import decoding
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
@@ -383,7 +383,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
 
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     # The environment names the hub's cache once, when huggingface_hub is imported.
-    monkeypatch.setattr(app, "scan_cache_dir", partial(app.scan_cache_dir, tmp_path / "none"))
+    monkeypatch.setattr(hub, "scan_cache_dir", partial(hub.scan_cache_dir, tmp_path / "none"))
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
         assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense"]
         text_from(s, model=OTHER, max_tokens=5)

@@ -21,7 +21,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.clients import Changes
 from mlx_mtp.server.engine.ranks import EVERY, SharedClients
-from mlx_mtp.server.request import NoClient, Request
+from mlx_mtp.server.request import Client, Request
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
@@ -217,7 +217,7 @@ def test_news_are_read_one_exchange_later(rank_1):
     (request,) = received[7].arrived
     assert received[7].gone == {5}
     assert (request.request_type, request.prompt) == ("text", "")  # its tokens are sent, not its text
-    assert isinstance(request.client, NoClient)
+    assert type(request.client) is Client
 
 
 def test_news_are_read_at_once_behind_a_part_of_a_prompt(rank_1):

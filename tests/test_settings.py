@@ -11,8 +11,8 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark.tuning import tune
-from mlx_mtp.benchmark.tuning.recommend import Measured
+from mlx_mtp.benchmark import tune
+from mlx_mtp.benchmark.recommend import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO, DEMO_NOTE
 from mlx_mtp.generate import __main__ as generate

@@ -12,11 +12,10 @@ from mlx import nn
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import split
-from mlx_mtp.benchmark.tuning import tune, ways
-from mlx_mtp.benchmark.tuning.recommend import FIXED_GAIN, Measured, combine, reason, recommend, show
-from mlx_mtp.benchmark.tuning.tune import AUTO, FIXED, OFF, cheaper
-from mlx_mtp.benchmark.tuning.ways import Way
+from mlx_mtp.benchmark import tune, ways
+from mlx_mtp.benchmark.recommend import FIXED_GAIN, Measured, combine, reason, recommend, show
+from mlx_mtp.benchmark.tune import AUTO, FIXED, OFF, cheaper
+from mlx_mtp.benchmark.ways import Way
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE
@@ -111,23 +110,16 @@ def test_tries_only_cheaper_forms(tmp_path):
 def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
     model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=32), []
 
-    def time_windows(model, prompt, rows, repeat):
-        asked.append((prompt.size, repeat))
-        seconds = {(n, r): t for n in split.WINDOWS for r, t in ((None, whole), (rows, grouped))}
-        return seconds | {(split.WINDOWS[0], rows): [1.0, 1.1]}  # one window alone does not decide
+    def time_ways(model, prompt, windows, every, repeat):
+        if windows != ways.LONG_WINDOWS:
+            return {(n, way): [1.0] for n in windows for way in every}
+        asked.append((prompt.size, every, repeat))
+        seconds = {(n, way): t for n in windows for way, t in zip(every, (whole, grouped))}
+        return seconds | {(windows[0], every[1]): [1.0, 1.1]}  # one window alone does not decide
 
-    monkeypatch.setattr(split, "time_windows", time_windows)
-    assert split.fastest_rows(model, mx.array([5, 6, 7]), 2) == (5 if faster else None)
-    assert asked == [(split.CONTEXT, 2)]
-
-
-def test_times_windows_whole_and_in_groups(monkeypatch):
-    monkeypatch.setattr(split, "N_CALLS", 1)
-    model = tiny_model("qwen3_5")
-    seconds = split.time_windows(model, mx.array([5, 6, 7]), 4, 2)
-    assert {kind: len(s) for kind, s in seconds.items()} == {(n, r): 2 for n in split.WINDOWS for r in (None, 4)}
-    assert all(t > 0 for s in seconds.values() for t in s)
-    assert model.drafting.attention_rows is None
+    monkeypatch.setattr(ways, "time_ways", time_ways)
+    assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=5 if faster else None)
+    assert asked == [(ways.CONTEXT, [Way(), Way(attention_rows=5)], 2)]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +134,10 @@ def test_times_windows_whole_and_in_groups(monkeypatch):
 def test_runs_passes_the_way_that_is_faster(monkeypatch, times, best):
     model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
 
-    def time_ways(model, prompt, asked, repeat):
-        assert asked == [Way(), Way(compiled=False), Way(pieces=4), Way(pieces=8)]
-        return {(n, way): times.get(way, [9.0, 9.0]) for n in ways.WINDOWS for way in asked}
+    def time_ways(model, prompt, windows, every, repeat):
+        if windows == ways.WINDOWS:
+            assert every == [Way(), Way(compiled=False), Way(pieces=4), Way(pieces=8)]
+        return {(n, way): times.get(way, [9.0, 9.0]) for n in windows for way in every}
 
     monkeypatch.setattr(ways, "time_ways", time_ways)
     assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == best
@@ -152,24 +145,23 @@ def test_runs_passes_the_way_that_is_faster(monkeypatch, times, best):
 
 def test_times_ways_in_turn(monkeypatch):
     monkeypatch.setattr(ways, "N_CALLS", 1)
-    model, every = tiny_model("qwen3_5"), [Way(), Way(compiled=False), Way(pieces=1)]
-    seconds = ways.time_ways(model, mx.array([5, 6, 7]), every, 2)
-    assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in ways.WINDOWS for way in every}
-    assert (model.drafting.compiled, model.drafting.pieces) == Way()
+    model, every = tiny_model("qwen3_5"), [Way(), Way(compiled=False), Way(pieces=1), Way(attention_rows=4)]
+    seconds = ways.time_ways(model, mx.array([5, 6, 7]), (1, 9), every, 2)
+    assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in (1, 9) for way in every}
+    assert all(t > 0 for s in seconds.values() for t in s)
+    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == Way()
 
 
 @pytest.mark.slow
 def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
-    monkeypatch.setattr(split, "fastest_rows", lambda *_: 2)
-    monkeypatch.setattr(ways, "fastest_way", lambda *_: Way(pieces=1))
+    monkeypatch.setattr(tune, "fastest_way", lambda *_: Way(pieces=1, attention_rows=2))
     folder = DATA / "dense"
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
     before = dict(model.parameters())
     measured = tune.tune(model, tokenizer, folder, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
-    assert model.drafting.attention_rows is None
-    assert (model.drafting.compiled, model.drafting.pieces) == Way()
+    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == Way()
     assert {(m.settings.attention_rows, m.settings.compiled, m.settings.pieces) for m in measured} == {(2, True, 1)}
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
     assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]

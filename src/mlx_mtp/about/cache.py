@@ -1,12 +1,15 @@
 """The command line of ``mlx_mtp cache``: list and remove the heads that were fetched."""
 
 import argparse
+from collections.abc import Iterator
 
-from ..checkpoint.originals.head import fetched_heads, remove
+from huggingface_hub import constants
+
+from ..checkpoint.originals.fetch import folder_of
+from ..checkpoint.originals.head import HEADS, fetched_heads, remove
+from ..cli.display import table
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse
-from ..cli.tables import table
-from .machine import cache_folders
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,3 +44,9 @@ def run(args: argparse.Namespace) -> None:
         source = head.source
         remove(head)
         print(f"Removed the head of {source}, {n / 1e6:.1f} MB")
+
+
+def cache_folders() -> Iterator[tuple[str, str]]:
+    """The folders of caches, each with its use."""
+    yield "Models", str(constants.HF_HUB_CACHE)
+    yield "Heads", str(folder_of(HEADS))

@@ -10,13 +10,14 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..checkpoint.originals.acceptance import FLOOR, measure_acceptance
+from ..checkpoint.originals.head import FLOOR, fetched_heads, measure_acceptance
+from ..checkpoint.storage.hub import cached_repositories
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..memory.account import GB, Account, total_memory
 from ..memory.needs import CONTEXT, needs_of, size
-from .machine import cache_folders, cached_heads, cached_repositories
+from .cache import cache_folders
 
 Line = tuple[str, str]
 
@@ -52,9 +53,8 @@ def _machine() -> Iterator[Line]:
 
 
 def _caches() -> Iterator[Line]:
-    models, heads = cached_repositories(), cached_heads()
     for name, folder in cache_folders():
-        sizes = models.values() if name == "Models" else [head.nbytes for head in heads.values()]
+        sizes = [*cached_repositories().values()] if name == "Models" else [head.nbytes for head in fetched_heads()]
         yield name, f"{len(sizes)} in {folder}, {sum(sizes) / GB:.2f} GB"
 
 

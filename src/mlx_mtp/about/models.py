@@ -3,11 +3,12 @@
 import argparse
 
 from ..checkpoint.catalog import published
+from ..checkpoint.originals.head import fetched_heads
+from ..checkpoint.storage.hub import cached_repositories
+from ..cli.display import table
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse
-from ..cli.tables import table
 from ..memory.account import GB, Account
-from .machine import cached_heads, cached_repositories
 
 CONTEXT = 32_768  # tokens
 
@@ -33,7 +34,7 @@ def main() -> None:
 
 def show(context: int) -> str:
     """A table of the published models, and a line about the machine."""
-    cached, heads, account = cached_repositories(), cached_heads(), Account()
+    cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
     rows = [["name", "weights", "head", "tower", "context", "fits here", "cached"]]
     for model in published().values():
         needs = model.needs(context)

@@ -24,13 +24,11 @@ from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from . import plot, row
+from . import plot, recommend, row, tune
 from .measure import Report, measure
 from .report import show, show_growth, verdict
 from .runs import AUTO, NO_COPIES, check_sizes
-from .shapes import SHAPES
-from .synthetic import synthetic_model
-from .tuning import recommend, tune
+from .synthetic import SHAPES, synthetic_model
 
 # In place of a file of prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from ..cli.tables import table
+from ..cli.display import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
-from .repeats import warning
-from .runs import AUTO, COPY, HEAD
+from .runs import AUTO, COPY, HEAD, warning
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),

@@ -11,8 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.arguments import asks_for_drafts, sampler_of
-from ..generate.colors import paint
-from ..generate.progress import prompt_progress
+from ..cli.display import paint, prompt_progress
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.processor import PLACEHOLDER

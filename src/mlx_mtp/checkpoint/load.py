@@ -32,8 +32,7 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .originals.acceptance import FLOOR, measure_acceptance
-from .originals.head import FetchedHead, fetch_missing_head
+from .originals.head import FLOOR, FetchedHead, fetch_missing_head, measure_acceptance
 from .originals.tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find

@@ -14,18 +14,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.config import Config, read_json
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.load import find_vision, load
+from ..checkpoint.originals.head import measure_acceptance
 from ..checkpoint.storage.hub import commit_of, fetch
-from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head
+from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
 from ..files import check_folder
 from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
 from ..models import BASES
 from ..models.protocol import MTPModel
-from .acceptance import print_cost
 from .card import IMAGES, USAGE, upload, write_card
 from .graft import graft
 from .quantization import MTP_GROUP_SIZE, Quantization, QuantPredicate, cast
 from .shards import max_shard_bytes, write_model
+
+COST_TOKENS = 128  # after each prompt, to measure what quantization costs
 
 
 def convert(
@@ -188,3 +190,18 @@ def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others
     for pattern in ("*.py", "generation_config.json", *others):
         for file in source.glob(pattern):
             shutil.copy(file, folder)
+
+
+def print_cost(target: Path, head: nn.Module, bits: int) -> None:
+    """Print the acceptance rate with the quantized head, and with the head as it was."""
+    print("[INFO] Measuring the cost of the head's quantization, on built-in text")
+    try:
+        model, tokenizer = load(str(target))
+        quantized = measure_acceptance(model, tokenizer, COST_TOKENS)
+        getattr(model, "language_model", model).mtp = head
+        before = measure_acceptance(model, tokenizer, COST_TOKENS)
+    except RuntimeError as e:
+        print(f"[INFO] It cannot be measured here: {e}")
+        return
+    dtype = dtype_name(head.fc.weight.dtype)
+    print(f"[INFO] Drafts accepted: {quantized:.0%} with the head at {bits} bits, {before:.0%} with it in {dtype}")

@@ -9,18 +9,17 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, first_difference
 from ..checkpoint.head_formats import check_head, load_tensors
-from ..checkpoint.originals.head import is_quantized
+from ..checkpoint.load import load
+from ..checkpoint.originals.head import CHECK_TOKENS, FLOOR, is_quantized, measure_acceptance
 from ..checkpoint.skeleton import skeleton
-from ..checkpoint.storage.beside import write_config, write_weights
 from ..checkpoint.storage.copy import copy_tensors
 from ..checkpoint.storage.hub import fetch
-from ..checkpoint.storage.output import atomic_directory, check_new
+from ..checkpoint.storage.output import atomic_directory, check_new, naming, write_config, write_weights
 from ..checkpoint.storage.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, TOKENS, Vision
 from ..layers.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
-from .acceptance import check_acceptance
 from .card import IMAGES, USAGE
 
 
@@ -157,3 +156,20 @@ def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype:
     if dtype is not None:
         head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
     return {model.head_prefix + name: w for name, w in head.items()}
+
+
+def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
+    """Raise a ValueError if the model rejects nearly all drafts of the head that was grafted onto it."""
+    print("[INFO] Checking the head on built-in text")
+    try:
+        with naming(folder, model):
+            loaded, tokenizer = load(str(folder))
+        acceptance = measure_acceptance(loaded, tokenizer, CHECK_TOKENS)
+    except RuntimeError as e:
+        raise ValueError(f"{model} cannot be run here ({e}): --skip-check skips the check of its head.") from e
+    if acceptance < FLOOR:
+        raise ValueError(
+            f"The model accepts {acceptance:.0%} of the drafts of the head of {mtp_from} on built-in text, and at least "
+            f"{FLOOR:.0%} of its own head's: nothing was written. Graft from the original that {model} was converted from."
+        )
+    print(f"[INFO] Drafts accepted on built-in text: {acceptance:.0%}")

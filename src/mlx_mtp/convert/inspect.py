@@ -9,7 +9,7 @@ from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
 from ..checkpoint.skeleton import check_shapes, skeleton
 from ..checkpoint.storage.reader import CheckpointReader, n_bytes
 from ..checkpoint.storage.tensors import INDEX_FILE
-from ..cli.tables import table
+from ..cli.display import table
 from ..layers.mtp import split_head
 
 Line = tuple[str, str]

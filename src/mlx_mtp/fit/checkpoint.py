@@ -6,8 +6,7 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config
-from ..checkpoint.storage.beside import write_config, write_weights
-from ..checkpoint.storage.output import atomic_directory
+from ..checkpoint.storage.output import atomic_directory, write_config, write_weights
 from ..checkpoint.storage.reader import CheckpointReader
 
 USAGE = """

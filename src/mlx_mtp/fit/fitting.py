@@ -19,6 +19,7 @@ from ..checkpoint.originals.head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import check_new
 from ..cli.checks import check_limits
+from ..cli.display import say
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -27,7 +28,6 @@ from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
 from .measure import Comparison, compare, measure, measure_once
-from .progress import say
 from .recording import record
 from .texts import Split, split
 from .training import Schedule, make_trainable, train_head

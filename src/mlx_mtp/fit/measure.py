@@ -11,10 +11,10 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import read_json
+from ..cli.display import bar, say
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..files import write_atomic
-from .progress import bar, say
 
 RESAMPLES = 2000  # of the texts, for the standard errors
 SURE = 2.0  # standard errors that a gain must exceed, about 95 %

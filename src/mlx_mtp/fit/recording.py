@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cli.display import bar
 from ..files import save_atomic
 from ..models.protocol import MTPModel
-from .progress import bar
 from .texts import Text
 
 TOP_K = 32  # of the backbone's distribution: the rest has hardly any mass, and drafts are the most likely tokens

@@ -21,11 +21,11 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 
+from ..cli.display import bar, say
 from ..files import save_atomic
 from ..layers.draft_lm_head import ROUTERS
 from .lora import Lora, add_lora
 from .loss import DraftLoss
-from .progress import bar, say
 from .recording import read
 
 PAD_TO = 32  # as mlx-lm does: fewer lengths are fewer graphs to compile

@@ -19,6 +19,7 @@ from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import head_of, load_options, open_prompt_store, rank_groups, report_settings, sampler_of
 from ..cli.checks import check_alone, check_generation_flags, check_images, check_model_flags, check_prompt_cache_dir
+from ..cli.display import prompt_progress
 from ..cli.errors import one_line_errors
 from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse
@@ -31,7 +32,6 @@ from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .inputs import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
-from .progress import prompt_progress
 from .stream import generate
 
 # What runs in one process alone. A prompt cache file is of a whole model.

@@ -10,13 +10,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
+from ..cli.display import paint, table
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
-from ..cli.tables import table
 from ..layers.passes import not_compiled
 from ..prompts import encode
-from .colors import paint
 from .stream import GenerationResponse, stream_generate
 
 REQUEST = "Write a binary search in Python."

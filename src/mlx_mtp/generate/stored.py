@@ -14,7 +14,7 @@ from ..caches.single import KVOptions
 from ..decoding.loop import mtp_generate_step, prefill
 from ..images.prompt import ImagePrompt
 from ..prompt_store import PromptStore
-from ..prompt_store.reader import Reader
+from ..prompt_store.cuts import cuts_of
 from ..sampling.processors import keeps_state
 from ..text.grammar import Grammar
 
@@ -47,9 +47,9 @@ def stored_steps(
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     key = tokens[:] if pictured is None else pictured.key[:]
-    reader = Reader(store, tokenizer, KVOptions(**{name: options[name] for name in KV_NAMES if name in options}))
-    cache, n_stored, handle = reader.fetch(key)
-    cuts = reader.cuts(tokens, store.n_common(key))
+    kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options})
+    cache, n_stored, handle = store.fetch(key[:-1], kv)
+    cuts = cuts_of(tokenizer, tokens, store.n_common(key))
     embeddings = None if pictured is None else pictured.embed(model, n_stored)
 
     def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
@@ -66,7 +66,7 @@ def stored_steps(
     for cut in (cut for cut in cuts if cut > n_stored):
         _prefill_part(*part(n, cut), model, stream, cache, options)
         n = cut
-        handle = reader.insert(key[:n], cache, handle)
+        handle = store.insert(key[:n], cache, kv, handle)
     processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
     rest, given = part(n, len(tokens))
     try:
@@ -79,7 +79,7 @@ def stored_steps(
                 yield step
     finally:
         n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
-        reader.insert(key[:n_read], cache, handle)
+        store.insert(key[:n_read], cache, kv, handle)
 
 
 def _prefill_part(

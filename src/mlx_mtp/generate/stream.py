@@ -15,6 +15,7 @@ from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import n_tokens, positions_of
+from ..cli.display import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step
@@ -23,7 +24,6 @@ from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..images.prompt import place, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..sampling.sampler import TextSampler, for_one_text
-from .colors import paint
 from .stored import stored_steps
 
 

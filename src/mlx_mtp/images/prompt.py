@@ -19,8 +19,9 @@ from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
+MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until a text is tokenized; a client cannot guess it
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
-INSIDE_MARK = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)")
+INSIDE_PLACEHOLDER = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)")
 
 
 @dataclass(frozen=True)
@@ -164,31 +165,22 @@ def read_images(
     return ImagePrompt(expanded, spans, pixel_values, vision)
 
 
-class MarkedImages:
-    """Marks of images in a text with untrusted parts, which may quote the placeholder of an image.
+def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
+    """The tokens of a text with untrusted parts: ``<|image_pad|>`` once for each ``MARK`` and nowhere else; a placeholder that
+    the text quotes becomes ordinary tokens of its characters.
 
-    ``mark`` stands for an image in the text until ``encode``. It is random for each process, so a client cannot quote it.
-    ``encode`` makes a placeholder of each mark, and ordinary tokens of the characters of a quoted placeholder.
+    Args:
+        tokenizer (TokenizerWrapper): Of the model.
+        text (str): With marks.
+        kwargs (Any): Of ``tokenizer.encode``.
     """
-
-    def __init__(self) -> None:
-        self.mark = f"<|image {secrets.token_hex(16)}|>"
-
-    def encode(self, tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
-        """The tokens of a text, with ``<|image_pad|>`` once for each mark and nowhere else.
-
-        Args:
-            tokenizer (TokenizerWrapper): Of the model.
-            text (str): With marks.
-            kwargs (Any): Of ``tokenizer.encode``.
-        """
-        pieces: list[str] = []
-        for i, part in enumerate(text.split(self.mark)):
-            pieces += [PLACEHOLDER] * (i > 0) + INSIDE_MARK.split(part)
-        tokens: list[int] = list(tokenizer.encode(pieces[0], **kwargs))
-        for piece in pieces[1:]:
-            tokens += tokenizer.encode(piece, **kwargs | {"add_special_tokens": False})
-        return tokens
+    pieces: list[str] = []
+    for i, part in enumerate(text.split(MARK)):
+        pieces += [PLACEHOLDER] * (i > 0) + INSIDE_PLACEHOLDER.split(part)
+    tokens: list[int] = list(tokenizer.encode(pieces[0], **kwargs))
+    for piece in pieces[1:]:
+        tokens += tokenizer.encode(piece, **kwargs | {"add_special_tokens": False})
+    return tokens
 
 
 def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:

@@ -9,8 +9,7 @@ from mlx_lm.models.base import gather_last_axis
 
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
-from .forward import add_head, forward
-from .mixin import MTPMixin
+from .mixin import MTPMixin, add_head, forward
 from .shard import shard_layers
 
 

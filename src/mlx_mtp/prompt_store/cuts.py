@@ -1,9 +1,9 @@
 """Where the reading of a prompt is cut, so that later texts can be resumed there: where they are likely to part from it."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 LAST = 4  # messages that end in a cut
 LINE = 64  # tokens before a place where texts part: others part a little earlier, as when an hour gets two digits
@@ -12,9 +12,16 @@ EVERY = 4096  # tokens at most between two cuts, so that an edit in the middle c
 OPENING = "<|im_start|>"  # of a message, in the chat templates of these models
 
 
-def opening_of(tokenizer: Any) -> list[int]:
-    """The tokens of ``OPENING``; empty without a chat template."""
-    return list(tokenizer.encode(OPENING, add_special_tokens=False)) if tokenizer.has_chat_template else []
+def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -> list[int]:
+    """The numbers of tokens, in order, after which the cache of a prompt is to be inserted into a store.
+
+    Args:
+        tokenizer (TokenizerWrapper): Its chat template tells where messages end.
+        tokens (Sequence[int]): The whole prompt.
+        n_common (int): How many of them the store knows, of whatever text: its ``n_common``.
+    """
+    opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
+    return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)
 
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:

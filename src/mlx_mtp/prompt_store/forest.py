@@ -1,4 +1,8 @@
-"""The trees of a store, one for each format, and the memory that their arrays take."""
+"""The trees of a store, one for each format, the memory that their arrays take, and what is evicted where it is short.
+
+Evicted is the snapshot whose bytes save the least prefill. Snapshots close to each other save little each, an old text saves
+nothing until a request returns to it, and the end of a text frees its keys and values as well.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -7,8 +11,9 @@ import numpy as np
 from ..caches.single import KVOptions
 from . import arrays
 from .arrays import Arrays, Format
-from .eviction import Candidate, score
 from .tree import Handle, Node, StoredArrays, Tokens
+
+ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of its prefill
 
 
 class Forest:
@@ -120,7 +125,7 @@ class Forest:
         n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in only_for(node))
         on_disk = node.snapshot.name is not None
         n_tokens = node.length - above(node, lambda n: n.snapshot is not None).length
-        return score(Candidate(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk))
+        return score(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk)
 
     def _evict(self, node: Node) -> None:
         """Free a snapshot, and the spans that no other snapshot needs."""
@@ -131,6 +136,19 @@ class Forest:
         if node.snapshot.name is None:
             node.snapshot = None
         self.free(spare)
+
+
+def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = False) -> float:
+    """The tokens of prefill that a byte of a snapshot saves, weighted by how often and how lately it was used.
+
+    Args:
+        n_tokens (int): The tokens since the snapshot above it, which are prefilled again without it.
+        n_bytes (int): The bytes that its eviction frees.
+        age (int): Requests since it was made or used.
+        uses (int): The number of texts that were resumed from it.
+        on_disk (bool): Whether it is on disk, too.
+    """
+    return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 
 
 def in_memory(node: Node) -> bool:

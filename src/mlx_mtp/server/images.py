@@ -7,12 +7,10 @@ from urllib.request import HTTPRedirectHandler, build_opener
 from urllib.request import Request as URLRequest
 
 from ..images.open import MAX_BYTES, decode_url
-from ..images.prompt import MarkedImages
 from .options import Options
 from .request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
-MARKED_IMAGES = MarkedImages()  # in the texts of conversations
 MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
 
 

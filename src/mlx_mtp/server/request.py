@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mlx_lm.server import GenerationArguments
 
@@ -87,14 +87,11 @@ class StructuredOutput:
     is_required: bool = True
 
 
-class Client(Protocol):
-    """Takes a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end."""
+class Client:
+    """Takes a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end.
 
-    def put(self, item: Any) -> None: ...
-
-
-class NoClient:
-    """The client of a request on a rank that serves none."""
+    This one drops them: a rank that serves no clients has it.
+    """
 
     def put(self, item: Any) -> None:
         pass
@@ -174,7 +171,7 @@ class Request:
     args: GenerationArguments = field(init=False)
     key: ModelKey = field(init=False)
     encoded: Prompt | None = field(init=False, default=None)
-    client: Client = field(init=False, default_factory=NoClient)
+    client: Client = field(init=False, default_factory=Client)
     is_gone: bool = field(init=False, default=False)
 
     n_cached: int = field(init=False, default=0)
@@ -197,11 +194,14 @@ class Request:
         n = self.n_tokens - 1
         return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
 
-    def again(self, prompt: Any) -> "Request":
-        """One more request like this one, which has not begun, with a prompt of its own."""
-        request = replace(self, prompt=prompt, n=1, more_prompts=[], number=next(numbers))
-        request.args = self.args
-        return request
+    def choices(self) -> "list[Request]":
+        """A request for each answer, ``n`` to each prompt, this one first. Number i has the request's seed plus i."""
+        prompts = [prompt for prompt in (self.prompt, *self.more_prompts) for _ in range(self.n)]
+        again = [replace(self, prompt=p, n=1, more_prompts=[], number=next(numbers)) for p in prompts[1:]]
+        args, seed = self.args, self.args.seed
+        for i, choice in enumerate([self, *again]):
+            choice.args = replace(args, seed=None if seed is None else (seed + i) % 2**64)
+        return [self, *again]
 
     def __getstate__(self) -> dict[str, Any]:
         """For the other ranks, which compile the grammar themselves: the prompt's tokens, not its text, and no client."""
@@ -211,6 +211,6 @@ class Request:
             "messages": [],
             "images": [],
             "grammar": None,
-            "client": NoClient(),
+            "client": Client(),
         }
         return vars(self) | unsent

@@ -1,11 +1,12 @@
-"""The Hugging Face hub: downloading a checkpoint, and errors that say why it cannot be downloaded."""
+"""The Hugging Face hub: downloading a checkpoint, errors that say why it cannot be downloaded, and what is in the cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import is_offline_mode
+from huggingface_hub import is_offline_mode, scan_cache_dir
 from huggingface_hub.errors import (
+    CacheNotFound,
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
@@ -84,3 +85,11 @@ def first_line(error: BaseException) -> str:
 def commit_of(folder: Path) -> str | None:
     """The commit of a folder in the hub's cache, whose snapshots are named by commit."""
     return folder.name if folder.parent.name == "snapshots" else None
+
+
+def cached_repositories() -> dict[str, int]:
+    """The models in the hub's cache, and their bytes."""
+    try:
+        return {repo.repo_id: repo.size_on_disk for repo in scan_cache_dir().repos if repo.repo_type == "model"}
+    except CacheNotFound:
+        return {}

@@ -17,8 +17,7 @@ from ..engine.delta import Delta
 from ..request import ApiError, Request
 from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, make_request
-from .logprobs import TopLogprobs, logprob_of
-from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
+from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, error_content, logprob_of
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
 

@@ -11,8 +11,7 @@ from ..engine.delta import Delta
 from ..request import Request
 from . import refused
 from .body import read
-from .logprobs import TextLogprobs, TopLogprobs
-from .openai import Choice, OpenAIBody, OpenAIWriter, error_content
+from .openai import Choice, OpenAIBody, OpenAIWriter, TextLogprobs, TopLogprobs, error_content
 
 __all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"]
 

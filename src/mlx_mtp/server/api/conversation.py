@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ...images.prompt import MARK
 from ...text.schema import Json
 from ..answers.structured_output import from_strict_tools, from_tool_choice, only_one
 from ..answers.thinking import Thinking
 from ..engine.encode import goes_on
-from ..images import MARKED_IMAGES
 from ..request import ApiError, Request, StructuredOutput
 
 SYSTEM = ("system", "developer")
@@ -25,7 +25,7 @@ class Images(list[str]):
     def add(self, url: str) -> str:
         """Add an image -> its mark in the text until that is tokenized."""
         self.append(url)
-        return MARKED_IMAGES.mark
+        return MARK
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:

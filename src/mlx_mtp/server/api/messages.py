@@ -19,10 +19,9 @@ from ..answers.thinking import Effort, Thinking
 from ..engine.delta import Delta
 from ..request import ApiError, Request
 from . import refused
-from .blocks import BlockWriter
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
-from .writer import Usage, event
+from .writer import BlockWriter, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)

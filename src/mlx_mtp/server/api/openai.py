@@ -1,8 +1,9 @@
-"""The common part of OpenAI's chat completions and completions."""
+"""The common part of OpenAI's APIs: errors, log probabilities, and the choices of chat completions and completions."""
 
+import codecs
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +12,7 @@ from mlx_lm.server import get_system_fingerprint
 
 from ...text.schema import Json
 from ..answers.structured_output import from_response_format, only_one
-from ..engine.delta import Delta
+from ..engine.delta import Delta, Likely
 from ..request import ApiError, StructuredOutput
 from . import refused
 from .body import Body, Part, Positive, Stop, stop_words
@@ -19,6 +20,9 @@ from .writer import Usage, event, keep_alive
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # of a prompt
+MAX_TOP = 20
+LEAST = -9999.0  # OpenAI's, in place of minus infinity
+TopLogprobs = Annotated[int, Ge(0), Le(MAX_TOP)]
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -187,3 +191,44 @@ def error_content(error: ApiError) -> Json:
     """An error as OpenAI's APIs write it."""
     kind = "server_error" if error.status >= 500 else ERRORS.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def logprob_of(step: Delta) -> Json:
+    """A token as chat completions and Responses write it, with the likeliest ones in its place."""
+    assert step.likely is not None
+    return {**_token(step.likely), "top_logprobs": [_token(t) for t in step.top]}
+
+
+def _token(t: Likely) -> Json:
+    return {"token": t.piece.decode(errors="replace"), "bytes": [*t.piece], "logprob": max(t.logprob, LEAST)}
+
+
+class TextLogprobs:
+    """The tokens of a text as completions write them, in lists."""
+
+    def __init__(self) -> None:
+        self.n_chars = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, steps: Sequence[Delta]) -> Json:
+        """The next tokens. ``text_offset`` counts characters from the beginning of the text."""
+        offsets = []
+        for step in steps:
+            assert step.likely is not None
+            offsets.append(self.n_chars)
+            self.n_chars += len(self.decoder.decode(step.likely.piece))
+        own = [step.likely for step in steps if step.likely is not None]
+        return {
+            "tokens": [_name(t) for t in own],
+            "token_logprobs": [max(t.logprob, LEAST) for t in own],
+            "top_logprobs": [{_name(t): max(t.logprob, LEAST) for t in (*s.top, s.likely) if t} for s in steps],
+            "text_offset": offsets,
+        }
+
+
+def _name(t: Likely) -> str:
+    """A token's text; of one that has a part of a character its bytes, as OpenAI writes them."""
+    try:
+        return t.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)

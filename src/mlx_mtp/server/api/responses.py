@@ -25,12 +25,10 @@ from ..engine.delta import Delta
 from ..engine.encode import NO_LIMIT
 from ..request import ApiError, Request
 from . import refused
-from .blocks import BlockWriter
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request
-from .logprobs import TopLogprobs, logprob_of
-from .openai import error_content
-from .writer import Usage, event
+from .openai import TopLogprobs, error_content, logprob_of
+from .writer import BlockWriter, Usage, event
 
 __all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...distributed.ranks import Ranks
 from ...prompt_store import PromptStore
+from ...prompt_store.cuts import cuts_of
 from ...prompt_store.disk_writer import FLUSH
-from ...prompt_store.reader import Reader
 from ...prompt_store.store import MAX_DISK_BYTES
 from ..options import Options
 from ..request import ModelKey, Prompt
@@ -51,7 +51,7 @@ class Stores:
             )
         self.store = self.stores[key]
         self.store.model, self.store.max_bytes = model, max_bytes
-        self.reader = Reader(self.store, tokenizer, self.options.kv)
+        self.tokenizer = tokenizer
 
     def release(self) -> None:
         """Drop the reference to the model, whose weights make space for those of the next one."""
@@ -78,14 +78,15 @@ class Stores:
             if all(n == most for n, _ in known):
                 break
             cache, n, n_common = self._fetch(prompt, most)
-        prompt.cuts, prompt.n_cached = [cut for cut in self.reader.cuts(tokens, n_common) if cut > n], n
+        prompt.cuts = [cut for cut in cuts_of(self.tokenizer, tokens, n_common) if cut > n]
+        prompt.n_cached = n
         return cache, n
 
     def _fetch(self, prompt: Prompt, most: int) -> tuple[list[Any] | None, int, int]:
         """A prompt cache of at most ``most`` tokens, their number, and the number of tokens shared with another prompt."""
         try:
             key = prompt.key_of(prompt.tokens)
-            cache, n, prompt.handle = self.reader.fetch(key, most)
+            cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv)
             return cache, n, self.store.n_common(key)
         except Exception:
             logging.exception("The prompt cache failed: the whole prompt is prefilled.")
@@ -94,7 +95,8 @@ class Stores:
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         """Keep the prompt cache of these tokens: the prefilled part of the prompt, and its answer."""
         try:
-            prompt.handle = self.reader.insert(prompt.key_of(tokens), prompt_cache, prompt.handle)
+            key = prompt.key_of(tokens)
+            prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
         except Exception:
             logging.exception("The prompt cache failed: a text is not cached.")
 

@@ -8,12 +8,12 @@ from mlx_lm.server import GenerationArguments, convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.generation_config import Sampling
-from ...images.prompt import ImagePrompt, read_images
+from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory.account import Account
 from ...memory.needs import size
 from ..answers.structured_output import make_output_grammar
-from ..images import MARKED_IMAGES, MAX_PIXELS, check_client, fetch_all
+from ..images import MAX_PIXELS, check_client, fetch_all
 from ..options import Options
 from ..request import NO_MEMORY, ApiError, Prompt, Request
 
@@ -67,7 +67,7 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
-        """The tokens of a text. ``MARKED_IMAGES.mark`` stands for an image, a placeholder in the text does not.
+        """The tokens of a text. ``images.prompt.MARK`` stands for an image, a placeholder in the text does not.
 
         Args:
             text (Union[str, List[int]]): A client may send the tokens themselves.
@@ -80,7 +80,7 @@ class BoundedTokenizer:
                 raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
             return text
         self._check_length(text)
-        return MARKED_IMAGES.encode(self.tokenizer, text, **kwargs)
+        return encode_marked(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
         """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""

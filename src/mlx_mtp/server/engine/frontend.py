@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..options import Options
-from ..request import ApiError, Prompt, Request, Started, Waiting
+from ..request import ApiError, Client, Prompt, Request, Started, Waiting
 from .delta import Delta
 from .encode import BoundedTokenizer, encode
 from .engine import Engine
@@ -19,7 +19,7 @@ POLL = 1.0  # seconds between two checks that the generation thread lives
 T = TypeVar("T")
 
 
-class Mailbox:
+class Mailbox(Client):
     """Passes the generation thread's items for a request to the event loop."""
 
     def __init__(self) -> None:
@@ -74,6 +74,47 @@ class Frontend:
         request.encoded = prompt
         async for item in self._submit(request):
             yield item
+
+    async def generate_all(self, choices: list[Request]) -> AsyncIterator[tuple[int, Started | Waiting | Delta]]:
+        """The items of all answers, each with the answer's number; see ``generate``.
+
+        The first answer to a prompt prefills it. The others begin at its first token, and find the prompt in the prompt cache.
+
+        Raises:
+            ApiError: One of them cannot be generated.
+        """
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        n_of_each = choices[0].n
+        has_read = [asyncio.Event() for _ in choices[::n_of_each]]
+
+        async def run(i: int, choice: Request) -> None:
+            read = has_read[i // n_of_each]
+            try:
+                if i % n_of_each > 0:
+                    await read.wait()
+                async for item in self.generate(choice):
+                    if isinstance(item, Delta):
+                        read.set()
+                    queue.put_nowait((i, item))
+                queue.put_nowait((i, None))
+            except Exception as e:
+                queue.put_nowait((i, e))
+            read.set()
+
+        tasks = [asyncio.create_task(run(i, choice)) for i, choice in enumerate(choices)]
+        try:
+            n_open = len(tasks)
+            while n_open > 0:
+                i, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    n_open -= 1
+                    continue
+                yield i, item
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def count_tokens(self, request: Request) -> int:
         """The number of tokens of a request's prompt."""

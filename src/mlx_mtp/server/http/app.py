@@ -4,7 +4,6 @@ import hmac
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from huggingface_hub import CacheNotFound, scan_cache_dir
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
@@ -21,11 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
 from ...checkpoint.load import DEMO, DEMO_NOTE
+from ...checkpoint.storage.hub import cached_repositories
 from ...text.schema import Json
 from ..api import chat_completions, completions, messages, responses
 from ..api.body import Body, parse_json
 from ..api.writer import Writer
-from ..choices import choices_of
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request
 from .bodies import Bodies
@@ -129,9 +127,8 @@ class Endpoints:
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            choices = choices_of(request)
             return GeneratedResponse(
-                self.frontend, choices, api.writer(body), body.stream, api.module.error_content, self.waiting
+                self.frontend, request.choices(), api.writer(body), body.stream, api.module.error_content, self.waiting
             )
 
         return endpoint
@@ -193,8 +190,7 @@ class Endpoints:
     def _names(self) -> list[str]:
         names = self.frontend.models.served[:]
         if self.frontend.options.allow_any_model:
-            with suppress(CacheNotFound):
-                names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+            names += sorted(cached_repositories())
         return names
 
     def _describe(self, name: str) -> Json:

@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from ...text.schema import Json
 from ..api.writer import Usage, Writer
-from ..choices import generate
 from ..engine.delta import Delta
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
@@ -44,7 +43,7 @@ class GeneratedResponse(Response):
     """
     Args:
         frontend (Frontend): Generates.
-        choices (List[Request]): The answers to generate, of ``choices_of``.
+        choices (List[Request]): The answers to generate, of ``Request.choices``.
         writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Writes an error for the API.
@@ -99,7 +98,7 @@ class GeneratedResponse(Response):
     async def _pieces(self) -> AsyncIterator[bytes]:
         """The parts of a stream."""
         has_begun = False
-        async for i, item in generate(self.frontend, self.choices):
+        async for i, item in self.frontend.generate_all(self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):

@@ -17,13 +17,12 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from ...checkpoint.vocabulary import LIST_FILE, cheapen_drafts
-from ...layers.drafting import Settings
-from ...pacing.depth import MAX_DRAFT_TOKENS, Depth
-from .. import split
-from ..runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
-from . import ways
+from ..checkpoint.vocabulary import LIST_FILE, cheapen_drafts
+from ..layers.drafting import Settings
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .recommend import Measured, combine, recommend
+from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
+from .ways import Way, applied, fastest_way
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
@@ -59,12 +58,8 @@ def tune(
     """
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
-        longest = max(prompts.values(), key=len)
-        way = ways.fastest_way(model, longest, repeat)
-        with ways.applied(model, way):
-            rows = split.fastest_rows(model, longest, repeat)
-        passes = Settings(attention_rows=rows, compiled=way.compiled, pieces=way.pieces)
-        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, passes)
+        way = fastest_way(model, max(prompts.values(), key=len), repeat)
+        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, way)
         measured = tuner.measure([AUTO, *FIXED])
         best = recommend(measured)
         base = best if best is not measured[0] else measured[1]
@@ -97,14 +92,11 @@ class Tuner:
     prompts: Sequence[mx.array]
     max_tokens: int
     repeat: int
-    passes: Settings  # how to run passes, with all settings
+    way: Way  # to run passes, with all settings
 
     def measure(self, others: Sequence[Settings]) -> list[Measured]:
         """Measure plain decoding and other settings, which take turns."""
-        p = self.passes
-        every = [
-            replace(s, attention_rows=p.attention_rows, compiled=p.compiled, pieces=p.pieces) for s in (OFF, *others)
-        ]
+        every = [replace(s, **self.way._asdict()) for s in (OFF, *others)]
         # Each auto run begins with the times of the run before, as it will in use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
@@ -144,13 +136,12 @@ class Tuner:
         try:
             cheapen_drafts(model, self.tokenizer, self.path, *forms)
             lm_head = model.drafting.lm_head
-            model.drafting.attention_rows = settings.attention_rows
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-            with ways.applied(model, ways.Way(settings.compiled, settings.pieces)):
+            with applied(model, Way(settings.compiled, settings.pieces, settings.attention_rows)):
                 yield
         finally:
             model.mtp.update_modules(layers)
-            model.drafting.lm_head = model.drafting.attention_rows = None
+            model.drafting.lm_head = None
 
 
 def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:

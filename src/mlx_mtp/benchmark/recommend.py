@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...cli.tables import table
-from ...decoding.counts import DraftCounts
-from ...layers.drafting import Settings
+from ..cli.display import table
+from ..decoding.counts import DraftCounts
+from ..layers.drafting import Settings
 
 FIXED_GAIN = 0.05  # required of a fixed depth over auto, which alone adapts to other kinds of text
 

@@ -1,1 +1,0 @@
-"""`mlx_mtp.benchmark --tune`: the settings to measure and to recommend."""

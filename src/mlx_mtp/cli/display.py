@@ -1,0 +1,95 @@
+"""What commands print: tables, the colors of tokens, and how far a part of the work has come."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import TextIOBase
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+# Where tokens came from: green, yellow and blue; the model's own have the terminal's color, and a prompt is dim.
+COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
+DELAY = 1.0  # seconds that a prompt takes without a bar
+SECONDS = 30  # between two lines in a log
+LINE = "[INFO] {desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remaining} left"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns no wider than the terminal: the first left, the others right.
+
+    Columns that do not fit come below, beside the first again. A row may end early.
+    """
+    columns = range(max(map(len, rows)))
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
+    parts, used = [[0]], widths[0]
+    for i in columns[1:]:
+        used += 2 + widths[i]
+        if used > shutil.get_terminal_size().columns and parts[-1] != [0]:
+            parts.append([0])
+            used = widths[0] + 2 + widths[i]
+        parts[-1].append(i)
+    lines = []
+    for part in parts:
+        lines += [""] * (part is not parts[0])
+        for row in rows:
+            cells = [f"{row[i]:>{widths[i]}}" for i in part[1:] if i < len(row)]
+            lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
+    return lines
+
+
+def paint(text: str, source: str) -> str:
+    """A text in its source's color, or as it is where stdout is no terminal."""
+    if source not in COLORS or not text or not sys.stdout.isatty():
+        return text
+    return f"\033[{COLORS[source]}m{text}\033[0m"
+
+
+def say(text: str) -> None:
+    """Print a line at once, also to a file."""
+    print(f"[INFO] {text}", flush=True)
+
+
+@contextmanager
+def prompt_progress() -> Iterator[Callable[[int, int], None]]:
+    """The callback of a bar on stderr, where that is a terminal; it goes when the prompt is processed."""
+    with tqdm(desc="Processing the prompt", unit=" tokens", delay=DELAY, leave=False, disable=None) as bar:
+
+        def show(n_processed: int, n_prompt: int) -> None:
+            bar.total = n_prompt
+            bar.update(n_processed - bar.n)
+            if n_processed >= n_prompt:
+                bar.close()
+
+        yield show
+
+
+def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
+    """A bar on stderr, which is shown from the start, with an estimate of the time that is left; elsewhere, such as in a log, a
+    line now and then.
+
+    Args:
+        desc (str): The work.
+        unit (str): The unit, in the singular.
+        total (int): How many there are.
+        disable (bool): Show nothing. Default: ``False``.
+    """
+    how: dict[str, Any] = {}
+    if not sys.stderr.isatty():
+        how = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": SECONDS, "miniters": 1}
+    return tqdm(desc=desc, unit=unit, total=total, disable=disable or total == 0, **how)
+
+
+class _Lines(TextIOBase):
+    """A stream for a bar, each state of which becomes a line."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.last = stream, ""
+
+    def write(self, text: str) -> int:
+        state = text.strip()
+        if state not in ("", self.last):  # a bar is drawn again when it is closed
+            print(state, file=self.stream, flush=True)
+            self.last = state
+        return len(text)
