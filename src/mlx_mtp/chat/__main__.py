@@ -9,11 +9,13 @@ from mlx_lm.chat import setup_arg_parser
 
 from ..checkpoint.load import DEMO, load
 from ..cli.arguments import (
+    asks_for_drafts,
     head_of,
     load_options,
     open_prompt_store,
     rank_groups,
     report_settings,
+    sampler_of,
     set_sampling,
 )
 from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
@@ -24,7 +26,7 @@ from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..generate.stream import GenerationResponse
 from .commands import COMMANDS, EXIT, HELP, obey
-from .conversation import Conversation
+from .conversation import Conversation, Options
 from .terminal import make_reader
 
 
@@ -78,11 +80,27 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     with open_prompt_store(args, model) as store:
-        conversation = Conversation(model, tokenizer, args, store)
+        conversation = Conversation(model, tokenizer, options_of(args), store)
+        conversation.figures = args.figures
+        if args.thinking is not None:
+            conversation.think(args.thinking == "on")
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         read = make_reader({name: command.argument for name, command in COMMANDS.items()})
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
+    return Options(
+        model=args.model,
+        system_prompt=args.system_prompt,
+        is_ours=asks_for_drafts(args) or args.images,
+        max_kv_size=args.max_kv_size,
+        show_drafts=args.show_drafts,
+        generation={"mtp": bool(args.mtp), **{name: getattr(args, name) for name in names}},
+        sampler=partial(sampler_of, args),
+    )
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
@@ -109,7 +127,7 @@ def respond(line: str, conversation: Conversation) -> None:
         elif query := line.strip():
             response = conversation.answer(query, show=partial(print, end="", flush=True))
             print()
-            if response is not None and conversation.args.figures:
+            if response is not None and conversation.figures:
                 print(f"[{figures(response)}]", flush=True)
     except (ValueError, OSError) as e:
         print(sentence(e))

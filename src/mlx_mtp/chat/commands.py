@@ -59,8 +59,8 @@ def _think(conversation: Conversation, _: str) -> None:
 
 
 def _figures(conversation: Conversation, _: str) -> None:
-    conversation.args.figures = not conversation.args.figures
-    print(f"Figures are {'on' if conversation.args.figures else 'off'}.")
+    conversation.figures = not conversation.figures
+    print(f"Figures are {'on' if conversation.figures else 'off'}.")
 
 
 def _system(conversation: Conversation, text: str) -> None:

@@ -1,16 +1,16 @@
 """A conversation: its messages, its prompt cache, and the tokens that the next turn adds."""
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
-from ..cli.arguments import asks_for_drafts, sampler_of
 from ..cli.display import paint, prompt_progress
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
@@ -23,13 +23,36 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@dataclass(frozen=True)
+class Options:
+    """The flags of ``mlx_mtp.chat`` that its answers depend on.
+
+    Args:
+        model (str): The model's name, for errors.
+        system_prompt (str, optional): The first one.
+        is_ours (bool): Whether the model drafts or takes images, and so has a prompt cache of ``make_prompt_cache``.
+        max_kv_size (int, optional): Of the caches of other models.
+        show_drafts (bool): Color tokens by their source.
+        generation (Mapping[str, Any]): The arguments of ``stream_generate``.
+        sampler (Callable[[TokenizerWrapper, int], Sampler]): The sampler of a turn, by its number.
+    """
+
+    model: str
+    system_prompt: str | None
+    is_ours: bool
+    max_kv_size: int | None
+    show_drafts: bool
+    generation: Mapping[str, Any]
+    sampler: Callable[[TokenizerWrapper, int], Sampler]
+
+
 class Conversation:
     """One prompt cache, or a prompt store, holds all turns, so that each processes only its new tokens.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (TokenizerWrapper): Its tokenizer.
-        args (argparse.Namespace): The flags of ``mlx_mtp.chat``.
+        options (Options): The flags.
         store (PromptStore, optional): Holds the turns. Default: ``None``, a prompt cache.
 
     Attributes:
@@ -37,21 +60,16 @@ class Conversation:
         system_prompt (str, optional): The text before them.
         attached (List[str]): The files of images for the next question.
         thinking (bool): Whether the model thinks before it answers.
-
-    Raises:
-        ValueError: ``--thinking`` is given, and the chat template has no such switch.
+        figures (bool): Whether figures of speed and drafts are printed below an answer.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: TokenizerWrapper, args: argparse.Namespace, store: PromptStore | None = None
-    ):
-        self.model, self.tokenizer, self.args, self.store = model, tokenizer, args, store
+    def __init__(self, model: Any, tokenizer: TokenizerWrapper, options: Options, store: PromptStore | None = None):
+        self.model, self.tokenizer, self.options, self.store = model, tokenizer, options, store
         self.ranks = getattr(model, "ranks", None)  # a model of plain mlx-lm has none
-        self.system_prompt: str | None = args.system_prompt
-        self.reset()
+        self.system_prompt = options.system_prompt
         self.thinking: bool = tokenizer.has_thinking
-        if args.thinking is not None:
-            self.think(args.thinking == "on")
+        self.figures = True
+        self.reset()
 
     def reset(self) -> None:
         """Forget all messages, but for the system prompt."""
@@ -65,10 +83,10 @@ class Conversation:
         self.cache: list[Any] | None
         if self.store is not None:
             self.cache = None
-        elif asks_for_drafts(self.args) or self.args.images:
+        elif self.options.is_ours:
             self.cache = make_prompt_cache(self.model)
         else:
-            self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
+            self.cache = stock.make_prompt_cache(self.model, self.options.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
         self.text: list[int] = []  # the turns before, where a store holds them
         self.is_cut = False  # the last answer has not said that it ends
@@ -107,10 +125,14 @@ class Conversation:
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Let the model think before the answers that follow, or not."""
+        """Let the model think before the answers that follow, or not.
+
+        Raises:
+            ValueError: The chat template has no such switch.
+        """
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
-            raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
+            raise ValueError(f"The chat template of {self.options.model} has no switch for thinking.")
         self.thinking = thinking
 
     @property
@@ -143,12 +165,22 @@ class Conversation:
         self.is_cut, text = True, [*self.text, *prompt]
         try:
             with prompt_progress() as progress:
-                options = self._options() | {"images": [*self.shown, *images], "prompt_progress_callback": progress}
-                with closing(stream_generate(self.model, self.tokenizer, text, **options)) as responses:
+                responses = stream_generate(
+                    self.model,
+                    self.tokenizer,
+                    text,
+                    sampler=self.options.sampler(self.tokenizer, self.turn),
+                    prompt_cache=self.cache,
+                    prompt_store=self.store,
+                    images=[*self.shown, *images],
+                    prompt_progress_callback=progress,
+                    **self.options.generation,
+                )
+                with closing(responses):
                     for response in responses:
                         tokens.append(response.token)
                         pieces.append(response.text)
-                        show(paint(response.text, response.source) if self.args.show_drafts else response.text)
+                        show(paint(response.text, response.source) if self.options.show_drafts else response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are somewhere else
@@ -173,16 +205,6 @@ class Conversation:
     def _n_cached(self) -> int:
         """The tokens in the prompt cache."""
         return 0 if self.cache is None else n_tokens(self.cache)
-
-    def _options(self) -> dict[str, Any]:
-        names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
-        options = {name: getattr(self.args, name) for name in names}
-        return options | {
-            "mtp": bool(self.args.mtp),
-            "sampler": sampler_of(self.args, self.tokenizer, self.turn),
-            "prompt_cache": self.cache,
-            "prompt_store": self.store,
-        }
 
     def _encode(self, new: Sequence[Message]) -> list[int]:
         """The tokens that messages add, through the chat template if there is one."""

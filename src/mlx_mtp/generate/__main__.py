@@ -31,7 +31,7 @@ from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
-from .inputs import PromptCacheFile, encode_prompt, load_prompt_cache, template_options
+from .inputs import PromptCacheFile, PromptOptions, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
 
 # What runs in one process alone. A prompt cache file is of a whole model.
@@ -76,14 +76,24 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Generate as ``mlx_lm.generate`` does with these flags."""
     check_flags(args)
-    saved = load_prompt_cache(args)
+    saved = None
+    if args.prompt_cache_file is not None:
+        saved = load_prompt_cache(args.prompt_cache_file, args.model, args.kv_bits, args.kv_group_size)
     if args.draft_model is not None:
         fetch(args.draft_model, None)
     model, tokenizer, config = load_model(args, saved)
     if saved is not None and isinstance(model, MTPMixin):
         open_prompt_cache(model, saved.caches)  # --check gives it to mlx-lm first, which does not look at it
+    asked = PromptOptions(
+        text=args.prompt,
+        images=args.image or (),
+        system_prompt=args.system_prompt,
+        prefill_response=args.prefill_response,
+        ignore_chat_template=args.ignore_chat_template,
+        template=template_options(args.chat_template_config),
+    )
     prompt, input_embeddings = from_rank_0(
-        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
+        getattr(model, "ranks", None), lambda: encode_prompt(asked, model, tokenizer, config, saved is not None)
     )
     options = {name: getattr(args, name) for name in (*SHARED_OPTIONS, *MTP_OPTIONS)}
     options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
@@ -130,7 +140,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
     check_images(args)
-    template_options(args)
+    template_options(args.chat_template_config)
     if args.json_schema is not None and not is_json(args.json_schema):
         check_source(Path(args.json_schema), "--json-schema")
     if args.check:

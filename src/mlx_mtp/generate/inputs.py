@@ -1,8 +1,8 @@
 """The prompt of the command line: its tokens, and the prompt cache that goes before it."""
 
-import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,11 +30,32 @@ class PromptCacheFile:
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
 
 
-def load_prompt_cache(args: argparse.Namespace) -> PromptCacheFile | None:
-    """Read ``--prompt-cache-file``, if it is given."""
-    if args.prompt_cache_file is None:
-        return None
-    file = args.prompt_cache_file
+@dataclass(frozen=True)
+class PromptOptions:
+    """The flags of a prompt.
+
+    Args:
+        text (str): Of ``--prompt``; ``-`` is standard input.
+        images (Sequence[str]): Their files.
+        system_prompt (str, optional): The text before it, with a chat template.
+        prefill_response (str, optional): The beginning of the answer, with a chat template.
+        ignore_chat_template (bool): Whether the text goes to the model as it is.
+        template (Mapping[str, Any]): Arguments of ``apply_chat_template``.
+    """
+
+    text: str
+    images: Sequence[str]
+    system_prompt: str | None
+    prefill_response: str | None
+    ignore_chat_template: bool
+    template: Mapping[str, Any]
+
+
+def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
+    """Read a file of ``mlx_lm.cache_prompt``.
+
+    As ``mlx_lm.generate``, refuse one of another model or quantization than the flags name.
+    """
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
@@ -44,38 +65,36 @@ def load_prompt_cache(args: argparse.Namespace) -> PromptCacheFile | None:
         saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm takes its content on trust
         raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
-    _check_saved(args, saved)
+    first = saved.caches[0]
+    if isinstance(first, QuantizedKVCache):
+        if kv_bits is not None and kv_bits != first.bits:
+            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+        if kv_group_size != first.group_size:
+            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+    if model not in (None, saved.model):
+        raise ValueError(
+            f"Providing a different model ({model}) than that used to create the prompt cache ({saved.model}) is an error."
+        )
     return saved
 
 
-def _check_saved(args: argparse.Namespace, saved: PromptCacheFile) -> None:
-    """As ``mlx_lm.generate``, refuse a cache of another quantization or model."""
-    first = saved.caches[0]
-    if isinstance(first, QuantizedKVCache):
-        if args.kv_bits is not None and args.kv_bits != first.bits:
-            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
-        if args.kv_group_size != first.group_size:
-            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
-    if args.model not in (None, saved.model):
-        raise ValueError(
-            f"Providing a different model ({args.model}) than that used to create the prompt cache ({saved.model}) "
-            "is an error."
-        )
-
-
-def template_options(args: argparse.Namespace) -> dict[str, Any]:
+def template_options(text: str | None) -> dict[str, Any]:
     """The arguments of ``apply_chat_template`` in ``--chat-template-config``."""
     try:
-        config = json.loads(args.chat_template_config or "{}")
+        config = json.loads(text or "{}")
     except json.JSONDecodeError as e:
         raise ValueError(f"--chat-template-config is not JSON: {e}.") from e
     if not isinstance(config, dict):
-        raise ValueError(f"--chat-template-config must be a JSON object, not {args.chat_template_config}.")
+        raise ValueError(f"--chat-template-config must be a JSON object, not {text}.")
     return config
 
 
 def encode_prompt(
-    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], is_suffix: bool
+    options: PromptOptions,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    config: dict[str, Any],
+    is_suffix: bool,
 ) -> tuple[list[int], mx.array | None]:
     """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
 
@@ -86,18 +105,18 @@ def encode_prompt(
     Raises:
         ValueError: The prompt is empty or is not text, or the model does not take images.
     """
-    text = _read_text(args)
+    text = _read_text(options.text)
     is_ours = isinstance(model, MTPMixin)
-    if args.image and is_ours:
+    if options.images and is_ours:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
-            text = PLACEHOLDER * len(args.image) + text
-    use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
+            text = PLACEHOLDER * len(options.images) + text
+    use_chat_template = not options.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
-        text = _apply_chat_template(args, tokenizer, text, is_suffix)
+        text = _apply_chat_template(options, tokenizer, text, is_suffix)
     pixel_values = None
-    if args.image and not is_ours:
-        text, pixel_values = _process_images(args.image, model, config, text)
+    if options.images and not is_ours:
+        text, pixel_values = _process_images(options.images, model, config, text)
     tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise ValueError("The prompt is empty: give --prompt some text.")
@@ -108,8 +127,8 @@ def encode_prompt(
     return tokens, embeddings
 
 
-def _read_text(args: argparse.Namespace) -> str:
-    text: str = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+def _read_text(text: str) -> str:
+    text = text.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
     try:
         text.encode()
@@ -118,24 +137,24 @@ def _read_text(args: argparse.Namespace) -> str:
     return text
 
 
-def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
-    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+def _apply_chat_template(options: PromptOptions, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
+    messages = [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
     messages.append({"role": "user", "content": text})
-    has_prefill = args.prefill_response is not None
+    has_prefill = options.prefill_response is not None
     if has_prefill:
-        messages.append({"role": "assistant", "content": args.prefill_response})
+        messages.append({"role": "assistant", "content": options.prefill_response})
 
-    def render(**options: Any) -> str:
+    def render(**variables: Any) -> str:
         rendered: str = tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             continue_final_message=has_prefill,
             add_generation_prompt=not has_prefill,
-            **options,
+            **variables,
         )
         return rendered
 
-    text = render(**template_options(args))
+    text = render(**options.template)
     if is_suffix:
         # The prefix is in the prompt cache.
         messages[-1]["content"] = "<query>"
@@ -143,7 +162,7 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
     return text
 
 
-def _process_images(files: list[str], model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
+def _process_images(files: Sequence[str], model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
     """The prompt with its image placeholders expanded, and the pixels."""
     from mlx_lm.processors import load_processor
 
