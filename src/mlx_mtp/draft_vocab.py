@@ -52,8 +52,7 @@ def rank(counts: Counter[int], vocab_size: int) -> list[int]:
 
 
 def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str | Path | None = None) -> Path:
-    """
-    Write a draft vocabulary for a corpus.
+    """Write a draft vocabulary for a corpus.
 
     Args:
         model (str): The path or the huggingface repository of the checkpoint.

@@ -277,8 +277,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """
-    Check the flags before anything is measured.
+    """Check the flags before anything is measured.
 
     Raises:
         ValueError: A flag is out of range, or does not go with another.

@@ -117,8 +117,7 @@ def measure(
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
-    """
-    Time plain and MTP generation on each prompt, in turns.
+    """Time plain and MTP generation on each prompt, in turns.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.

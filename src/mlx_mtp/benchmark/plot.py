@@ -27,8 +27,7 @@ def check(file: Path) -> None:
 
 
 def draw(report: Report) -> Any:
-    """
-    Draw a report that has fixed depths.
+    """Draw a report that has fixed depths.
 
     Args:
         report (Report): A report of ``measure`` with at least one number among its depths.

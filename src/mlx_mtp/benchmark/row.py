@@ -62,8 +62,7 @@ SCHEMA = _fields(
 
 
 def make_row(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]:
-    """
-    Make the row of a report.
+    """Make the row of a report.
 
     Args:
         report (Report): Of ``RUNS``.
@@ -150,8 +149,7 @@ def precision(modules: Sequence[nn.Module]) -> str:
 
 
 def read_row(file: Path) -> dict[str, Any]:
-    """
-    Read a row.
+    """Read a row.
 
     Raises:
         ValueError: The file is not one that this version's ``--report`` writes.

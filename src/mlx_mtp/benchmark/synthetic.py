@@ -135,8 +135,7 @@ def synthetic_model(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
 ) -> tuple[nn.Module, Script]:
-    """
-    Make a model with random weights: the backbone quantized as mlx-lm would where the shape says so, the head in 16 bits.
+    """Make a model with random weights: the backbone quantized as mlx-lm would where the shape says so, the head in 16 bits.
 
     Quantized weights are made directly, without a copy in floating point.
 

@@ -42,8 +42,7 @@ def tune(
     max_tokens: int = 128,
     repeat: int = 5,
 ) -> list[Measured]:
-    """
-    Measure settings.
+    """Measure settings.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load(..., draft_vocab=0, settings=False)``.

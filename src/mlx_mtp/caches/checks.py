@@ -17,8 +17,7 @@ BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and v
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
-    """
-    Check the caches of a model's layers: their arrays, and that all are of the same tokens.
+    """Check the caches of a model's layers: their arrays, and that all are of the same tokens.
 
     Raises:
         ValueError: One of them does not fit its layer or the others.
@@ -56,8 +55,7 @@ def _check_states(i: int, entry: stock.ArraysCache, layer: Any) -> None:
 
 
 def check_keys(i: int, entry: Any, attention: Any) -> None:
-    """
-    Check the keys and values of an attention layer, quantized or not.
+    """Check the keys and values of an attention layer, quantized or not.
 
     Raises:
         ValueError: They do not fit it.
@@ -93,8 +91,7 @@ def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dty
 
 
 def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) -> None:
-    """
-    Check the arrays that ``PromptCache`` keeps in the last entry.
+    """Check the arrays that ``PromptCache`` keeps in the last entry.
 
     Args:
         size (int): The number of its arrays.

@@ -50,10 +50,7 @@ class ImageSpan(NamedTuple):
 
 
 def check_images(images: Sequence[ImageSpan]) -> None:
-    """
-    Raises:
-        ValueError: Images are empty, overlap, or are not in order.
-    """
+    """Raise a ValueError if images are empty, overlap, or are not in order."""
     for image in images:
         if image.start < 0 or image.rows < 1 or image.columns < 1:
             raise ValueError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")

@@ -239,10 +239,7 @@ def takes_images(model: Any) -> bool:
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
-    """
-    Raises:
-        ValueError: The cache is another model's or another rank's, or a generation is open on it.
-    """
+    """Raise a ValueError if the cache is another model's or another rank's, or a generation is open on it."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
@@ -279,10 +276,7 @@ def _is_open(last: Any) -> bool:
 
 
 def _check_head(model: Any, cache: PromptCache) -> None:
-    """
-    Raises:
-        ValueError: The head's keys and values are not of this head, or of more tokens than the backbone's.
-    """
+    """Raise a ValueError if the head's keys and values are not of this head, or of more tokens than the backbone's."""
     i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
     if not isinstance(cache.head, stock.KVCache):
         raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")

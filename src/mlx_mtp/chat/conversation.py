@@ -142,8 +142,7 @@ class Conversation:
         return [*system, *self.messages]
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """
-        Generate an answer. Ctrl-C ends it, and what was generated stays in the conversation.
+        """Generate an answer. Ctrl-C ends it, and what was generated stays in the conversation.
 
         Args:
             query (str): The user's message.

@@ -105,10 +105,7 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
 
 
 def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    """
-    Raises:
-        ValueError: A parameter of the model was not among the tensors.
-    """
+    """Raise a ValueError if a parameter of the model was not among the tensors."""
     parameters: Any = tree_flatten(model.parameters())
     if missing := sorted({path for path, _ in parameters}.difference(loaded)):
         raise ValueError(f"{name} lacks the tensor {missing[0]}: download it again.")

@@ -46,8 +46,7 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 
 
 def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> None:
-    """
-    Check the flags of sampling, sizes and drafts that a command line has, before anything is loaded.
+    """Check the flags of sampling, sizes and drafts that a command line has, before anything is loaded.
 
     Without ``--mtp``, ``num_draft_tokens`` becomes mlx-lm's default where it was not given.
 
@@ -108,10 +107,7 @@ def _check_drafting(args: argparse.Namespace) -> None:
 
 
 def check_head(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: ``--mtp`` has a value that names no head, such as a prompt.
-    """
+    """Raise a ValueError if ``--mtp`` has a value that names no head, such as a prompt."""
     if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
         return
     try:
@@ -126,8 +122,7 @@ def check_head(args: argparse.Namespace) -> None:
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """
-    Check the flags that depend on the model, once its config is known.
+    """Check the flags that depend on the model, once its config is known.
 
     Raises:
         ValueError: A flag does not fit the model.
@@ -186,10 +181,7 @@ def check_images(args: argparse.Namespace) -> None:
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:
-    """
-    Raises:
-        ValueError: There are several processes, and one of the flags, which run in one alone, is given.
-    """
+    """Raise a ValueError if there are several processes, and one of the flags, which run in one alone, is given."""
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):

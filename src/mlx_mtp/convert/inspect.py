@@ -17,8 +17,7 @@ UNKNOWN_LAYOUT = "raw or converted, which is unknown"
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """
-    Describe a checkpoint. From a repository on the hub no weights are downloaded.
+    """Describe a checkpoint. From a repository on the hub no weights are downloaded.
 
     Returns:
         str: Model type, quantization of the backbone, the head's tensors, the vision tower's size, what ``--mtp`` would say,

@@ -16,8 +16,7 @@ LONGEST_HELLO = 500  # bytes
 
 
 def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection]:
-    """
-    Connect the other ranks to rank 0.
+    """Connect the other ranks to rank 0.
 
     Args:
         ranks (Ranks): The ranks that run the program.

@@ -64,20 +64,14 @@ def resolve(
 
 
 def check_num_draft_tokens(value: Any, name: str = "num_draft_tokens") -> None:
-    """
-    Raises:
-        ValueError: The option of this name is out of range.
-    """
+    """Raise a ValueError if the option of this name is out of range."""
     is_number = isinstance(value, int) and 0 <= value <= MAX_DRAFT_TOKENS
     if value != "auto" and not isinstance(value, Depth) and not is_number:
         raise ValueError(f"{name} must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {value}.")
 
 
 def check_copy_drafts(value: Any, name: str = "copy_drafts") -> None:
-    """
-    Raises:
-        ValueError: The option of this name is out of range.
-    """
+    """Raise a ValueError if the option of this name is out of range."""
     if value not in ("auto", "off") and not (isinstance(value, int) and 1 <= value <= MAX_COPY_TOKENS):
         raise ValueError(f"{name} must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {value}.")
 

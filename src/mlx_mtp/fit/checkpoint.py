@@ -32,8 +32,7 @@ It was fitted on top of the adapter {adapter}: generate with `--adapter-path {ad
 def write_checkpoint(
     target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
-    """
-    Write the folder, which appears when it is complete.
+    """Write the folder, which appears when it is complete.
 
     Args:
         source (Path): The folder of the model that was fitted.

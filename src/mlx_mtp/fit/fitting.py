@@ -61,8 +61,7 @@ def fit(
     cache_gb: float = 8.0,
     seed: int = 0,
 ) -> Comparison:
-    """
-    Train a model's MTP head, and nothing else, to predict the model's text; write it if more drafts are accepted.
+    """Train a model's MTP head, and nothing else, to predict the model's text; write it if more drafts are accepted.
 
     The model's text does not change, whatever the head has learned. The same call resumes an interrupted one.
 
@@ -183,10 +182,7 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
 
 
 def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -> None:
-    """
-    Raises:
-        ValueError: An argument is out of range, or two contradict each other.
-    """
+    """Raise a ValueError if an argument is out of range, or two contradict each other."""
     if data.corpus is not None and data.prompts is not None:
         raise ValueError("Choose either --corpus or --prompts, not both.")
     given = {**vars(data), **vars(how), "drafts": drafts, "lora_rank": None if lora is None else lora.rank}

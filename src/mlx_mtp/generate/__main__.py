@@ -130,10 +130,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: A flag is out of range, or does not go with another.
-    """
+    """Raise a ValueError if a flag is out of range, or does not go with another."""
     check_generation_flags(args)
     check_prompt_cache_dir(args, "prompt_cache_file", "check")
     check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))

@@ -100,8 +100,7 @@ def check(
     prompt_cache: list[Any] | None = None,
     **options: Any,
 ) -> Check:
-    """
-    Generate greedily with plain mlx-lm and with MTP, side by side, until a token differs.
+    """Generate greedily with plain mlx-lm and with MTP, side by side, until a token differs.
 
     Args:
         prompt (mx.array): The input prompt, [T].

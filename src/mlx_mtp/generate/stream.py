@@ -29,8 +29,7 @@ from .stored import stored_steps
 
 @dataclass
 class GenerationResponse(StockResponse):
-    """
-    mlx-lm's response, with the drafts made and accepted so far.
+    """mlx-lm's response, with the drafts made and accepted so far.
 
     Args:
         drafted (Tuple[int, ...]): The number of drafts that the head made, by position in the window.
@@ -70,8 +69,7 @@ def stream_generate(
     images: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
-    """
-    A generator producing text based on the given prompt from the model, as mlx-lm's ``stream_generate``.
+    """A generator producing text based on the given prompt from the model, as mlx-lm's ``stream_generate``.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
@@ -143,10 +141,7 @@ def stream_generate(
 def _check_draft_model(
     model: nn.Module, mtp: bool, copy_drafts: CopyDrafts | None, images: Sequence[Any], prompt_cache: list[Any] | None
 ) -> None:
-    """
-    Raises:
-        ValueError: A draft model does not go with the other options.
-    """
+    """Raise a ValueError if a draft model does not go with the other options."""
     if mtp:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if getattr(model, "ranks", None) is not None:
@@ -231,8 +226,7 @@ def generate(
     show_drafts: bool = False,
     **kwargs: Any,
 ) -> str:
-    """
-    Generate a complete response from the model, as mlx-lm's ``generate``.
+    """Generate a complete response from the model, as mlx-lm's ``generate``.
 
     Args:
        model (nn.Module): A model of ``mlx_mtp.load``.

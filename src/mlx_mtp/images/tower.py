@@ -176,8 +176,7 @@ class VisionTower(nn.Module):
                 return rows
 
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
-        """
-        A generator computing the rows of one image, a piece at a time, so that other work can go on in between.
+        """A generator computing the rows of one image, a piece at a time, so that other work can go on in between.
 
         Args:
             pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of

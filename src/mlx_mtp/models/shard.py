@@ -54,8 +54,7 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 
 def check_shard(model: Any, n: int) -> None:
-    """
-    Check that a model can be split among ``n`` ranks, before any of its weights is read.
+    """Check that a model can be split among ``n`` ranks, before any of its weights is read.
 
     Raises:
         ValueError: Something that must be divided among the ranks cannot be.
@@ -96,9 +95,6 @@ def _widths(layer: nn.Module) -> list[tuple[str, int]]:
 
 
 def check_pipeline(model: Any, n: int) -> None:
-    """
-    Raises:
-        ValueError: There are more stages than layers.
-    """
+    """Raise a ValueError if there are more stages than layers."""
     if n > len(model.layers):
         raise ValueError(f"The model has {len(model.layers)} layers, too few for a pipeline of {n} processes.")

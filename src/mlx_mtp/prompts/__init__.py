@@ -70,8 +70,7 @@ def read_prompts(file: Path) -> dict[str, str]:
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template: Any) -> mx.array:
-    """
-    A prompt's tokens, [T], through the chat template if there is one.
+    """A prompt's tokens, [T], through the chat template if there is one.
 
     Args:
         tokenizer (TokenizerWrapper): The model's tokenizer.

@@ -13,10 +13,7 @@ MAX_SEED = 2**64 - 1
 
 
 def check_seed(seed: int) -> None:
-    """
-    Raises:
-        ValueError: The seed is not an integer from 0 to 2**64 - 1.
-    """
+    """Raise a ValueError if the seed is not an integer from 0 to 2**64 - 1."""
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
 

@@ -179,8 +179,7 @@ def make_sampler(
     seed: int | None = None,
     acceptance: AcceptanceName | None = None,
 ) -> AnySampler:
-    """
-    Make a sampler function, as mlx-lm's ``make_sampler``, that also says how its drafts are accepted.
+    """Make a sampler function, as mlx-lm's ``make_sampler``, that also says how its drafts are accepted.
 
     Args:
         seed (int, optional): Make the text a function of the seed and the prompt alone, from 0 to 2**64 - 1: the same at every

@@ -126,10 +126,7 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """
-        Raises:
-            ValueError: llguidance has given the grammar up, as one that is too complex to go on.
-        """
+        """Raise a ValueError if llguidance has given the grammar up, as one that is too complex to go on."""
         if self.matcher.is_error():
             raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
 
@@ -288,10 +285,7 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 
 
 def _check_size(text: str) -> None:
-    """
-    Raises:
-        GrammarError: It is too large.
-    """
+    """Raise a GrammarError if it is too large."""
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
 

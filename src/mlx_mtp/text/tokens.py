@@ -29,8 +29,7 @@ class TextTokens:
         self._text: list[range] = []  # the tokens of each character of the text that has not been given yet
 
     def read(self, text: str, is_end: bool) -> None:
-        """
-        The next token.
+        """The next token.
 
         Args:
             text (str): The characters that it completes.
@@ -45,8 +44,7 @@ class TextTokens:
         self._owners += [tokens] * len(text)
 
     def find(self, text: str, n: int) -> None:
-        """
-        A reader has found text in what was said: right behind the text before, or behind something else.
+        """A reader has found text in what was said: right behind the text before, or behind something else.
 
         Args:
             text (str): The text.

@@ -58,7 +58,6 @@ class Text:
 class CallBegins:
     index: int  # of the call in the answer
     name: str
-    id: str | None = None  # where the model has given one
 
 
 @dataclass(frozen=True)

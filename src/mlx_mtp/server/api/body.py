@@ -226,8 +226,7 @@ def _check_numbers(body: Json) -> None:
 
 
 def read(kind: type[B], body: Json) -> B:
-    """
-    A body, checked.
+    """A body, checked.
 
     Args:
         kind (type): The model of the body.

@@ -5,7 +5,7 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,24 +16,20 @@ from ..answers.thinking import Effort
 from ..engine.delta import Delta
 from ..request import ApiError, Request
 from .body import Part, Short, at_most, read
-from .conversation import Images, arguments_of, make_request
+from .conversation import Images, arguments_of, make_request, unsupported
 from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, error_content, logprob_of
 
 __all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
-
-
-class TextPart(Part):
-    type: Literal["text"]
-    text: str
 
 
 class ImageUrl(Part):
     url: str
 
 
-class ImagePart(Part):
-    type: Literal["image_url"]
-    image_url: ImageUrl | str
+class ContentPart(Part):
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class Function(Part):
@@ -53,7 +49,7 @@ class ChatMessage(Part):
     model_config = Part.model_config | {"extra": "allow"}
 
     role: str
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -83,7 +79,6 @@ class ChatBody(OpenAIBody):
 
 def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     """The body, the request and mlx-lm's arguments."""
-    _refuse_parts(content.get("messages"))
     body = read(ChatBody, content)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
@@ -91,7 +86,7 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     tools = content["tools"] if body.tools and body.tool_choice != "none" else []
     images = Images()
     request = make_request(
-        [_message(m, images) for m in body.messages],
+        [_message(m, f"messages[{i}].content", images) for i, m in enumerate(body.messages)],
         images,
         tools,
         thinking=body.thinking_wanted,
@@ -104,29 +99,20 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     return body, request, body.openai_arguments(flags)
 
 
-def _refuse_parts(messages: Any) -> None:
-    """Refuse parts that are neither text nor image, by name."""
-    for i, message in enumerate(messages if isinstance(messages, list) else []):
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "image_url"):
-                where = f"messages[{i}].content: {kind[:50]}"
-                raise ApiError(400, f"{where} is not supported: send text or images.", param="messages")
-
-
-def _text(part: TextPart | ImagePart, images: Images) -> str:
-    if isinstance(part, TextPart):
+def _text(part: ContentPart, where: str, images: Images) -> str:
+    if part.type == "text" and part.text is not None:
         return part.text
-    return images.add(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+    if part.type == "image_url" and part.image_url is not None:
+        return images.add(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+    raise unsupported(part.type, where, "messages", "send text or images")
 
 
-def _message(message: ChatMessage, images: Images) -> Json:
+def _message(message: ChatMessage, where: str, images: Images) -> Json:
     """A message for the chat template: without null fields, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump().items() if value is not None}
     content.setdefault("content", None)
     if isinstance(message.content, list):
-        content["content"] = "".join(_text(part, images) for part in message.content)
+        content["content"] = "".join(_text(part, where, images) for part in message.content)
     if isinstance(reasoning := content.pop("reasoning", None), str):  # as answers have it
         content.setdefault("reasoning_content", reasoning)
     for call in content.get("tool_calls", []):
@@ -197,5 +183,4 @@ def _reasoning(text: str) -> Json:
 
 
 def _begin(event: CallBegins) -> Json:
-    name = event.id or f"call_{uuid.uuid4().hex}"
-    return {"id": name, "type": "function", "function": {"name": event.name, "arguments": ""}}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": event.name, "arguments": ""}}

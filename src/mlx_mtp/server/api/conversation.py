@@ -29,8 +29,7 @@ class Images(list[str]):
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """
-    Messages with roles that templates take.
+    """Messages with roles that templates take.
 
     The system's and the developer's messages at the beginning become one system message; later ones become the user's, marked.
     """
@@ -92,8 +91,7 @@ def _folded(message: Json) -> Json:
 
 
 def continues(messages: list[Json], output: StructuredOutput | None) -> bool:
-    """
-    Whether the answer continues the last message.
+    """Whether the answer continues the last message.
 
     Raises:
         ApiError: The answer has a structured output, of which the last message would be a part.
@@ -102,6 +100,11 @@ def continues(messages: list[Json], output: StructuredOutput | None) -> bool:
         message = f"{output.param} does not go with a last message of the assistant, which would be continued."
         raise ApiError(400, message, param=output.param)
     return goes_on(messages)
+
+
+def unsupported(kind: str, where: str, param: str, fix: str) -> ApiError:
+    """The error for a part of a conversation, of a kind that is not read here."""
+    return ApiError(400, f"{where}: {kind[:50]} is not supported: {fix}.", param=param)
 
 
 def text_of(content: Any) -> str:

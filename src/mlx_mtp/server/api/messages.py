@@ -9,7 +9,7 @@ import re
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
@@ -20,7 +20,7 @@ from ..engine.delta import Delta
 from ..request import ApiError, Request
 from . import refused
 from .body import Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, function_call, function_tool, make_request
+from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
@@ -80,7 +80,6 @@ class OutputConfig(Part):
 
 
 class MessagesBody(Body):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     REFUSED: ClassVar = refused.MESSAGES
     max_tokens: Positive | None = None
     system: str | list[Block] | None = None
@@ -155,7 +154,7 @@ def _text(block: Block, where: str, images: Images | None = None) -> str:
             return images.add(str(source.get("url")))
     kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
     fix = "send text" if images is None else "send text, or images as base64"
-    raise ApiError(400, f"{where}: {kind[:50]} is not supported: {fix}.", param=where.partition("[")[0])
+    raise unsupported(kind, where, where.partition("[")[0], fix)
 
 
 def _messages(message: Message, where: str, images: Images) -> list[Json]:
@@ -222,7 +221,7 @@ class MessagesWriter(BlockWriter):
 
     def call(self, call: CallBegins) -> Json:
         self.input = ""
-        return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
+        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
 
     def arguments(self, piece: CallArguments) -> bytes:
         self.input += piece.text

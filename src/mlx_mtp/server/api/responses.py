@@ -26,7 +26,7 @@ from ..engine.encode import NO_LIMIT
 from ..request import ApiError, Request
 from . import refused
 from .body import Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, function_call, function_tool, make_request
+from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .openai import TopLogprobs, error_content, logprob_of
 from .writer import BlockWriter, Usage, event
 
@@ -163,7 +163,7 @@ def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> N
         text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
     elif not item.type.endswith(("_call", "_call_output")):  # of tools that OpenAI's servers ran
-        raise ApiError(400, f"{where}: {item.type[:50]} is not supported: send the item itself.", param="input")
+        raise unsupported(item.type, where, "input", "send the item itself")
 
 
 def _assistant(messages: list[Json]) -> Json:
@@ -185,7 +185,7 @@ def _text(content: Content | None, where: str, images: Images | None = None) -> 
             texts.append(part.text)
         else:
             fix = "send text" if images is None else "send text, or an image's image_url"
-            raise ApiError(400, f"{where}: {part.type[:50]} is not supported: {fix}.", param="input")
+            raise unsupported(part.type, where, "input", fix)
     return "".join(texts)
 
 
@@ -232,7 +232,7 @@ class ResponsesWriter(BlockWriter):
         item = {
             "type": kind,
             "id": _new("fc" if kind == "function_call" else "ctc"),
-            "call_id": call.id or _new("call"),
+            "call_id": _new("call"),
             "name": tool.name,
             "arguments": "",
             "status": "in_progress",

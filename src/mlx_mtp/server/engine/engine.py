@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Thread
-from typing import Any
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
@@ -96,10 +95,8 @@ class Engine:
             yield
         except Exception as e:
             logging.exception("Generation failed.")
-            for request in self.running.values():
-                request.client.put(ApiError(500, f"Generation failed: {e}"))
-            self.running.clear()
-            self.metrics.in_flight.set(0)
+            for uid in [*self.running]:
+                self._fail(uid, ApiError(500, f"Generation failed: {e}"))
             reseed(self.ranks)  # an error in a compiled function invalidates the random state
             self.admission.restart()
 
@@ -108,15 +105,14 @@ class Engine:
         admission = self.admission
         lack = admission.lack()
         while lack > 0 and self.running:
-            uid, request = self.running.popitem()
+            uid, request = next(reversed(self.running.items()))
             admission.batch.remove([uid])
             lack -= admission.sizes.caches(request.n_prompt + request.n_tokens)
             message = (
                 f"The answer has ended after {request.n_tokens} tokens, since the server may hold no more than "
                 f"{size(admission.account.limit)}: ask again when it has less to do, or start it with more --max-memory."
             )
-            request.client.put(ApiError(507, message, code=NO_MEMORY))
-            self.metrics.in_flight.set(len(self.running))
+            self._fail(uid, ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
         """End requests whose clients have hung up."""
@@ -124,7 +120,7 @@ class Engine:
             self.waiting.remove(request)
             request.client.put(ApiError(400, "The client has hung up."))
         for uid in [uid for uid, request in self.running.items() if request.number in gone]:
-            self._finish(uid, *self._take_out(uid))
+            self._finish(uid)
 
     def _begin(self, request: Request) -> None:
         try:
@@ -177,9 +173,7 @@ class Engine:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
         uid, request, metrics = response.uid, self.running[response.uid], self.metrics
         if response.error is not None:
-            request.client.put(ApiError(500, f"Generation failed: {response.error}"))
-            del self.running[uid]
-            metrics.in_flight.set(len(self.running))
+            self._fail(uid, ApiError(500, f"Generation failed: {response.error}"))
             return
         if request.first_token is None:
             request.first_token = time.perf_counter()
@@ -188,24 +182,32 @@ class Engine:
         delta = make_delta(request, response, response.finish_reason or finish_reason)
         request.client.put(delta)
         if delta.finish_reason is not None:
-            self._finish(uid, *(self._take_out(uid) if last is None else (last.prompt_cache, last.all_tokens)))
+            self._finish(uid, last)
 
-    def _take_out(self, uid: int) -> tuple[list[Any], list[int]]:
-        """Take a sequence out of the batch generator -> its prompt cache, and the tokens in it."""
-        caches: dict[int, tuple[list[Any], list[int]]] = self.admission.batch.remove([uid], return_prompt_caches=True)
-        return caches[uid]
+    def _finish(self, uid: int, last: Response | None = None) -> None:
+        """End a request, and keep its cache for the next turn.
 
-    def _finish(self, uid: int, prompt_cache: Any, tokens: Any) -> None:
-        """End a request whose sequence has left the batch generator, and keep its cache for the next turn."""
+        Args:
+            last (Response, optional): The sequence's last. Default: ``None``, it is in the batch generator yet.
+        """
+        if last is None:
+            prompt_cache, tokens = self.admission.batch.remove([uid], return_prompt_caches=True)[uid]
+        else:
+            prompt_cache, tokens = last.prompt_cache, last.all_tokens
         request = self.running.pop(uid)
         request.client.put(None)
         self.admission.keep(request, prompt_cache, tokens)
         self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
 
+    def _fail(self, uid: int, error: ApiError) -> None:
+        """End a request, whose sequence has left the batch generator, with an error."""
+        self.running.pop(uid).client.put(error)
+        self.metrics.in_flight.set(len(self.running))
+
     def _end(self) -> None:
         """End every request. Those that have begun get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
-            self._take_out(uid)
+            self.admission.batch.remove([uid])
             del self.running[uid]
         try:
             while self.running:
@@ -219,10 +221,7 @@ class Engine:
 
 
 def _open(admission: Admission, request: Request) -> None:
-    """
-    Raises:
-        ApiError: The request's model cannot be loaded.
-    """
+    """Raise an ApiError if the request's model cannot be loaded."""
     try:
         admission.open(request.key)
     except Exception as e:
