@@ -32,7 +32,7 @@ def test_fetches_the_tower_and_the_settings_of_its_images(hub, tmp_path):
     remote, local = (mlx_mtp.load(name)[0].vision for name in ("org/seeing", str(folder)))
     assert remote.processor == local.processor
     pixels = local.processor.preprocess_image(picture())
-    assert (remote.encode(pixels) == local.encode(pixels)).all()
+    assert (remote.tower(pixels) == local.tower(pixels)).all()
 
 
 def test_fetches_a_revision(hub, tmp_path):

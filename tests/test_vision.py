@@ -155,7 +155,7 @@ def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint):
     assert "tower" not in vars(model.vision)
     assert not any("vision" in name for name, _ in tree_flatten(model.parameters()))
     pixels = model.vision.processor.preprocess_image(picture())
-    rows = model.vision.encode(pixels)
+    rows = model.vision.tower(pixels)
     assert rows.shape == (pixels.shape[0] * pixels.shape[1], 192)
     assert "tower" in vars(model.vision)
 
@@ -199,7 +199,7 @@ def test_damage_is_told_with_the_first_image_in_a_line(checkpoint, damage, messa
     damage(checkpoint)
     model, _ = mlx_mtp.load(str(checkpoint))
     with pytest.raises(ValueError, match=message) as e:
-        model.vision.encode(model.vision.processor.preprocess_image(picture()))
+        model.vision.tower(model.vision.processor.preprocess_image(picture()))
     assert "\n" not in str(e.value)
 
 

@@ -25,11 +25,7 @@ CHUNK = 1 << 20  # characters tokenized at once
 
 
 def count_tokens(tokenizer: TokenizerWrapper, files: Sequence[Path]) -> Counter[int]:
-    """Count each token id in text files.
-
-    Args:
-        tokenizer (TokenizerWrapper): The model's.
-        files (Sequence[Path]): In UTF-8, read in chunks of whole lines.
+    """Count each token id in text files, which are read in chunks of whole lines.
 
     Raises:
         OSError: A file cannot be read.

@@ -117,20 +117,14 @@ def measure(
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
-    """Time plain and MTP generation on each prompt, in turns.
+    """Time plain and MTP generation on each prompt, in turns -> a result of each run on each prompt, and on all, ``"overall"``.
 
     Args:
-        model (nn.Module): A model of ``mlx_mtp.load``.
         prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
         runs (Sequence[Union[int, str]]): The sources of drafts, see ``runs.py``.
-        max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
-        repeat (int): The number of rounds. Default: ``5``.
         stop (Collection[int]): Tokens that end a text. Default: none.
-        name (str): The model's name, for the report.
+        name (str): The model's, for the report.
         acceptance_was_set (float, optional): The acceptance rate of a synthetic model, for the report.
-
-    Returns:
-        Report: For each run a result on each prompt, and one on all, named ``"overall"``.
 
     Raises:
         ValueError: A number is out of range, or a text ends at once.

@@ -43,11 +43,7 @@ def _fixes_auto(a: Measured, b: Measured) -> bool:
 
 
 def recommend(measured: Sequence[Measured]) -> Measured:
-    """Move from the simplest settings to the next simplest that beat them, until none do.
-
-    Args:
-        measured (Sequence[Measured]): The simplest first.
-    """
+    """Move from the simplest settings, which are first, to the next simplest that beat them, until none do."""
     best = measured[0]
     while (better := next((m for m in measured if beats(m, best)), None)) is not None:
         best = better

@@ -118,13 +118,7 @@ def _show_parts(report: Report) -> list[str]:
 
 
 def verdict(report: Report, flag: str = "--mtp", name: str = "auto") -> str:
-    """Whether to use a flag for texts like these, in a line: by auto, which is its default.
-
-    Args:
-        report (Report): Has auto among its runs.
-        flag (str): That of the head which was measured. Default: ``"--mtp"``.
-        name (str): Auto's name in the line. Default: ``"auto"``.
-    """
+    """Whether to use the flag of the head that was measured, for texts like these, in a line: by auto, which is its default."""
     (r,) = (r for r in report.of(OVERALL) if r.run == AUTO)
     ratio = f"{name}: {r.ratio:.2f} x plain mlx-lm"
     if r.ratio_low > 1:

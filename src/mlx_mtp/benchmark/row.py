@@ -62,14 +62,7 @@ SCHEMA = _fields(
 
 
 def make_row(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]:
-    """Make the row of a report.
-
-    Args:
-        report (Report): Of ``RUNS``.
-        model (nn.Module): The model that was measured.
-        name (str): Its repository, or its folder, of which the row has the last part.
-        kind (str): The kind of the prompts.
-    """
+    """Make the row of a report of ``RUNS``. Of a model's folder, ``name``, it has the last part."""
     first, *_ = results = report.of(OVERALL)
     n_prompts = len({r.prompt for r in report.results}) - 1
     return {
@@ -149,11 +142,7 @@ def precision(modules: Sequence[nn.Module]) -> str:
 
 
 def read_row(file: Path) -> dict[str, Any]:
-    """Read a row.
-
-    Raises:
-        ValueError: The file is not one that this version's ``--report`` writes.
-    """
+    """Read a row, or raise a ValueError if this version's ``--report`` has not written the file."""
     row = read_json(file)
     error = best_match(Draft202012Validator(SCHEMA).iter_errors(row))
     if error is not None:

@@ -62,16 +62,11 @@ def generate(
     stop: Collection[int] = (),
     draft_p_min: float | None = None,
 ) -> Generation:
-    """Time one run on one prompt.
+    """Time one run on one prompt, [T].
 
     Args:
-        model (nn.Module): A model of ``mlx_mtp.load``.
-        prompt (mx.array): [T]
-        max_tokens (int): The maximum number of tokens.
-        run (Union[int, str]): The source of drafts.
         depth (Depth, optional): The depth of auto. Default: ``None``, the model's own.
         stop (Collection[int]): Tokens that end the text. Default: none.
-        draft_p_min (float, optional): As in ``mtp_generate_step``.
 
     Raises:
         ValueError: The text ends at its first token.

@@ -135,19 +135,15 @@ def synthetic_model(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
 ) -> tuple[nn.Module, Script]:
-    """Make a model with random weights: the backbone quantized as mlx-lm would where the shape says so, the head in 16 bits.
+    """Make a model with random weights -> the model and its text.
 
-    Quantized weights are made directly, without a copy in floating point.
+    The backbone is quantized as mlx-lm would where the shape says so, directly, without a copy in floating point. The head has
+    16 bits.
 
     Args:
         shape (Mapping[str, Any]): A text config, its model type and its quantization, such as one of ``SHAPES``.
         acceptance (float): The acceptance rate of a draft whose predecessors were accepted.
         draft_vocab (int, optional): Draft from the first ``draft_vocab`` token ids.
-        mtp_bits (int, optional): As in ``mlx_mtp.load``.
-        draft_head_bits (int, optional): As in ``mlx_mtp.load``.
-
-    Returns:
-        Tuple[nn.Module, Script]: The model and its text.
     """
     script = Script(acceptance, draft_vocab or shape["vocab_size"])
     model = _scripted_model(shape, script)

@@ -42,18 +42,11 @@ def tune(
     max_tokens: int = 128,
     repeat: int = 5,
 ) -> list[Measured]:
-    """Measure settings.
+    """Measure settings, the simplest first; the arguments are those of ``measure``.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load(..., draft_vocab=0, settings=False)``.
-        tokenizer (TokenizerWrapper): Its tokenizer.
         path (Path): The checkpoint's folder.
-        prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
-        max_tokens (int): The most tokens to generate for each prompt. Default: ``128``.
-        repeat (int): The number of rounds. Default: ``5``.
-
-    Returns:
-        List[Measured]: The simplest settings first.
     """
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):

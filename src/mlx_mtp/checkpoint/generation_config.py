@@ -40,7 +40,7 @@ def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks
     Args:
         name (str): The model's path or repository.
         given (Mapping[str, float]): The user's values, by the names of ``Sampling``; ``None`` is not given.
-        ranks (Ranks, optional): Those that run the model; rank 0 reads the file for all. Default: ``None``.
+        ranks (Ranks, optional): Those that run the model; rank 0 reads the file for all.
 
     Raises:
         FileNotFoundError: There is no such model.

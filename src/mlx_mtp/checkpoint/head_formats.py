@@ -87,11 +87,6 @@ def is_raw_head_file(
     one that PyTorch wrote, or whose experts are named as in an original, beside a converted backbone may have either. The
     norms' values tell nothing: correct ones can be near 0 or near 1 in both layouts.
 
-    Args:
-        raw_backbone (bool): Whether the backbone is in the Hugging Face layout.
-        head (Iterable[str]): The names of the head's tensors.
-        metadata (Mapping[str, str]): The file's.
-
     Raises:
         ValueError: The layout cannot be determined.
     """

@@ -191,11 +191,8 @@ def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -
 def _find_head(
     path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, stage: Stage | None
 ) -> tuple[Path, SeparateHead | None]:
-    """Load a head that is not among the model's tensors, and check that there is one.
-
-    Returns:
-        Tuple[Path, Optional[SeparateHead]]: The checkpoint's folder, which then has the head's file, and the head.
-    """
+    """Load a head that is not among the model's tensors, if it is elsewhere, and check that there is one -> the checkpoint's
+    folder, which then has the head's file, and the head."""
     files = None if stage is None else stage.files
     if isinstance(mtp, str):
         tensor_names(path, needed=files)
@@ -320,11 +317,7 @@ def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | No
 def _apply_settings(
     model: MTPModel, settings: bool | str | Path, folders: list[Path]
 ) -> tuple[DraftVocab | None, int | None, int | None]:
-    """Give the model the settings that ``--tune`` found best, if any.
-
-    Returns:
-        Tuple[Optional[int], Optional[int], Optional[int]]: Their draft_vocab, mtp_bits and draft_head_bits.
-    """
+    """Give the model the settings that ``--tune`` found best, if any -> their draft_vocab, mtp_bits and draft_head_bits."""
     n_ranks = 1 if model.ranks is None else model.ranks.size
     tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))
     if tuned is None:

@@ -55,15 +55,11 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
-    """Find the settings of a checkpoint.
+    """The settings of a checkpoint; ``None`` if there are none or, with a warning, if they are for something else.
 
     Args:
         file (Union[bool, str, Path]): As ``settings`` in ``mlx_mtp.load``.
         folders (Sequence[Path]): The checkpoint's, see ``key_of``.
-        n_ranks (int): The number of processes that run the model. Default: ``1``.
-
-    Returns:
-        Optional[Settings]: ``None`` if there are none or, with a warning, if they are for something else.
 
     Raises:
         FileNotFoundError: The file is missing.

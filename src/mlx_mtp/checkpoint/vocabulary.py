@@ -20,13 +20,12 @@ DraftVocab = int | str | Path | Sequence[int]
 def choose_ids(
     draft_vocab: DraftVocab | None, path: Path, vocab_size: int, tokenizer: TokenizerWrapper
 ) -> list[int] | None:
-    """Choose the ids of a draft vocabulary, in ascending order, special and stop tokens included; ``None`` is all.
+    """The ids of a draft vocabulary, in ascending order, special and stop tokens included; ``None`` is all.
 
     Args:
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): As in ``mlx_mtp.load``.
         path (Path): The checkpoint's folder.
         vocab_size (int): The number of rows of the output layer.
-        tokenizer (TokenizerWrapper): The source of the special and stop tokens.
     """
     if draft_vocab is None and (path / LIST_FILE).exists():
         draft_vocab = path / LIST_FILE

@@ -51,7 +51,6 @@ def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> N
     Without ``--mtp``, ``num_draft_tokens`` becomes mlx-lm's default where it was not given.
 
     Args:
-        args (argparse.Namespace): The parsed flags; a flag that the command line lacks is not checked.
         no_limit (bool): Allow ``--max-tokens -1``, which is no limit. Default: ``True``.
 
     Raises:
@@ -122,11 +121,7 @@ def check_head(args: argparse.Namespace) -> None:
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Check the flags that depend on the model, once its config is known.
-
-    Raises:
-        ValueError: A flag does not fit the model.
-    """
+    """Raise a ValueError if a flag does not fit the model of this config."""
     text_config = config.get("text_config", config)
     vocab_size, head_dim = text_config.get("vocab_size"), text_config.get("head_dim")
     if vocab_size is not None:

@@ -66,14 +66,10 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
-    """A bar on stderr, which is shown from the start, with an estimate of the time that is left; elsewhere, such as in a log, a
-    line now and then.
+    """A bar on stderr, shown from the start, with an estimate of the time that is left; in a log, a line now and then.
 
     Args:
-        desc (str): The work.
-        unit (str): The unit, in the singular.
-        total (int): How many there are.
-        disable (bool): Show nothing. Default: ``False``.
+        unit (str): In the singular.
     """
     how: dict[str, Any] = {}
     if not sys.stderr.isatty():

@@ -70,14 +70,10 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
 def finish(
     parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = SHARED_GROUPS
 ) -> argparse.ArgumentParser:
-    """Sort the flags of a parser, which may be mlx-lm's, into groups; show their defaults; add ``--version``.
+    """Sort the flags of a parser, which may be mlx-lm's, into groups; show their defaults; add ``--version`` -> that parser.
 
     Args:
-        parser (argparse.ArgumentParser): With all flags of the command.
         groups (Mapping[str, Sequence[str]]): Titles, and the flags below them; the first that names a flag has it.
-
-    Returns:
-        argparse.ArgumentParser: The same.
     """
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}

@@ -36,18 +36,12 @@ def graft(
     name: str | None = None,
 ) -> None:
     """Add the MTP head, the vision tower or both of an original to a conversion of it, whose weights are hard-linked, or else
-    copied, unchanged.
-
-    From a repository on the hub this downloads only their bytes, and the headers of their files.
+    copied, unchanged. From a repository on the hub this downloads only their bytes, and the headers of their files.
 
     Args:
-        model (str): The path or the huggingface repository of the conversion.
         target (Path): The folder to write, which appears when it is complete.
-        mtp_from (str, optional): The path or the huggingface repository of the original with the head.
-        vision_from (str, optional): That with the tower.
-        original_revision (str, optional): A revision of both.
+        original_revision (str, optional): A revision of both originals.
         dtype (str, optional): Cast the head to it. Default: ``None``, the original's.
-        skip_check (bool): Do not run the model to check that the head is its own. Default: ``False``.
         name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
 
     Raises:

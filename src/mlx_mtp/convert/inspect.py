@@ -17,11 +17,9 @@ UNKNOWN_LAYOUT = "raw or converted, which is unknown"
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """Describe a checkpoint. From a repository on the hub no weights are downloaded.
+    """Describe a checkpoint: type, quantization, head, vision tower, what ``--mtp`` would say, and the head's memory.
 
-    Returns:
-        str: Model type, quantization of the backbone, the head's tensors, the vision tower's size, what ``--mtp`` would say,
-        memory of the head.
+    From a repository on the hub no weights are downloaded.
 
     Raises:
         FileNotFoundError: It is not there, or one of its files is missing.

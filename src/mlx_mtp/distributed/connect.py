@@ -16,15 +16,11 @@ LONGEST_HELLO = 500  # bytes
 
 
 def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection]:
-    """Connect the other ranks to rank 0.
+    """Connect the other ranks to rank 0 -> on rank 0 the connections to all others, on the others that to rank 0.
 
     Args:
-        ranks (Ranks): The ranks that run the program.
         sockets (ExitStack): Closes the connections.
         timeout (float): Seconds.
-
-    Returns:
-        List[Tuple[socket.socket, int, str]]: The connections: on rank 0 to all other ranks, on the others to rank 0.
 
     Raises:
         ConnectionError: Not all of them are connected in time, or one is lost meanwhile. Every rank raises it.

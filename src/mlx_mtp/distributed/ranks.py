@@ -59,11 +59,7 @@ class Ranks:
 
 
 def differing_ranks(values: Sequence[object]) -> str:
-    """Name the ranks whose value differs from rank 0's: ``"Ranks 1, 3"``; empty if there are none.
-
-    Args:
-        values (Sequence[object]): The value of each rank.
-    """
+    """Name the ranks whose value differs from rank 0's, ``"Ranks 1, 3"``, given the value of each; empty if there are none."""
     others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
     return f"Ranks {', '.join(others)}" if others else ""
 

@@ -36,7 +36,6 @@ def write_checkpoint(
 
     Args:
         source (Path): The folder of the model that was fitted.
-        model (nn.Module): The model with the fitted head.
         name (str): The user's name of it.
         record (Dict[str, Any]): The data of the fit.
         table (str): Its acceptance before and after.

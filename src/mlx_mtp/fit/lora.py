@@ -67,11 +67,7 @@ def add_lora(mtp: nn.Module, lora: Lora) -> None:
 
 
 def write_adapter(target: Path, model: Any, lora: Lora, record: dict[str, Any]) -> None:
-    """Write the adapter of a fitted head.
-
-    Args:
-        record (Dict[str, Any]): The data of the fit.
-    """
+    """Write the adapter of a fitted head; ``record`` is the data of the fit."""
     weights: Any = {} if lora.beside is None else load_tensors(Path(lora.beside) / "adapters.safetensors")
     trained: Any = tree_flatten(model.mtp.trainable_parameters())
     weights.update({model.head_prefix + name: w for name, w in trained})

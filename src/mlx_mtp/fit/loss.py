@@ -46,13 +46,8 @@ def weights_of(n_drafts: int) -> list[float]:
 
 
 class DraftLoss:
-    """The loss of a head on a batch, as ``mlx_lm.tuner.trainer.train`` takes it.
-
-    Args:
-        embedding (nn.Module): The backbone's.
-        output_layer (nn.Module): Its ``lm_head``, or the embedding where they are tied.
-        n_drafts (int): The number of drafts at each position.
-    """
+    """The loss of a head on a batch, as ``mlx_lm.tuner.trainer.train`` takes it, with the embedding and the output layer of the
+    backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position."""
 
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
         self.embedding, self.n_drafts = embedding, n_drafts

@@ -54,11 +54,6 @@ class Schedule:
 class Progress(TrainingCallback):
     """Keeps the head with the lowest validation loss and, in one file, the state from which a later run resumes.
 
-    Args:
-        mtp (nn.Module): The head.
-        optimizer (Optimizer): Its optimizer.
-        file (Path): The file, from which the head and the optimizer are restored.
-
     Attributes:
         start (int): The iterations of the runs before.
         losses (Tuple[float, float]): The validation loss of the head as it was, and the lowest one.
@@ -109,14 +104,9 @@ class Progress(TrainingCallback):
 def train_head(
     mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule, file: Path
 ) -> Progress:
-    """Train the unfrozen weights of a head, and leave it with the lowest validation loss.
+    """Train the unfrozen weights of a head on files of ``record``, and leave it with the lowest validation loss.
 
-    An interrupt ends the training, not the program.
-
-    Args:
-        train_files (Sequence[Path]): Of ``record``.
-        valid_files (Sequence[Path]): Of ``record``; the best head is chosen on them.
-        file (Path): The state from which a later run resumes.
+    An interrupt ends the training, not the program. A later run resumes from the state in ``file``.
     """
     optimizer = how.optimizer()
     progress = Progress(mtp, optimizer, file)

@@ -104,17 +104,10 @@ def check(
 
     Args:
         prompt (mx.array): The input prompt, [T].
-        max_tokens (int): The number of tokens to compare. Default: ``256``.
-        num_draft_tokens (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``.
-        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``. Default: ``None``.
-        draft_p_min (float, optional): As in ``mtp_generate_step``. Default: ``None``.
-        exact (bool): Check exact mode. Default: ``False``.
         stop_tokens (Collection[int]): Tokens that end the text.
         prompt_cache (List[Any], optional): A prompt cache for both; it is left unchanged.
-        options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``.
-
-    Returns:
-        Check: The number of equal tokens, and the first difference.
+        options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``; all
+          others are as in ``mtp_generate_step``.
     """
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")

@@ -99,7 +99,6 @@ def encode_prompt(
     """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
 
     Args:
-        config (dict): The model's config.
         is_suffix (bool): A prompt cache already holds the beginning of the conversation.
 
     Raises:

@@ -33,15 +33,12 @@ def pillow() -> Any:
 
 
 def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
-    """Open an image as it is seen: upright, its first frame, transparent parts on white.
+    """Open an image as it is seen: upright, in RGB, its first frame, transparent parts on white.
 
     Args:
         source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
           [height, width, 3] in RGB, or an image of Pillow.
         name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
-
-    Returns:
-        PIL.Image.Image: In RGB.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -56,12 +53,7 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
 
 
 def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> tuple[int, int]:
-    """The width and height of an image, without its pixels: as it is stored, which may be on its side.
-
-    Args:
-        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): As in ``open_image``, which raises the same errors.
-        name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
-    """
+    """The width and height of an image, without its pixels: as it is stored, which may be on its side. As ``open_image``."""
     with _opening, warnings.catch_warnings(action="ignore"):
         image, _ = _open(source, name)
         size = image.size

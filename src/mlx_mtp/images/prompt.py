@@ -62,8 +62,6 @@ class ImageEmbeddings:
     """The embeddings of a prompt with images, which the vision tower computes between two steps of running answers.
 
     Args:
-        prompt (ImagePrompt): The prompt.
-        model (nn.Module): The language model.
         begin (int): The first token; images before it are not looked at. Default: ``0``.
 
     Attributes:
@@ -166,14 +164,8 @@ def read_images(
 
 
 def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
-    """The tokens of a text with untrusted parts: ``<|image_pad|>`` once for each ``MARK`` and nowhere else; a placeholder that
-    the text quotes becomes ordinary tokens of its characters.
-
-    Args:
-        tokenizer (TokenizerWrapper): Of the model.
-        text (str): With marks.
-        kwargs (Any): Of ``tokenizer.encode``.
-    """
+    """The tokens of a text with untrusted parts, as ``tokenizer.encode`` makes them: ``<|image_pad|>`` once for each ``MARK``
+    and nowhere else. A placeholder that the text quotes becomes ordinary tokens of its characters."""
     pieces: list[str] = []
     for i, part in enumerate(text.split(MARK)):
         pieces += [PLACEHOLDER] * (i > 0) + INSIDE_PLACEHOLDER.split(part)

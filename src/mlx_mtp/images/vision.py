@@ -24,8 +24,7 @@ class Vision:
     """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
 
     Args:
-        folder (Path): The checkpoint.
-        config (Dict[str, Any]): Its config.json.
+        folder (Path): The checkpoint, of this config.json.
         files (List[str]): Those with the tower's tensors.
     """
 
@@ -105,11 +104,6 @@ class Vision:
                 if settings is not None:
                     return dict(settings)
         return {}
-
-    def encode(self, pixel_values: mx.array) -> mx.array:
-        """The rows of an image, [n, H], evaluated; ``pixel_values`` are of ``processor.preprocess_image``."""
-        rows: mx.array = self.tower(pixel_values)
-        return rows
 
     @cached_property
     def fingerprint(self) -> bytes:

@@ -11,12 +11,7 @@ LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
 
 
 def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
-    """The largest difference in any logit between a compiled pass over n tokens and one that is not, by n; 0 if bits are equal.
-
-    Args:
-        model (nn.Module): A model of ``mlx_mtp.load``.
-        prompt (mx.array): The prompt behind which the passes run, [T].
-    """
+    """The largest difference in any logit between compiled passes over n tokens and those that are not, behind a prompt [T]."""
     caches, was_compiled = model.make_cache(), model.drafting.compiled
     mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
     differences = {}

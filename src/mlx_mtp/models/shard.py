@@ -54,11 +54,7 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 
 def check_shard(model: Any, n: int) -> None:
-    """Check that a model can be split among ``n`` ranks, before any of its weights is read.
-
-    Raises:
-        ValueError: Something that must be divided among the ranks cannot be.
-    """
+    """Raise a ValueError if a model cannot be split among ``n`` ranks, before any of its weights is read."""
     if not model.can_shard:
         raise ValueError(
             f"A model of type {model.model_type} cannot be split among processes, since a rotation mixes the inputs of a "

@@ -17,8 +17,7 @@ def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -
 
     Args:
         tokenizer (TokenizerWrapper): Its chat template tells where messages end.
-        tokens (Sequence[int]): The whole prompt.
-        n_common (int): How many of them the store knows, of whatever text: its ``n_common``.
+        n_common (int): The number of the prompt's tokens that the store knows, of whatever text: its ``n_common``.
     """
     opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
     return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)

@@ -146,7 +146,6 @@ def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = 
         n_bytes (int): The bytes that its eviction frees.
         age (int): Requests since it was made or used.
         uses (int): The number of texts that were resumed from it.
-        on_disk (bool): Whether it is on disk, too.
     """
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 

@@ -16,8 +16,7 @@ SUFFIX = ".writer"
 class WriterLock:
     """A writer's name, and a file of that name which is locked as long as the writer lives.
 
-    Args:
-        folder (Path): Where the file is. No other writer may look for dead ones while it is made.
+    No other writer may look for dead ones while it is made.
 
     Raises:
         OSError: The folder cannot be written to, or its file system has no locks.

@@ -70,13 +70,10 @@ def read_prompts(file: Path) -> dict[str, str]:
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template: Any) -> mx.array:
-    """A prompt's tokens, [T], through the chat template if there is one.
+    """A prompt's tokens, [T], through the chat template, with these variables, if there is one.
 
     Args:
-        tokenizer (TokenizerWrapper): The model's tokenizer.
-        text (str): The prompt.
         context (int): Lengthen the prompt to about this many tokens, with the source of this package before it.
-        template (Any): Variables of the chat template.
     """
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
         source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below

@@ -316,11 +316,7 @@ def _read_api_key(args: argparse.Namespace) -> None:
 
 
 def check_model(args: argparse.Namespace, provider: ModelProvider) -> None:
-    """Check the flags against the model that was loaded.
-
-    Raises:
-        ValueError: A flag does not fit the model.
-    """
+    """Raise a ValueError if a flag does not fit the model that was loaded."""
     check_model_flags(args, vars(provider.model.args))
     if args.chat_template:
         messages = [{"role": "user", "content": "a"}]

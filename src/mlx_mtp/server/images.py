@@ -17,10 +17,6 @@ MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
 def fetch_all(request: Request, flags: Options) -> list[bytes]:
     """The images of a request, whose URLs are then dropped.
 
-    Args:
-        request (Request): Of a client that may hang up meanwhile.
-        flags (Options): The server's.
-
     Raises:
         ApiError: The client has hung up.
         ValueError: An image cannot be read, is not allowed, or all are too large together.
@@ -46,12 +42,7 @@ def check_client(request: Request) -> None:
 
 
 def fetch(url: str, name: str, flags: Options) -> bytes:
-    """The bytes of an image, up to one more than ``open_image`` accepts.
-
-    Args:
-        url (str): ``data:``, ``http:``, ``https:`` or ``file:``.
-        name (str): Its name in errors.
-        flags (Options): The server's.
+    """The bytes of an image, up to one more than ``open_image`` accepts; ``name`` is its name in errors.
 
     Raises:
         ValueError: It cannot be read, or is not allowed.

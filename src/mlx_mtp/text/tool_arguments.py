@@ -39,12 +39,7 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """A parameter's text -> its JSON.
-
-    Args:
-        text (str): Any text.
-        types (FrozenSet[str]): The types that its schema allows.
-    """
+    """A parameter's text -> its JSON, of one of the types that its schema allows."""
     word = text.strip()
     # A model that has no value for a number writes null, whatever the schema says; as a string it would be no better.
     if word.lower() in WORDS["null"] and ("null" in types or "string" not in types):

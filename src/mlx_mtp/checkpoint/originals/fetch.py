@@ -39,14 +39,11 @@ def fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
 def fetch_part(
     kind: str, original: CheckpointReader, folder: Path, write: Callable[[Path], Config]
 ) -> tuple[Path, bool]:
-    """Fetch a part of an original for a checkpoint in ``folder``, unless it is there.
+    """Fetch a part of an original for a checkpoint in ``folder``, unless it is there -> its folder, and whether that is new.
 
     Args:
         write (Callable[[Path], Config]): Writes the part to a folder and returns its config.json, which is written last: a
           folder without one is incomplete, and another call resumes there.
-
-    Returns:
-        Tuple[Path, bool]: Where the part is, and whether it was fetched now.
 
     Raises:
         FileNotFoundError: It could not be downloaded.

@@ -22,14 +22,10 @@ CARD = "README.md"
 def find_original(
     name: str, folder: Path, config: Config, what: str, check: Callable[[CheckpointReader], Any]
 ) -> CheckpointReader:
-    """Find the original of a checkpoint that lacks a part of it.
-
-    From a repository on the hub this downloads cards, configs and headers only.
+    """Find the original of a checkpoint that lacks a part of it. From the hub this downloads cards, configs and headers only.
 
     Args:
         name (str): The checkpoint's path or repository, as the user knows it.
-        folder (Path): The checkpoint.
-        config (Dict[str, Any]): Its config.json.
         what (str): The part, for the error.
         check (Callable[[CheckpointReader], Any]): Raises a ValueError where a candidate has no such part, or one that does not
           fit.

@@ -75,20 +75,16 @@ class FetchedHead:
 def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
-    """Return the head of a checkpoint's original, fetching it the first time. Later nothing is asked of the hub.
+    """The head of a checkpoint's original, fetched the first time; ``None`` if the checkpoint has a head of its own.
+
+    Later nothing is asked of the hub. A download that was interrupted resumes.
 
     Args:
-        name (str): The checkpoint's path or repository.
-        folder (Path): The checkpoint.
-        config (Dict[str, Any]): Its config.json.
+        name (str): The checkpoint's path or repository, as the user knows it.
         needed (Collection[str], optional): As in ``tensor_names``.
 
-    Returns:
-        Optional[FetchedHead]: ``None`` if the checkpoint has a head of its own.
-
     Raises:
-        FileNotFoundError: The original was not found, or the head could not be downloaded. What was downloaded of it stays, and
-          the next call resumes there.
+        FileNotFoundError: The original was not found, or the head could not be downloaded.
         ValueError: The original is damaged.
     """
     if head_file_of(name, config) is not None or split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1]:
@@ -106,11 +102,7 @@ def fetch_missing_head(
 
 
 def fitting_head(original: CheckpointReader, config: Config, name: str) -> dict[str, TensorInfo]:
-    """Describe the tensors of an original's head.
-
-    Args:
-        config (Dict[str, Any]): That of the model which is to draft with it.
-        name (str): That model's.
+    """Describe the tensors of an original's head, for the model of this config and name.
 
     Raises:
         ValueError: There is no head, or it does not fit the model, or it is quantized.

@@ -15,11 +15,10 @@ TOWERS = "towers"
 
 
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
-    """The vision tower for a checkpoint without one: its original's, fetched the first time.
+    """The vision tower for a checkpoint without one: its original's, fetched the first time. A download resumes.
 
     Raises:
-        FileNotFoundError: The original was not found, or the tower could not be downloaded. What was downloaded stays, and the
-          next call resumes there.
+        FileNotFoundError: The original was not found, or the tower could not be downloaded.
         ValueError: The original is damaged.
     """
     known = fetched_before(TOWERS, folder, config)

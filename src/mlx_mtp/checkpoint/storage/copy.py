@@ -23,9 +23,6 @@ def copy_tensors(
     call resumes there.
 
     Args:
-        original (CheckpointReader): Has them.
-        tensors (Mapping[str, TensorInfo]): By name.
-        file (Path): To write.
         names (Dict[str, str], optional): The new name of each tensor. Default: ``None``, its own.
     """
     order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))

@@ -35,17 +35,10 @@ def check_memory(
     separate_head: SeparateHead | None,
     has_tower: bool,
 ) -> None:
-    """Check that a checkpoint fits in memory with a text.
+    """Raise a ValueError if a checkpoint does not fit in memory with a text of ``context`` tokens.
 
     Args:
-        account (Account): What is held and may be.
-        context (int): The tokens of the text.
-        has_head (bool): Whether it is loaded with a head.
         separate_head (SeparateHead, optional): The head, where it is not among the model's tensors.
-        has_tower (bool): Whether it will take images.
-
-    Raises:
-        ValueError: It does not fit.
     """
     needs, sizes = needs_of(folder, config, name, context, has_head, has_tower)
     if separate_head is not None:

@@ -18,9 +18,8 @@ def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[
     """List the names of a checkpoint's tensors.
 
     Args:
-        head_file (str, optional): A file with the head, which the index need not name. Default: ``None``.
-        needed (Collection[str], optional): Of the files that the index names, others than these may be missing.
-          Default: ``None``, none may.
+        head_file (str, optional): A file with the head, which the index need not name.
+        needed (Collection[str], optional): Of the files in the index, others may be missing. Default: ``None``, none may.
 
     Raises:
         FileNotFoundError: There are no weights, or a file that the index or the config names is missing.

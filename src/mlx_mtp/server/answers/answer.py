@@ -46,7 +46,6 @@ class Answer:
         """The next token -> its events, and the reason why the answer ends here, if it does.
 
         Args:
-            text (str): The token's text.
             finish_reason (str, optional): "stop" or "length", with the last piece.
 
         Returns:
@@ -264,10 +263,8 @@ def make_answer(
     """The reader of a request's answer.
 
     Args:
-        tokenizer (TokenizerWrapper): mlx-lm's.
         in_reasoning (bool): Whether the prompt has begun the reasoning.
         tools (List[Any], optional): The request's. Without tools no text is a call.
-        stop_words (List[str]): The request's.
         is_chat (bool): Whether there is a chat template, whose marks mean something.
         one_call (bool): Whether the answer ends with its first call.
     """

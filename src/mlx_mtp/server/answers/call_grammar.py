@@ -87,10 +87,6 @@ class Rules:
 class CallGrammar:
     """The grammar of one or more calls of a request's tools.
 
-    Args:
-        tokenizer (TokenizerWrapper): Of the model.
-        output (StructuredOutput): The tools, and whether the answer is nothing but calls.
-
     Raises:
         ValueError: The model writes its calls in another way, a schema is malformed, or a strict one cannot be enforced.
     """

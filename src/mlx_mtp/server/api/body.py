@@ -140,16 +140,13 @@ class Body(Part):
     def arguments(
         self, flags: Any, max_tokens: int | None, stop: list[str], top: int | None = None
     ) -> stock.GenerationArguments:
-        """
-        mlx-lm's arguments, as in its ``do_POST``: the request's values, or those of the command line. Sampling that the request
-        does not set is ``None`` until the model is known.
+        """mlx-lm's arguments, as in its ``do_POST``: the request's values, or those of the command line. Sampling that the
+        request does not set is ``None`` until the model is known.
 
         Args:
             flags (Options): The server's.
             max_tokens (int, optional): The request's.
-            stop (List[str]): The stop words.
-            top (int, optional): The number of likely tokens to report for each token. Default: ``None``, no log
-              probabilities.
+            top (int, optional): The number of likely tokens to report for each token; ``None``: no log probabilities.
         """
 
         def given(name: str, default: Any) -> Any:
@@ -226,11 +223,7 @@ def _check_numbers(body: Json) -> None:
 
 
 def read(kind: type[B], body: Json) -> B:
-    """A body, checked.
-
-    Args:
-        kind (type): The model of the body.
-        body (Dict[str, Any]): It, without the fields that are null.
+    """A body, checked; ``body`` is without the fields that are null.
 
     Raises:
         ApiError: What is wrong with it.

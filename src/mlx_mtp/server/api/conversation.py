@@ -55,14 +55,11 @@ def make_request(
 
     Args:
         messages (List[Dict[str, Any]]): In order, with any role.
-        images (Images): Those of the messages.
         tools (List[Dict[str, Any]]): In OpenAI's format.
-        thinking (Thinking): How long to think.
         outputs (Sequence[StructuredOutput]): The structured outputs that the API's fields ask for: one at most.
         tool_choice (Any): See ``from_tool_choice``.
         one_call (bool): Whether the answer ends with its first call.
         param (str): The field with the messages.
-        role_mapping (Dict[str, Any], optional): mlx-lm's.
 
     Raises:
         ApiError: These do not go together.

@@ -134,11 +134,7 @@ def _tools(body: MessagesBody) -> list[Json]:
 
 
 def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:
-    """The texts of blocks.
-
-    Args:
-        images (Images, optional): Takes those that are among them. Default: ``None``, there may be none.
-    """
+    """The texts of blocks; ``images`` takes the images among them, where they are allowed."""
     blocks = [Block(type="text", text=content)] if isinstance(content, str) else content or []
     return [_text(block, where, images) for block in blocks]
 

@@ -38,10 +38,8 @@ def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) 
     It depends on its arguments alone, so that it can be asked at any position of a window of drafts.
 
     Args:
-        tokenizer (TokenizerWrapper): mlx-lm's, of a model that thinks.
         n_prompt (int): The prompt's number of tokens.
         in_reasoning (bool): Whether the prompt has begun the reasoning.
-        budget (int): The tokens of reasoning.
     """
 
     @lru_cache(maxsize=1)  # of a few positions in a row

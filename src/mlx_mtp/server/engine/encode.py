@@ -46,7 +46,6 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts: it checks lengths, images and continued messages.
 
     Args:
-        tokenizer (TokenizerWrapper): mlx-lm's.
         context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
         vision (Vision, optional): The vision tower. Default: ``None``, the model takes no images.
         sampling (Sampling): The model's defaults for sampling. Default: mlx-lm's.
@@ -67,10 +66,7 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
-        """The tokens of a text. ``images.prompt.MARK`` stands for an image, a placeholder in the text does not.
-
-        Args:
-            text (Union[str, List[int]]): A client may send the tokens themselves.
+        """The tokens of a text, or those that a client has sent. ``images.prompt.MARK`` stands for an image.
 
         Raises:
             ApiError: The text does not fit the context, or a token is not in the vocabulary.
@@ -111,8 +107,6 @@ class BoundedTokenizer:
         """Check a request against the model, and shorten the server's own limit on tokens where the context ends.
 
         Args:
-            n_prompt (int): The prompt's number of tokens.
-            args (GenerationArguments): mlx-lm's; ``max_tokens`` may be lowered.
             default_max_tokens (int): The server's limit, for a request without its own.
             param (str): The field with the prompt.
 

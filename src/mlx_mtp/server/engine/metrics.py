@@ -65,11 +65,7 @@ class Metrics:
         self.accepted_by_size.labels(size).inc(accepted_now - accepted)
 
     def count_switches(self, n_generating: int) -> None:
-        """Count where a sequence gets company, and where one is left alone.
-
-        Args:
-            n_generating (int): The number of sequences in a step.
-        """
+        """Count where a sequence gets company, and where one is left alone, by the number of sequences in a step."""
         if n_generating > 1 >= self.n_generating:
             self.mode_switches.labels("batch").inc()
         elif n_generating == 1 < self.n_generating:

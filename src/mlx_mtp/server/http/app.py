@@ -69,7 +69,6 @@ def make_app(
     """The application that answers HTTP requests.
 
     Args:
-        frontend (Frontend): Generates.
         api_key (str, optional): The key that requests must have.
         origins (Sequence[str], optional): The value of ``--allowed-origins``.
         hosts (Sequence[str]): The server's names, as in ``--allowed-hosts``. Default: any.

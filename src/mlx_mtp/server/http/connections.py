@@ -119,12 +119,7 @@ class Seldom(logging.Filter):
 
 
 class Server(uvicorn.Server):
-    """
-    Args:
-        app (ASGIApp): The application.
-        engine (Engine): Stopped with the server: running requests get one last token.
-        log_level (str): As in logging.
-    """
+    """uvicorn's server, with which the engine stops: running requests get one last token."""
 
     def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -42,9 +42,7 @@ async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterato
 class GeneratedResponse(Response):
     """
     Args:
-        frontend (Frontend): Generates.
         choices (List[Request]): The answers to generate, of ``Request.choices``.
-        writer (Writer): The API's.
         is_stream (bool): Whether the client wants a stream.
         error_content (Callable): Writes an error for the API.
         waiting (Set[int]): Has the first request's number until its first token.
