@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_mtp.server.client_settings import CLIENTS as CLIENT_SETTINGS
-from mlx_mtp.server.client_settings import Connection
+from mlx_mtp.server.client_settings import ServerAddress
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
 
@@ -57,7 +57,7 @@ QUIET_VARIABLES = {
 
 def configure(name: str, home: Path, url: str) -> dict[str, str]:
     """Write a client's settings, as ``mlx_mtp.server --print-config`` prints them -> its environment."""
-    settings = CLIENT_SETTINGS[name](Connection(url.removesuffix("/v1"), context=CONTEXT))
+    settings = CLIENT_SETTINGS[name](ServerAddress(url.removesuffix("/v1"), context=CONTEXT))
     if settings.file:
         text = settings.text
         if name == "opencode":  # which asks before it edits

@@ -23,8 +23,8 @@ from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import measure as measuring
 from mlx_mtp.fit.data import answer_all
 from mlx_mtp.fit.lora import Lora
-from mlx_mtp.fit.loss import DraftLoss, DraftRows
-from mlx_mtp.fit.measure import Measured, compare, measure
+from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
+from mlx_mtp.fit.measure import TextCounts, compare, measure
 from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
@@ -254,7 +254,7 @@ def test_drafts_in_training_are_those_of_decoding():
     model = tiny_model("qwen3_5")
     tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
     hidden = model.model(tokens)
-    cache, out, drafts = DraftRows(), hidden, []
+    cache, out, drafts = DraftKVCache(), hidden, []
     for d in range(1, 5):
         out = model.mtp(model.model.embed_tokens(mx.roll(tokens, -d, 1)), out, cache)
         drafts.append(out)
@@ -271,7 +271,7 @@ def divergences(model, tokens, n_drafts):
     """Of each draft at each row, from whole distributions: {(draft, row): nats}"""
     hidden = model.model(tokens)
     target = nn.log_softmax(model.logits(hidden)[0], axis=-1)  # [T, V]
-    cache, out, found = DraftRows(), hidden, {}
+    cache, out, found = DraftKVCache(), hidden, {}
     for d in range(1, n_drafts + 1):
         out = model.mtp(model.model.embed_tokens(mx.roll(tokens, -d, 1)), out, cache)
         q = nn.log_softmax(model.logits(out)[0], axis=-1)
@@ -460,10 +460,10 @@ def test_better_means_by_more_than_the_uncertainty():
     before = rng.binomial(50, 0.6, (40, 1))
     noise = rng.integers(-4, 5, (40, 1))
     comparison = compare(
-        Measured(drafted, before), Measured(drafted, before + noise - noise.mean().round().astype(int))
+        TextCounts(drafted, before), TextCounts(drafted, before + noise - noise.mean().round().astype(int))
     )
     assert not comparison.is_better
-    better = compare(Measured(drafted, before), Measured(drafted, np.minimum(before + 3, 50)))
+    better = compare(TextCounts(drafted, before), TextCounts(drafted, np.minimum(before + 3, 50)))
     assert better.is_better
     assert better.after[0] - better.before[0] == pytest.approx(3 / 50, abs=0.002)
     # The standard error of a mean over texts, from their spread.

@@ -214,7 +214,7 @@ def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
         (lambda f: configure(f, vision_config=None), "has no vision tower to graft: name the original"),
         (
             lambda f: configure(f, vision_config=VISION_CONFIG | {"out_hidden_size": 8}),
-            "makes rows of 8, its model takes 192",
+            "makes embeddings of 8, its model takes 192",
         ),
         (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), r"blocks\.2"),
         (

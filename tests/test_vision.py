@@ -179,7 +179,7 @@ def test_text_is_the_same_with_a_tower_in_the_checkpoint(checkpoint, tmp_path):
     [
         (
             lambda f: configure(f, vision_config=VISION_CONFIG | {"out_hidden_size": 8}),
-            "makes rows of 8, its model takes 192",
+            "makes embeddings of 8, its model takes 192",
         ),
         (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), "blocks.2"),
         (lambda f: configure(f, vision_config=VISION_CONFIG | {"num_heads": 3}), "multiple of 4 . num_heads"),

@@ -60,9 +60,7 @@ class Result:
     mtp_first_token: float
     plain_peak_memory: float  # GB
     mtp_peak_memory: float
-    origins: dict[
-        str, int
-    ]  # how many tokens, of all rounds, came from the head, from copies, and from the target itself
+    origins: dict[str, int]  # how many tokens of all rounds came from the head, from copies, and from the target itself
     drafted: list[int]  # by position
     accepted: list[int]
     copied: list[int]
@@ -82,8 +80,8 @@ class Result:
         """The mean time of a step over that of a token of plain decoding."""
         return self.tokens_per_step / self.ratio
 
-    def share(self, origin: str) -> float:
-        """The share of the tokens that came from there; the three shares sum to 1."""
+    def fraction(self, origin: str) -> float:
+        """The fraction of the tokens that came from there; the three sum to 1."""
         return self.origins[origin] / sum(self.origins.values())
 
 

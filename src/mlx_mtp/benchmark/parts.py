@@ -29,25 +29,23 @@ from ..pacing.depth import MAX_DRAFT_TOKENS
 N_CALLS = 20  # of a part that is timed
 ENOUGH = 20.0  # seconds, after which three calls suffice
 N_ROLLBACKS = 5
-EVERY = (
-    MAX_DRAFT_TOKENS + 1
-)  # tokens: windows up to this length are timed, and the longest; the others are interpolated
+# Tokens: windows up to this length are timed, and the longest; the others are interpolated.
+EVERY = MAX_DRAFT_TOKENS + 1
 
 
 @dataclass
 class Parts:
     """Seconds, each the median of several calls, one evaluated before the next begins."""
 
-    verify: list[
-        float
-    ]  # V(1), V(2), ...: a backbone pass over n tokens in an open window; from 10 on but the last, on a line
+    # V(1), V(2), ...: a backbone pass over n tokens in an open window; from 10 on but the last, on a line.
+    verify: list[float]
     head: float  # D: a pass of the head over one token, with its output layer and argmax
     rollback: list[float]  # to 1, 2, ... up to 8 tokens of the longest window
     # Of these, until Python has built the graph; the rest is waiting for the device.
     verify_built: list[float] = field(default_factory=list)
     head_built: float = 0.0
     exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
-    exchange: dict[int, float] = field(default_factory=dict)  # of n rows between all ranks, over 1 token and the most
+    exchange: dict[int, float] = field(default_factory=dict)  # of n tokens between all ranks, over 1 token and the most
     n_exchanges: int = 0  # one after the other in a verify pass
 
     def seconds(self, n_steps: int, counts: DraftCounts) -> float:
@@ -174,10 +172,10 @@ class Timer:
     def time_exchange(self, n: int) -> float:
         """The median seconds of one sum over all ranks of the hidden states of n tokens, [1, n, H]."""
         assert self.hidden is not None
-        rows = mx.repeat(self.hidden, n, axis=1)
-        mx.eval(rows)
+        hidden = mx.repeat(self.hidden, n, axis=1)
+        mx.eval(hidden)
         group = self.model.ranks.group
-        calls = [lambda: mx.eval(mx.distributed.all_sum(rows, group=group))] * (N_CALLS + 1)
+        calls = [lambda: mx.eval(mx.distributed.all_sum(hidden, group=group))] * (N_CALLS + 1)
         return statistics.median([_timed(call) for call in calls][1:])
 
 

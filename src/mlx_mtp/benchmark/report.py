@@ -60,7 +60,7 @@ def show(report: Report) -> str:
 
 def percent(result: Result) -> tuple[int, int, int]:
     """How many percent of the tokens came from the head, from copies and from the target itself; the sum is 100."""
-    head, copies = round(100 * result.share(HEAD)), round(100 * result.share(COPY))
+    head, copies = round(100 * result.fraction(HEAD)), round(100 * result.fraction(COPY))
     return head, copies, 100 - head - copies
 
 

@@ -96,9 +96,9 @@ def _describe_run(r: Result) -> dict[str, Any]:
         "ratio": r.ratio,
         "ratio_low": r.ratio_low,
         "ratio_high": r.ratio_high,
-        "head": r.share(HEAD),
-        "copies": r.share(COPY),
-        "target": r.share(TARGET),
+        "head": r.fraction(HEAD),
+        "copies": r.fraction(COPY),
+        "target": r.fraction(TARGET),
         "acceptance": r.acceptance,
         "same_tokens": r.identical,
     }

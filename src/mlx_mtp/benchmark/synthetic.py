@@ -98,7 +98,7 @@ class Script:
 
     def __init__(self, acceptance: float, n_ids: int):
         self.acceptance, self.n_ids = acceptance, n_ids
-        self.rows = 0  # of the head's cache
+        self.n_pairs = 0  # in the head's cache
 
     def token(self, i: int) -> int:
         return (i * 7919 + 13) % self.n_ids
@@ -112,8 +112,8 @@ class Script:
         return self.say(logits, [self.token(offset + t + 1) for t in range(logits.shape[1])])
 
     def draft(self, logits: mx.array) -> mx.array:
-        # The last of n rows pairs hidden state n - 1 with token n, and guesses token n + 1.
-        i = self.rows + 1
+        # The last of n pairs has hidden state n - 1 and token n, and guesses token n + 1.
+        i = self.n_pairs + 1
         right = random.Random(i).random() < self.acceptance
         return self.say(logits, [(self.token(i) + (not right)) % self.n_ids])
 
@@ -166,14 +166,14 @@ def synthetic_model(
 
 
 class ScriptedHead:
-    """A head that passes its number of rows to the script."""
+    """A head that passes its number of pairs to the script."""
 
     def __init__(self, head: Any, script: Script):
         self.head, self.script = head, script
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any, last_only: bool = False) -> mx.array:
         out: mx.array = self.head(embeddings, hidden, cache, last_only)
-        self.script.rows = cache.offset
+        self.script.n_pairs = cache.offset
         return out
 
     def __getattr__(self, name: str) -> Any:

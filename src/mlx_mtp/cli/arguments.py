@@ -37,7 +37,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rank_groups(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` that say how the processes of ``mlx.launch`` run the model together."""
+    """The arguments of ``mlx_mtp.load`` that divide a model among the processes of ``mlx.launch``."""
     group = mx.distributed.init()
     if group.size() == 1:
         return {}

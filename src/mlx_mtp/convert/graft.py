@@ -124,7 +124,7 @@ def _fitting_head(
 
 
 def _vocabulary_difference(donor: CheckpointReader, receiver: CheckpointReader) -> str:
-    ours, theirs = receiver.first("embed_tokens.weight"), donor.first("embed_tokens.weight")
+    ours, theirs = receiver.first_tensor("embed_tokens.weight"), donor.first_tensor("embed_tokens.weight")
     if ours is None or theirs is None or ours.shape[0] == theirs.shape[0]:
         return ""
     return f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"

@@ -55,7 +55,7 @@ def _describe_backbone(checkpoint: CheckpointReader, config: Config) -> list[Lin
     return [
         ("Model", checkpoint.name + commit),
         ("Model type", str(config.get("model_type"))),
-        ("Backbone", f"{_quantization(config, checkpoint.first('embed_tokens.weight'))}, {layout}"),
+        ("Backbone", f"{_quantization(config, checkpoint.first_tensor('embed_tokens.weight'))}, {layout}"),
         ("Size", _size(_total_size(checkpoint))),
     ]
 

@@ -1,14 +1,14 @@
 """The distance of the head's drafts from the backbone's predictions, for all positions of a text and K drafts at each.
 
-    row i, draft 1    hidden h_i, token t_i+1                  ->  a draft of t_i+2
-    row i, draft d    the head's output for draft d - 1, t_i+d  ->  a draft of t_i+1+d
+    position i, draft 1    hidden h_i, token t_i+1                  ->  a draft of t_i+2
+    position i, draft d    the head's output for draft d - 1, t_i+d  ->  a draft of t_i+1+d
 
-As in decoding, draft d of row i sees the verified rows up to i and the drafts of row i alone. It is fed the text's token, since
-a draft counts only where those before it were accepted.
+As in decoding, draft d of position i sees the verified positions up to i and the drafts of position i alone. It is fed the
+text's token, since a draft counts only where those before it were accepted.
 
 The loss of a draft is the Kullback-Leibler divergence from the backbone's distribution to the head's, as in DistillSpec
 (arXiv:2310.08461), and drafts are weighted by position as in FastMTP (arXiv:2509.18362, equation 2). That the drafts of all
-rows are made side by side, each from the head's own output, is EAGLE-3's training-time test (arXiv:2503.01840).
+positions are made side by side, each from the head's own output, is EAGLE-3's training-time test (arXiv:2503.01840).
 """
 
 from typing import Any
@@ -21,21 +21,21 @@ DECAY = 0.6  # of the weight of a draft from one position to the next, FastMTP's
 LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 
 
-class DraftRows(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T rows at once.
+class DraftKVCache(ConcatenateKVCache):
+    """The keys and values of a head that drafts at T positions at once.
 
-    The first pass adds T verified rows, each further pass a draft for each of them.
+    The first pass adds T verified positions, each further pass a draft for each of them.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         keys_and_values: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
-        self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of row 0 in the next pass
+        self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of the first draft in the next pass
         return keys_and_values
 
     def make_mask(self, n: int, **_: Any) -> mx.array:
-        """[T, T + T for each draft before]: the verified rows up to this one, and its own drafts."""
-        rows = mx.arange(n)
-        verified, own = rows[:, None] >= rows, rows[:, None] == rows
+        """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
+        at = mx.arange(n)
+        verified, own = at[:, None] >= at, at[:, None] == at
         return mx.concatenate([verified] + [own] * self.offset, axis=1)
 
 
@@ -72,33 +72,33 @@ class DraftLoss:
             spans (mx.array): The number of a text's tokens that are a prompt, and of all its tokens, [B, 2].
 
         Returns:
-            Tuple[mx.array, mx.array]: The mean divergence of a draft in nats, weighted by position, and the number of rows.
+            Tuple[mx.array, mx.array]: The mean divergence of a draft in nats, weighted by position, and how many positions.
         """
-        rows, out, cache = mx.arange(tokens.shape[1]), hidden, DraftRows()
+        at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
         n_prompt, length = spans[:, :1], spans[:, 1:]
-        answered = rows >= n_prompt - 1  # [B, T]: a draft is made from the prompt's last token on
-        losses, n_rows = [], []
+        answered = at >= n_prompt - 1  # [B, T]: a draft is made from the prompt's last token on
+        losses, n_counted = [], []
         for d in range(1, self.n_drafts + 1):
-            # Row i is fed token i + d. What `roll` brings from the front is beyond the text and does not count.
+            # Position i is fed token i + d. What `roll` brings from the front is beyond the text and does not count.
             out = mtp(self.embedding(mx.roll(tokens, -d, 1)), out, cache)  # [B, T, H]
-            counts = answered & (rows + d < length)
+            counts = answered & (at + d < length)
             divergence = self.divergence(out, mx.roll(ids, -d, 1), mx.roll(probabilities, -d, 1))
-            n_rows.append(counts.sum())
-            losses.append(self.weights[d - 1] * (divergence * counts).sum() / mx.maximum(n_rows[-1], 1))
-        return sum(losses[1:], losses[0]), n_rows[0]
+            n_counted.append(counts.sum())
+            losses.append(self.weights[d - 1] * (divergence * counts).sum() / mx.maximum(n_counted[-1], 1))
+        return sum(losses[1:], losses[0]), n_counted[0]
 
     def divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
         """The head's output [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
 
-        The logits of a few rows are computed at a time, and again for the gradient, so that they are never all in memory.
+        The logits of a few positions are computed at a time, and again for the gradient, so that they are never all in memory.
         """
         B, T, _ = out.shape
         flat = [x.reshape(B * T, -1) for x in (out, ids, probabilities)]
         n = max(LOGITS // self.output_layer.weight.shape[0], 1)
-        rows = mx.checkpoint(self._divergence_of_rows)
-        return mx.concatenate([rows(*(x[i : i + n] for x in flat)) for i in range(0, B * T, n)]).reshape(B, T)
+        some = mx.checkpoint(self._divergence)
+        return mx.concatenate([some(*(x[i : i + n] for x in flat)) for i in range(0, B * T, n)]).reshape(B, T)
 
-    def _divergence_of_rows(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
+    def _divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
         """[n, H], [n, k], [n, k] -> [n]"""
         layer: Any = self.output_layer
         logits = (layer.as_linear if hasattr(layer, "as_linear") else layer)(out.astype(self.dtype))
@@ -113,4 +113,4 @@ class DraftLoss:
     def dtype(self) -> mx.Dtype:
         layer: Any = self.output_layer
         dtype: mx.Dtype = (layer.scales if "scales" in layer else layer.weight).dtype
-        return mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many rows would be 0
+        return mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many positions would be 0

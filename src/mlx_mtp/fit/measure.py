@@ -21,7 +21,7 @@ SURE = 2.0  # standard errors that a gain must exceed, about 95 %
 
 
 @dataclass(frozen=True)
-class Measured:
+class TextCounts:
     """Drafts at K positions in the texts' continuations.
 
     Args:
@@ -41,7 +41,7 @@ class Measured:
 
 def measure(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int
-) -> Measured:
+) -> TextCounts:
     """Continue each prompt greedily with ``n_drafts`` drafts a step, and count."""
     drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
     with bar("Measuring", "text", len(prompts)) as progress:
@@ -61,16 +61,16 @@ def measure(
             drafted[i, : len(counts.drafted)] = counts.drafted
             accepted[i, : len(counts.accepted)] = counts.accepted
             progress.update()
-    return Measured(drafted, accepted)
+    return TextCounts(drafted, accepted)
 
 
 def measure_once(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int, file: Path
-) -> Measured:
+) -> TextCounts:
     """``measure``, or what a run before has measured and left in a file."""
     if file.exists():
         say("It was measured by the run before")
-        return Measured(**{name: np.array(counts) for name, counts in read_json(file).items()})
+        return TextCounts(**{name: np.array(counts) for name, counts in read_json(file).items()})
     measured = measure(model, tokenizer, prompts, n_drafts, max_tokens)
     write_atomic(file, json.dumps({name: counts.tolist() for name, counts in vars(measured).items()}))
     return measured
@@ -103,7 +103,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(before: Measured, after: Measured, seed: int = 0) -> Comparison:
+def compare(before: TextCounts, after: TextCounts, seed: int = 0) -> Comparison:
     """Compare two heads on the same texts, with standard errors by resampling the texts (the bootstrap)."""
     n = len(before.drafted)
     unbiased = (n / (n - 1)) ** 0.5

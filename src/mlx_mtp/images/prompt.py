@@ -39,9 +39,9 @@ class ImagePrompt:
     pixel_values: list[mx.array]
     vision: Vision
 
-    def spans(self, first: int = 0) -> list[ImageSpan]:
-        """The spans of the images in a text that has ``first`` tokens before this prompt."""
-        return [image._replace(start=image.start + first) for image in self.images]
+    def spans(self, n_before: int = 0) -> list[ImageSpan]:
+        """The spans of the images in a text that has ``n_before`` tokens before this prompt."""
+        return [image._replace(start=image.start + n_before) for image in self.images]
 
     @cached_property
     def key(self) -> list[int]:
@@ -99,9 +99,9 @@ class ImageEmbeddings:
     def _pieces(self) -> Iterator[int]:
         for image, pixels in zip(self.prompt.images, self.prompt.pixel_values):
             if image.end > self.begin:
-                rows = yield from self.prompt.vision.tower.pieces(pixels, lambda: self.size)
-                rows = rows[max(self.begin - image.start, 0) :].astype(self.array.dtype)
-                self.array[max(image.start - self.begin, 0) : image.end - self.begin] = rows
+                found = yield from self.prompt.vision.tower.pieces(pixels, lambda: self.size)
+                found = found[max(self.begin - image.start, 0) :].astype(self.array.dtype)
+                self.array[max(image.start - self.begin, 0) : image.end - self.begin] = found
         mx.eval(self.array)  # here, not in the thread and stream that prefill the prompt
 
 

@@ -166,17 +166,17 @@ class VisionTower(nn.Module):
         self.merger = Merger(args)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
-        """The rows of one image, evaluated, [rows * columns, H] of the language model; ``pixel_values`` as in ``pieces``."""
+        """The embeddings of one image, evaluated, [rows * columns, H] of the language model, of patches for ``pieces``."""
         pieces = self.pieces(pixel_values, lambda: math.inf)
         while True:
             try:
                 next(pieces)
             except StopIteration as end:
-                rows: mx.array = end.value
-                return rows
+                embeddings: mx.array = end.value
+                return embeddings
 
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
-        """A generator computing the rows of one image, a piece at a time, so that other work can go on in between.
+        """A generator computing the embeddings of one image, a piece at a time, so that other work can go on in between.
 
         Args:
             pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of

@@ -92,7 +92,7 @@ class Vision:
             ) from e
         if args.out_hidden_size != n:
             raise ValueError(
-                f"The vision tower of {self.folder} makes rows of {args.out_hidden_size}, its model takes {n}."
+                f"The vision tower of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
             )
         return args
 

@@ -16,7 +16,7 @@ MAX_ANSWER = 32000  # tokens that opencode keeps free for an answer, unless --ma
 
 
 @dataclass(frozen=True)
-class Connection:
+class ServerAddress:
     """
     Args:
         url (str): The server's, without ``/v1``.
@@ -34,7 +34,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClientSettings:
     """
     Args:
         command (str): Starts the client.
@@ -64,32 +64,32 @@ class Settings:
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
 
 
-def connection_to(options: Options, url: str) -> Connection:
+def connection_to(options: Options, url: str) -> ServerAddress:
     """How a client reaches a server with these options; of the model, its config alone is read."""
     config = read_config(fetch(options.model, None, weights=()), options.model)
     max_tokens = options.max_tokens if options.has_max_tokens else None
     model = options.served_model_name or DEFAULT
-    return Connection(url, options.api_key, model, context_length_of(config), max_tokens)
+    return ServerAddress(url, options.api_key, model, context_length_of(config), max_tokens)
 
 
-def claude(to: Connection) -> Settings:
+def claude(to: ServerAddress) -> ClientSettings:
     variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_API_KEY": to.key or NO_KEY}
     if to.model != DEFAULT:
         variables["ANTHROPIC_MODEL"] = to.model
-    return Settings("claude", variables)
+    return ClientSettings("claude", variables)
 
 
-def codex(to: Connection) -> Settings:
+def codex(to: ServerAddress) -> ClientSettings:
     lines = [f"model = {_quoted(to.model)}", 'model_provider = "local"']
     lines += [f"model_context_window = {to.context}"] if to.context is not None else []
     lines += ["", "[model_providers.local]", 'name = "mlx_mtp"', f"base_url = {_quoted(to.url + '/v1')}"]
     lines += ['wire_api = "responses"']
     lines += [f'env_key = "{KEY_VARIABLE}"'] if to.key is not None else []
     variables = {} if to.key is None else {KEY_VARIABLE: to.key}
-    return Settings("codex", variables, ".codex/config.toml", "\n".join(lines) + "\n")
+    return ClientSettings("codex", variables, ".codex/config.toml", "\n".join(lines) + "\n")
 
 
-def opencode(to: Connection) -> Settings:
+def opencode(to: ServerAddress) -> ClientSettings:
     model = {}
     if to.context is not None:
         model["limit"] = {"context": to.context, "output": to.max_tokens or min(MAX_ANSWER, to.context // 4)}
@@ -99,21 +99,21 @@ def opencode(to: Connection) -> Settings:
         "models": {to.model: model},
     }
     text = json.dumps({"provider": {"local": provider}}, indent=2) + "\n"
-    return Settings(f"opencode -m {shlex.quote(f'local/{to.model}')}", {}, ".config/opencode/opencode.json", text)
+    return ClientSettings(f"opencode -m {shlex.quote(f'local/{to.model}')}", {}, ".config/opencode/opencode.json", text)
 
 
-def aider(to: Connection) -> Settings:
+def aider(to: ServerAddress) -> ClientSettings:
     variables = {"OPENAI_API_BASE": f"{to.url}/v1", "OPENAI_API_KEY": to.key or NO_KEY}
-    return Settings(f"aider --model {shlex.quote(f'openai/{to.model}')}", variables)
+    return ClientSettings(f"aider --model {shlex.quote(f'openai/{to.model}')}", variables)
 
 
-def continue_(to: Connection) -> Settings:
+def continue_(to: ServerAddress) -> ClientSettings:
     lines = ["models:", "  - name: Qwen", "    provider: openai", f"    model: {_quoted(to.model)}"]
     lines += [f"    apiBase: {_quoted(to.url + '/v1')}", f"    apiKey: {_quoted(to.key or NO_KEY)}"]
     if to.context is not None:
         lines += ["    defaultCompletionOptions:", f"      contextLength: {to.context}"]
     text = "\n".join(["name: mlx_mtp", "version: 1.0.0", "schema: v1", *lines]) + "\n"
-    return Settings("Continue in your editor", {}, ".continue/config.yaml", text)
+    return ClientSettings("Continue in your editor", {}, ".continue/config.yaml", text)
 
 
 def _quoted(text: str) -> str:
@@ -121,7 +121,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-CLIENTS: dict[str, Callable[[Connection], Settings]] = {
+CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {
     "claude": claude,
     "codex": codex,
     "opencode": opencode,

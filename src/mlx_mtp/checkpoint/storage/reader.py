@@ -151,14 +151,14 @@ class CheckpointReader:
         """Describe the vision tower's tensors; empty if there is none."""
         return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
 
-    def first(self, suffix: str) -> TensorInfo | None:
+    def first_tensor(self, suffix: str) -> TensorInfo | None:
         """Describe the first tensor whose name ends so."""
         names = [name for name in self.weight_map if name.endswith(suffix)][:1]
         return next(iter(self.tensors(names).values()), None)
 
     def has_raw_backbone(self) -> bool:
         """Whether the backbone is in the Hugging Face layout."""
-        convolution = self.first("conv1d.weight")
+        convolution = self.first_tensor("conv1d.weight")
         return convolution is not None and convolution.shape[-1] != 1
 
     def has_raw_head(self, head: Iterable[str]) -> bool:

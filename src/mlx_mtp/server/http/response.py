@@ -119,15 +119,12 @@ class GeneratedResponse(Response):
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:
     """The tokens, times and drafts of a request that ends now, for the log."""
-    now, n, first = (
-        time.perf_counter(),
-        usage.n_generated,
-        [r.first_token for r in choices if r.first_token is not None],
-    )
+    now, n = time.perf_counter(), usage.n_generated
+    first_tokens = [r.first_token for r in choices if r.first_token is not None]
     figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{n} output tokens"]
     figures.append(f"{now - choices[0].arrived:.2f} s")
     if n > len(choices):
-        figures.append(f"{(n - len(choices)) / (now - min(first)):.1f} tokens/s")
+        figures.append(f"{(n - len(choices)) / (now - min(first_tokens)):.1f} tokens/s")
     if drafted := sum(counts.n_drafted for counts in usage.drafts or ()):
         accepted = sum(counts.n_accepted for counts in usage.drafts or ())
         figures.append(f"{accepted} of {drafted} drafts accepted")
