@@ -19,7 +19,7 @@ from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import commands, messages, terminal
 from mlx_mtp.chat import conversation as conversation_module
-from mlx_mtp.chat.__main__ import main, make_parser, options_of
+from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.generate import GenerationResponse
 from tests.support.commands import run_command
@@ -44,7 +44,7 @@ def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
     args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags])
-    return Conversation(model, tokenizer, options_of(args), store)
+    return command.start(args, model, tokenizer, store)
 
 
 def cut_after(n: int, pieces: list[str]):

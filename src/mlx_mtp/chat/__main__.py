@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, load
 from ..cli.arguments import (
@@ -25,6 +27,7 @@ from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..generate.stream import GenerationResponse
+from ..prompt_store import PromptStore
 from .commands import COMMANDS, EXIT, HELP, obey
 from .conversation import Conversation, Options
 from .terminal import make_reader
@@ -80,19 +83,21 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     with open_prompt_store(args, model) as store:
-        conversation = Conversation(model, tokenizer, options_of(args), store)
-        conversation.figures = args.figures
-        if args.thinking is not None:
-            conversation.think(args.thinking == "on")
+        conversation = start(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         read = make_reader({name: command.argument for name, command in COMMANDS.items()})
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
 
 
-def options_of(args: argparse.Namespace) -> Options:
+def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None) -> Conversation:
+    """A conversation as the flags say.
+
+    Raises:
+        ValueError: ``--thinking`` is given, and the chat template has no such switch.
+    """
     names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
-    return Options(
+    options = Options(
         model=args.model,
         system_prompt=args.system_prompt,
         is_ours=asks_for_drafts(args) or args.images,
@@ -101,6 +106,11 @@ def options_of(args: argparse.Namespace) -> Options:
         generation={"mtp": bool(args.mtp), **{name: getattr(args, name) for name in names}},
         sampler=partial(sampler_of, args),
     )
+    conversation = Conversation(model, tokenizer, options, store)
+    conversation.figures = args.figures
+    if args.thinking is not None:
+        conversation.think(args.thinking == "on")
+    return conversation
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:

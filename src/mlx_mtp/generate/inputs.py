@@ -140,7 +140,7 @@ def _apply_chat_template(options: PromptOptions, tokenizer: TokenizerWrapper, te
     messages = [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
     messages.append({"role": "user", "content": text})
     has_prefill = options.prefill_response is not None
-    if has_prefill:
+    if options.prefill_response is not None:
         messages.append({"role": "assistant", "content": options.prefill_response})
 
     def render(**variables: Any) -> str:
