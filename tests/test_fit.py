@@ -16,9 +16,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load, mtp_generate_step
+from mlx_mtp.cli import display
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.fit import __main__ as command
-from mlx_mtp.fit import fitting, progress
+from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import measure as measuring
 from mlx_mtp.fit.data import answer_all
@@ -421,8 +422,8 @@ def test_the_routers_of_a_mixture_of_experts_are_frozen(tmp_path, lora):
 
 def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
     for seconds, expected in ((0, [0, 1, 2]), (30, [0, 2])):
-        monkeypatch.setattr(progress, "SECONDS", seconds)
-        with progress.bar("Answering", "answer", 2) as bar:
+        monkeypatch.setattr(display, "SECONDS", seconds)
+        with display.bar("Answering", "answer", 2) as bar:
             for _ in range(2):
                 bar.update()
         err = capsys.readouterr().err
@@ -432,10 +433,10 @@ def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
 
 def test_progress_in_a_terminal_is_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress.bar("Answering", "answer", 2) as bar:
+    with display.bar("Answering", "answer", 2) as bar:
         bar.update(2)
     assert re.search(r"\rAnswering: +0%\|.*\rAnswering: 100%\|", capsys.readouterr().err, re.S)
-    with progress.bar("Answering", "answer", 0):
+    with display.bar("Answering", "answer", 0):
         pass
     assert capsys.readouterr().err == ""
 

@@ -9,9 +9,9 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from PIL import Image
 
 from mlx_mtp import PromptStore, stream_generate
+from mlx_mtp.chat import __main__ as chat_command
 from mlx_mtp.chat import conversation
 from mlx_mtp.chat.__main__ import make_parser, obey
-from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.chat.messages import Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
@@ -181,7 +181,7 @@ def test_a_chat_with_pictures(stored, model, tokenizer, tmp_path, monkeypatch):
     for picture, file in zip(pictures(0), files):
         Image.fromarray(picture).save(file)
     args = make_parser().parse_args(["--mtp", "--num-draft-tokens", "2", "-m", "8", "--model", str(FOLDER)])
-    chat = Conversation(model, tokenizer, args, PromptStore(model) if stored else None)
+    chat = chat_command.start(args, model, tokenizer, PromptStore(model) if stored else None)
     text: list[int] = []
     for query, file in zip(("a", "b"), files):
         obey(f"/image '{file}'", chat)
@@ -205,6 +205,6 @@ def test_a_chat_with_pictures(stored, model, tokenizer, tmp_path, monkeypatch):
 def test_a_chat_says_what_is_wrong_with_a_picture(model, tokenizer):
     args = make_parser().parse_args(["--mtp"])
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
-        obey("/image no.png", Conversation(model, tokenizer, args))
+        obey("/image no.png", chat_command.start(args, model, tokenizer, None))
     with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision tower\. .*--images"):
-        obey("/image no.png", Conversation(tiny_model("qwen3_5"), tokenizer, args))
+        obey("/image no.png", chat_command.start(args, tiny_model("qwen3_5"), tokenizer, None))

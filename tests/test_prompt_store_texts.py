@@ -12,7 +12,7 @@ from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate.stored import seeing
-from mlx_mtp.prompt_store import arrays, reader
+from mlx_mtp.prompt_store import arrays, cuts
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
 from tests.support.models import PACK, TRAINED, arrays_equal
@@ -164,7 +164,7 @@ def test_a_prompt_that_is_stopped_is_kept(demo, monkeypatch):
     """As far as it is read: up to a cut and the chunk after it."""
     model, tokenizer = demo
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
-    monkeypatch.setattr(reader, "choose_cuts", lambda *_: [5])
+    monkeypatch.setattr(cuts, "choose_cuts", lambda *_: [5])
 
     def interrupt(n_read, _):
         if n_read == 9:
