@@ -27,7 +27,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn, repeated_share
+from mlx_mtp.benchmark.repeats import repeated_share
+from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn
 from mlx_mtp.prompts import PYTHON, nine_kinds
 from tests.support.decoding import plain
 from tests.support.scripted import Scripted

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import prompts
-from mlx_mtp.benchmark.runs import repeated_shares, warning
+from mlx_mtp.benchmark.repeats import repeated_shares, warning
 from mlx_mtp.checkpoint.storage.hub import fetch
 
 PLAIN, VLM_PLAIN = "mlx-lm, plain", "mlx-vlm, plain"

@@ -21,6 +21,7 @@ from ..memory.needs import needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.timing import timing_of
 from .parts import Parts, time_parts
+from .repeats import repeated_shares
 from .runs import (
     AUTO,
     COPY,
@@ -34,7 +35,6 @@ from .runs import (
     generate,
     in_turn,
     most_drafts,
-    repeated_shares,
     speed,
     sum_counts,
 )
@@ -97,7 +97,7 @@ class Report:
     acceptance_was_set: float | None  # of a synthetic model
     needed_memory: float  # GB, as it is estimated for the longest text
     parts: Parts
-    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeated_share``
+    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeats.py``
     results: list[Result] = field(default_factory=list)
 
     def of(self, prompt: str) -> list[Result]:

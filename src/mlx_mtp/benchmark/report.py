@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from ..cli.display import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
-from .runs import AUTO, COPY, HEAD, warning
+from .repeats import warning
+from .runs import AUTO, COPY, HEAD
 
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),

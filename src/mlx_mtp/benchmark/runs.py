@@ -8,7 +8,7 @@ auto               the head and copies, whichever pays more
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
-from ..drafts.prompt_lookup import N_GRAM
 from ..layers.passes import not_compiled
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
@@ -26,7 +25,6 @@ Run = int | str  # a fixed depth, or one of these
 # Where a token came from: an accepted draft of the head, an accepted copy, or the target's own choice, which each pass has one
 # of: the token of a plain step, or the one behind the accepted drafts.
 HEAD, COPY, TARGET = "head", "copy", "target"
-LOOPS = 1 / 3  # of a text: more is reported
 T = TypeVar("T")
 
 
@@ -153,41 +151,3 @@ def check_sizes(max_tokens: int, repeat: int) -> None:
         raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
     if repeat < 1:
         raise ValueError(f"repeat must be 1 or more, not {repeat}.")
-
-
-def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
-    """How much of a generated text could be copied from itself, and not from its prompt.
-
-    A token counts where it and the tokens before it, as many as a copy must match, stood in the text before, and nowhere in the
-    prompt. That is known from the tokens alone, whatever drafted them. In a loop all tokens but those of its first turn count,
-    and drafts are nearly always right: its figures hold for loops alone.
-    """
-    known, seen, n = set(_n_grams(prompt)), set(), 0
-    for n_gram in _n_grams(text):
-        n += n_gram in seen and n_gram not in known
-        seen.add(n_gram)
-    return n / len(text)
-
-
-def _n_grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(zip(*(tokens[i:] for i in range(N_GRAM + 1))))
-
-
-def repeated_shares(prompts: Mapping[str, mx.array], texts: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """The repeated share of each text, by prompt."""
-    shares = {}
-    for name, tokens in prompts.items():
-        prompt: Any = tokens.tolist()
-        shares[name] = repeated_share(prompt, texts[name])
-    return shares
-
-
-def warning(shares: Mapping[str, float]) -> str | None:
-    """A line that names the texts that repeat themselves, if some do."""
-    loops = [f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS]
-    if not loops:
-        return None
-    return (
-        f"Warning: texts that repeat themselves, and how much of each: {', '.join(loops)}. Their figures hold for loops: "
-        "use other prompts."
-    )
