@@ -7,9 +7,9 @@ import pytest
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.answers.answer import QwenReader, Reasoning
-from mlx_mtp.server.answers.thinking import Thinking
 from mlx_mtp.server.api import chat_completions, messages, responses
 from mlx_mtp.server.engine.budget import make_budget
+from mlx_mtp.server.request import Thinking
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain

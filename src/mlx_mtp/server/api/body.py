@@ -23,8 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.schema import Json
-from ..answers.thinking import Effort, Thinking
-from ..request import ApiError
+from ..request import ApiError, Effort, Thinking
 from . import refused
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures

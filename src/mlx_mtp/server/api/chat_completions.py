@@ -5,6 +5,7 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,9 +13,8 @@ from pydantic import Field
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
-from ..answers.thinking import Effort
 from ..engine.delta import Delta
-from ..request import ApiError, Request
+from ..request import ApiError, Effort, Request
 from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, make_request, unsupported
 from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, error_content, logprob_of
@@ -121,6 +121,8 @@ def _message(message: ChatMessage, where: str, images: Images) -> Json:
 
 
 class ChatChoice(Choice):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, index: int, body: ChatBody):
         super().__init__(index, body)
         self.text = self.reasoning = ""
@@ -130,12 +132,17 @@ class ChatChoice(Choice):
     def pieces(self, step: Delta) -> Iterator[Json]:
         for e in step.events:
             if isinstance(e, Text):
+                self.text += e.text
+                self.tokens += e.tokens
                 yield self._piece({"content": e.text}, e.tokens)
             elif isinstance(e, Reasoning):
+                self.reasoning += e.text
                 yield self._piece(_reasoning(e.text))
             elif isinstance(e, CallBegins):
-                yield self._piece({"tool_calls": [{"index": e.index, **_begin(e)}]})
+                self.tool_calls.append(_begin(e))
+                yield self._piece({"tool_calls": [{"index": e.index, **self.tool_calls[-1]}]})
             elif isinstance(e, CallArguments):
+                self.tool_calls[e.index]["function"]["arguments"] += e.text
                 yield self._piece({"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]})
 
     def last(self) -> Json:
@@ -151,18 +158,6 @@ class ChatChoice(Choice):
             return {}
         return {"logprobs": {"content": [logprob_of(self.steps[i]) for i in tokens], "refusal": None}}
 
-    def collect(self, step: Delta) -> None:
-        for e in step.events:
-            if isinstance(e, Text):
-                self.text += e.text
-                self.tokens += e.tokens
-            elif isinstance(e, Reasoning):
-                self.reasoning += e.text
-            elif isinstance(e, CallBegins):
-                self.tool_calls.append(_begin(e))
-            elif isinstance(e, CallArguments):
-                self.tool_calls[e.index]["function"]["arguments"] += e.text
-
     def whole(self) -> Json:
         message: Json = {"role": "assistant", "content": self.text or None}
         if self.reasoning:
@@ -172,9 +167,7 @@ class ChatChoice(Choice):
         return {"message": message, **self._logprobs(self.tokens)}
 
 
-class ChatWriter(OpenAIWriter):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    choice_kind = ChatChoice
+ChatWriter = partial(OpenAIWriter, ChatChoice)
 
 
 def _reasoning(text: str) -> Json:

@@ -1,5 +1,6 @@
 """OpenAI's API for texts, ``/v1/completions``. A request may have several prompts, as texts or as tokens."""
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
@@ -53,6 +54,8 @@ def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request, An
 
 
 class CompletionChoice(Choice):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
     def __init__(self, index: int, body: CompletionBody):
         super().__init__(index, body)
         self.text = ""
@@ -60,31 +63,20 @@ class CompletionChoice(Choice):
         self.told = TextLogprobs()
 
     def pieces(self, step: Delta) -> list[Json]:
-        text, tokens = _text(step)
-        return [{"text": text, **self._logprobs(tokens)}] if text else []
-
-    def last(self) -> Json:
-        return {"text": "", **self._logprobs([])}
-
-    def collect(self, step: Delta) -> None:
-        text, tokens = _text(step)
+        texts = [e for e in step.events if isinstance(e, Text)]
+        text, tokens = "".join(e.text for e in texts), [i for e in texts for i in e.tokens]
         self.text += text
         self.tokens += tokens
+        return [{"text": text, **self._logprobs(self.told, tokens)}] if text else []
+
+    def last(self) -> Json:
+        return {"text": "", **self._logprobs(self.told, [])}
 
     def whole(self) -> Json:
-        return {"text": self.text, **self._logprobs(self.tokens)}
+        return {"text": self.text, **self._logprobs(TextLogprobs(), self.tokens)}
 
-    def _logprobs(self, tokens: list[int]) -> Json:
-        if self.body.top is None:
-            return {}
-        return {"logprobs": self.told.of([self.steps[i] for i in tokens])}
+    def _logprobs(self, told: TextLogprobs, tokens: list[int]) -> Json:
+        return {} if self.body.top is None else {"logprobs": told.of([self.steps[i] for i in tokens])}
 
 
-class CompletionWriter(OpenAIWriter):
-    choice_kind = CompletionChoice
-
-
-def _text(step: Delta) -> tuple[str, list[int]]:
-    """The text that a step adds, and the tokens that it begins to show, by index."""
-    texts = [e for e in step.events if isinstance(e, Text)]
-    return "".join(e.text for e in texts), [i for e in texts for i in e.tokens]
+CompletionWriter = partial(OpenAIWriter, CompletionChoice)

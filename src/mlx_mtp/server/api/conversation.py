@@ -12,9 +12,8 @@ from typing import Any
 from ...images.prompt import MARK
 from ...text.schema import Json
 from ..answers.structured_output import from_strict_tools, from_tool_choice, only_one
-from ..answers.thinking import Thinking
 from ..engine.encode import goes_on
-from ..request import ApiError, Request, StructuredOutput
+from ..request import ApiError, Request, StructuredOutput, Thinking
 
 SYSTEM = ("system", "developer")
 

@@ -15,9 +15,8 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..answers.structured_output import from_response_format
-from ..answers.thinking import Effort, Thinking
 from ..engine.delta import Delta
-from ..request import ApiError, Request
+from ..request import ApiError, Effort, Request, Thinking
 from . import refused
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported

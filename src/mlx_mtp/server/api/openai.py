@@ -76,7 +76,11 @@ class OpenAIBody(Body):
 
 
 class Choice:
-    """One of the answers to a request."""
+    """One of the answers to a request, with the names that the API has for it."""
+
+    prefix: str  # of an id
+    kind: str
+    chunk_kind: str
 
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
@@ -94,15 +98,11 @@ class Choice:
             self.sources.append(step.source)
 
     def pieces(self, step: Delta) -> Iterable[Json]:
-        """The chunks of a step: the choice of each."""
+        """The chunks of a step, which the whole answer takes as well: the choice of each."""
         raise NotImplementedError
 
     def last(self) -> Json:
         """The choice of a chunk without text, such as the last one."""
-        raise NotImplementedError
-
-    def collect(self, step: Delta) -> None:
-        """Take a step into the whole answer."""
         raise NotImplementedError
 
     def whole(self) -> Json:
@@ -111,13 +111,10 @@ class Choice:
 
 
 class OpenAIWriter:
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    choice_kind: type[Choice]
-
-    def __init__(self, body: OpenAIBody):
-        self.body = body
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
-        self.choices = [self.choice_kind(i, body) for i in range(body.n_choices)]
+    def __init__(self, choice_kind: type[Choice], body: OpenAIBody):
+        self.body, self.choice_kind = body, choice_kind
+        self.id, self.created = f"{choice_kind.prefix}-{uuid.uuid4()}", int(time.time())
+        self.choices = [choice_kind(i, body) for i in range(body.n_choices)]
 
     def begin(self, usage: Usage) -> bytes:
         return b""
@@ -128,9 +125,6 @@ class OpenAIWriter:
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]
         c.read(step)
-        if not self.body.stream:
-            c.collect(step)
-            return b""
         # OpenAI's client takes a chunk of a choice only behind chunks of all those before it.
         silent = [other for other in self.choices[:choice] if not other.has_begun]
         chunks = b"".join(self._chunk(other, other.last()) for other in silent)
@@ -140,7 +134,7 @@ class OpenAIWriter:
     def end(self, usage: Usage) -> bytes:
         last = b"".join(self._chunk(c, c.last(), "stop") for c in self.choices if c.finish_reason is None)
         if self.body.stream_options.include_usage:
-            last += event({**self._head(self.chunk_kind), "choices": [], "usage": _usage(usage)})
+            last += event({**self._head(self.choice_kind.chunk_kind), "choices": [], "usage": _usage(usage)})
         return last + DONE
 
     def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None) -> bytes:
@@ -149,11 +143,11 @@ class OpenAIWriter:
             piece, c.sources = {**piece, "sources": c.sources}, []
         c.has_begun = True
         choice = {"index": c.index, "finish_reason": finish_reason, **piece}
-        return event({**self._head(self.chunk_kind), "choices": [choice]})
+        return event({**self._head(self.choice_kind.chunk_kind), "choices": [choice]})
 
     def whole(self, usage: Usage) -> Json:
         choices = [{"index": c.index, "finish_reason": c.finish_reason or "stop", **c.whole()} for c in self.choices]
-        return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
+        return {**self._head(self.choice_kind.kind), "choices": choices, "usage": _usage(usage)}
 
     def failed(self, error: ApiError) -> bytes:
         return event(error_content(error)) + DONE

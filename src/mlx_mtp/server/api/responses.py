@@ -20,10 +20,9 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..answers.answer import Reasoning
 from ..answers.structured_output import from_response_format
-from ..answers.thinking import Effort
 from ..engine.delta import Delta
 from ..engine.encode import NO_LIMIT
-from ..request import ApiError, Request
+from ..request import ApiError, Effort, Request
 from . import refused
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
