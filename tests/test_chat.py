@@ -17,7 +17,7 @@ from prompt_toolkit.output import DummyOutput
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
-from mlx_mtp.chat import commands, messages, terminal
+from mlx_mtp.chat import commands, terminal, transcript
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
@@ -261,9 +261,9 @@ def test_an_answer_that_was_cut_is_closed(trained):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
     conversation = started(trained, chat_template=template)
     end = trained[1].eos_token_id
-    assert conversation._encode([messages.Message("user", "import os")])[0] != end
+    assert conversation._encode([transcript.Message("user", "import os")])[0] != end
     conversation.answer("import os", cut_after(2, []))
-    assert conversation._encode([messages.Message("user", "b")]) == [
+    assert conversation._encode([transcript.Message("user", "b")]) == [
         end,
         *trained[1].encode("<user>b\n", add_special_tokens=False),
     ]
@@ -302,9 +302,9 @@ def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):
     model, tokenizer = trained
     first, said = started(trained, "--mtp"), []
     first.answer(TURNS[0], said.append)
-    messages.save(tmp_path / "chat.json", first.transcript)
+    transcript.save(tmp_path / "chat.json", first.transcript)
     second, texts = started(trained, "--mtp"), []
-    second.restore(messages.load(tmp_path / "chat.json"))
+    second.restore(transcript.load(tmp_path / "chat.json"))
     second.answer(TURNS[1], texts.append)
     prompt = tokenizer.encode(f"{TURNS[0]}\n{''.join(said)}\n{TURNS[1]}\n")
     assert "".join(texts) == tokenizer.decode(plain(prompt, model, max_tokens=20))

@@ -19,13 +19,13 @@ from mlx_mtp import convert, load, mtp_generate_step
 from mlx_mtp.cli import display
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.fit import __main__ as command
+from mlx_mtp.fit import comparison as measuring
 from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
-from mlx_mtp.fit import measure as measuring
+from mlx_mtp.fit.comparison import TextCounts, compare, measure
 from mlx_mtp.fit.data import answer_all
 from mlx_mtp.fit.lora import Lora
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.measure import TextCounts, compare, measure
 from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head

@@ -12,7 +12,7 @@ import mlx_mtp
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp.benchmark.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp.checkpoint.config import read_json
-from mlx_mtp.checkpoint.storage.needs import check_memory
+from mlx_mtp.checkpoint.storage.memory_check import check_memory
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import account as account_of
 from mlx_mtp.memory.account import Account

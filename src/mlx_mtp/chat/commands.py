@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..distributed.ranks import from_rank_0
-from . import messages
+from . import transcript
 from .conversation import Conversation
 
 EXIT = "/exit"
@@ -76,13 +76,13 @@ def _image(conversation: Conversation, file: str) -> None:
 
 def _save(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
-    from_rank_0(ranks, lambda: messages.save(path, conversation.transcript))
+    from_rank_0(ranks, lambda: transcript.save(path, conversation.transcript))
     print(f"{len(conversation.messages)} messages are in {path}.")
 
 
 def _load(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
-    conversation.restore(from_rank_0(ranks, lambda: messages.load(path)))
+    conversation.restore(from_rank_0(ranks, lambda: transcript.load(path)))
     print(f"{len(conversation.messages)} messages of {path}: the next answer continues them.")
 
 

@@ -17,7 +17,7 @@ from ..images.open import open_image
 from ..images.processor import PLACEHOLDER
 from ..images.prompt import vision_of
 from ..prompt_store import PromptStore
-from .messages import Message
+from .transcript import Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image

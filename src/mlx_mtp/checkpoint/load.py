@@ -39,7 +39,7 @@ from .settings import find
 from .settings import read as read_settings
 from .skeleton import loading_errors
 from .storage.hub import fetch
-from .storage.needs import check_memory, weights_of
+from .storage.memory_check import check_memory, weights_of
 from .storage.tensors import check_weight_files, names_in, tensor_names
 from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 

@@ -17,7 +17,7 @@ from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import atomic_directory, check_new, naming, write_config, write_weights
 from ..checkpoint.storage.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
-from ..images.vision import CONFIG_FILES, TOKENS, Vision
+from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .card import IMAGES, USAGE
@@ -96,7 +96,7 @@ def _tower(
         raise ValueError(f"{model} has a vision tower already.")
     if difference := first_difference(donor_config, config):
         raise ValueError(f"The vision tower of {donor.name} does not fit {model}: {difference}.")
-    config |= {key: donor_config[key] for key in ("vision_config", *TOKENS) if key in donor_config}
+    config |= settings_of(donor_config)
     for file in CONFIG_FILES:
         if file in donor.files:
             (folder / file).write_bytes(donor.read(file))

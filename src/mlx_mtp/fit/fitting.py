@@ -24,10 +24,10 @@ from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
+from .comparison import Comparison, compare, measure, measure_once
 from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
-from .measure import Comparison, compare, measure, measure_once
 from .recording import record
 from .texts import Split, split
 from .training import Schedule, make_trainable, train_head

@@ -93,18 +93,16 @@ def _prefill_part(
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that is shown these tokens [N] before all others, as if they were part of them."""
-    if isinstance(processor, Grammar):
-        return processor  # it looks at generated tokens alone
-    if keeps_state(processor):
-        return _Seeing(before, processor)
-    return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+    return (
+        processor if isinstance(processor, Grammar) else _Seeing(before, processor)
+    )  # a grammar sees the answer alone
 
 
 class _Seeing:
-    """The same, of a processor that keeps state, with its ``copy`` and ``rollback`` if it has them."""
+    """The same, with the processor's ``copy`` and ``rollback`` if it has them."""
 
     def __init__(self, before: mx.array, processor: Any):
-        self.before, self.processor = before, processor
+        self.before, self.processor, self.keeps_state = before, processor, keeps_state(processor)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         return self.processor(mx.concatenate([self.before, tokens]), logits)

@@ -20,6 +20,11 @@ CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the firs
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # keys of config.json
 
 
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of images."""
+    return {key: config[key] for key in ("vision_config", *TOKENS) if key in config}
+
+
 class Vision:
     """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
 

@@ -16,9 +16,9 @@ from ..memory.account import Account
 from . import arrays
 from .arrays import Format
 from .disk_writer import FLUSH, DiskWriter
-from .files import Files
 from .forest import Forest, in_memory
 from .shared_folder import SharedFolder
+from .stored_files import Files
 from .tree import Handle, Node, StoredArrays, Tokens
 
 MAX_DISK_BYTES = 64 * 10**9

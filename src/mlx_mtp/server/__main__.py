@@ -30,7 +30,7 @@ from .engine.engine import Engine
 from .engine.frontend import Frontend
 from .engine.metrics import Metrics
 from .engine.provider import ModelProvider
-from .engine.ranks import SharedClients
+from .engine.shared_clients import SharedClients
 from .http.app import make_app
 from .http.connections import Server, listen
 from .options import Options

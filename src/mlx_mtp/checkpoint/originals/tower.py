@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import TensorInfo
 
-from ...images.vision import CONFIG_FILES, TOKENS, Vision
+from ...images.vision import CONFIG_FILES, Vision, settings_of
 from ..config import Config, read_json, text_config_of
 from ..storage.copy import copy_tensors
 from ..storage.reader import CheckpointReader
@@ -30,8 +30,7 @@ def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
                 f"{e} Add one with `mlx_mtp.convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
             ) from e
         known, _ = fetch_part(TOWERS, original, folder, lambda target: _write(original, config, name, target))
-    own = read_json(known / CONFIG)
-    return Vision(known, config | {key: own[key] for key in ("vision_config", *TOKENS) if key in own}, [WEIGHTS])
+    return Vision(known, config | settings_of(read_json(known / CONFIG)), [WEIGHTS])
 
 
 def fitting_tower(original: CheckpointReader, config: Config, name: str) -> dict[str, TensorInfo]:
@@ -53,6 +52,5 @@ def _write(original: CheckpointReader, config: Config, name: str, target: Path) 
         if file in original.files:
             (target / file).write_bytes(original.read(file))
     copy_tensors(original, tensors, target / WEIGHTS)
-    parts = {key: own[key] for key in ("vision_config", *TOKENS) if key in own}
     record = {"source": original.name, "revision": original.revision}
-    return {"text_config": text_config_of(own), **parts, "mlx_mtp": record}
+    return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}

@@ -17,7 +17,7 @@ from .admission import Admission
 from .clients import Clients
 from .delta import make_delta
 from .metrics import Metrics
-from .ranks import reseed, seed_alike
+from .shared_clients import reseed, seed_alike
 
 
 class Engine:
