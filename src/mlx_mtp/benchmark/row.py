@@ -180,9 +180,9 @@ def _ratio(row: Mapping[str, Any], run: Run) -> str:
     return f"{row['runs'][str(run)]['ratio']:.2f}"
 
 
-def _shares(row: Mapping[str, Any]) -> str:
+def _auto(row: Mapping[str, Any]) -> str:
     auto = row["runs"][AUTO]
-    return f"{auto['head']:.0%} head, {auto['copies']:.0%} copies"
+    return f"{auto['ratio']:.2f} ({auto['head']:.0%} head, {auto['copies']:.0%} copies)"
 
 
 def _pair(row: Mapping[str, Any], name: str, digits: int) -> str:
@@ -197,7 +197,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "head alone, 1 2 3 4 drafts": lambda row: " ".join(_ratio(row, k) for k in HEAD_DEPTHS),
     "head alone, auto": lambda row: _ratio(row, NO_COPIES),
     "copies alone": lambda row: _ratio(row, COPIES),
-    "both, auto": lambda row: f"{_ratio(row, AUTO)} ({_shares(row)})",
+    "both, auto": _auto,
     "accepted at 1 2 3 4": lambda row: " ".join(f"{a:.2f}" for a in row["runs"][str(HEAD_DEPTHS[-1])]["acceptance"]),
     "text that repeats itself": lambda row: f"{row['prompts']['repeated']:.0%}",
     "first token, s": lambda row: _pair(row, "first_token_s", 2),

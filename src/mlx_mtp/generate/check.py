@@ -73,20 +73,6 @@ class Check:
         )
 
 
-class _RecentLogits:
-    """A logits processor that keeps plain decoding's logits of the last two tokens: mlx-lm runs one ahead."""
-
-    def __init__(self, n_prompt: int):
-        self.n_prompt = n_prompt
-        self.rows: dict[int, mx.array] = {}  # by the position of the generated token, each [V]
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        n = len(tokens) - self.n_prompt
-        self.rows[n] = logits[0]
-        self.rows.pop(n - 2, None)
-        return logits
-
-
 def check(
     model: nn.Module,
     prompt: mx.array,
@@ -111,7 +97,14 @@ def check(
     """
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    recent = _RecentLogits(len(prompt))
+    recent: dict[int, mx.array] = {}  # plain decoding's logits, [V], by the position of the generated token
+
+    def keep(tokens: mx.array, logits: mx.array) -> mx.array:
+        n = len(tokens) - len(prompt)
+        recent[n] = logits[0]
+        recent.pop(n - 2, None)  # mlx-lm runs one token ahead
+        return logits
+
     plain = not_compiled(
         model,
         generate_step(
@@ -119,7 +112,7 @@ def check(
             model,
             max_tokens=max_tokens,
             prompt_cache=_backbone_caches(model, prompt_cache),
-            logits_processors=[recent],
+            logits_processors=[keep],
             **options,
         ),
     )
@@ -139,7 +132,7 @@ def check(
     mx.synchronize(generation_stream)  # plain decoding leaves a pass in flight
     if pair is None:
         return Check(len(same))
-    row = recent.rows[len(same)].astype(mx.float32)
+    row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same and not exact:
         size = 1 + resolve(model, num_draft_tokens, copy_drafts).most

@@ -133,8 +133,10 @@ def read_images(
     if (n := list(tokens).count(placeholder)) != len(images):
         raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
     n_tokens = n_pixels = 0
+    sizes = []
     for i, image in enumerate(images, 1):
         width, height = size_of(image, _name(image, i))
+        sizes.append((width, height))
         rows, columns = vision.processor.grid(width, height)
         n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
         for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
@@ -144,8 +146,8 @@ def read_images(
                 )
     pixel_values: list[mx.array] = []
     try:
-        for i, image in enumerate(images, 1):
-            before_each(vision.processor.nbytes_of(*size_of(image, _name(image, i))))
+        for i, (image, size) in enumerate(zip(images, sizes), 1):
+            before_each(vision.processor.nbytes_of(*size))
             pixel_values.append(vision.processor.patches_of(open_image(image, _name(image, i))))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them

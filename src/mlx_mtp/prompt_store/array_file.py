@@ -28,10 +28,6 @@ DTYPES: dict[str, tuple[mx.Dtype, Any]] = {
 NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
-class Damaged(ValueError):
-    """The bytes of a file have another digest than its name says."""
-
-
 def encode(arrays: Arrays, metadata: Mapping[str, str]) -> tuple[str, memoryview]:
     """The name and the bytes of a file. The same arrays in the same order give the same bytes.
 
@@ -73,12 +69,12 @@ def read(path: Path) -> bytes:
     """The bytes of a file.
 
     Raises:
-        Damaged: The file has another digest than its name says.
+        ValueError: The file has another digest than its name says.
         OSError: It cannot be read.
     """
     data = path.read_bytes()
     if _digest(data) != path.name.removesuffix(SUFFIX):
-        raise Damaged(f"{path} is damaged: its bytes do not match its name.")
+        raise ValueError(f"{path} is damaged: its bytes do not match its name.")
     return data
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..caches.prompt_cache import part_of
 from . import array_file
-from .array_file import Damaged
 from .arrays import Arrays, Format
 from .shared_folder import LAYOUT, Entry, Outcome, SharedFolder
 from .tree import Node, StoredArrays, Tokens
@@ -104,11 +103,11 @@ class DiskWriter:
             own = found.pop("tokens", None)
             is_meant = metadata == {"model": model, "parent": parent}
             if not is_meant or (tokens is not None and not np.array_equal(np.array(own), tokens)):
-                raise Damaged(f"{self.folder.path}/{name} is another text's than the index says.")
+                raise ValueError(f"{self.folder.path}/{name} is another text's than the index says.")
         except FileNotFoundError:  # another process has dropped it
             self._forget(name)
             return None
-        except (OSError, Damaged) as e:
+        except (OSError, ValueError) as e:
             logging.warning(f"{e} It is removed.")
             self._forget(name)
             return None

@@ -151,7 +151,7 @@ class SharedFolder:
     def read(self, name: str) -> bytes:
         """
         Raises:
-            Damaged: The file is damaged.
+            ValueError: The file is damaged.
             OSError: It cannot be read, as where it was dropped.
         """
         return array_file.read(self._file(name))

@@ -264,7 +264,9 @@ def check(args: argparse.Namespace) -> Options:
         if (folder := getattr(args, name)) is not None:
             check_folder(Path(folder), flag_of(name))
     _check_template(args)
-    _check_processes(args)
+    check_alone(args, "serve_model", "allow_any_model", "images")
+    if args.pipeline and mx.distributed.init().size() == 1:
+        raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)
     names = {option.name for option in fields(Options)} - {"load", "sampling"}
     own = {name: getattr(args, name) for name in names}
@@ -277,9 +279,8 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
     own = {"trust_remote_code": args.trust_remote_code, "mtp": head_of(args), "copy_drafts": True}
-    own["context"] = min(
-        CONTEXT, args.prefill_step_size
-    )  # the least that is served; longer prompts are checked as they come
+    # The least that is served; longer prompts are checked as they come.
+    own["context"] = min(CONTEXT, args.prefill_step_size)
     if args.images:
         own["vision"] = "auto"
     return {**own, "tokenizer_config": tokenizer_config, **load_options(args), **rank_groups(args)}
@@ -294,13 +295,6 @@ def _check_template(args: argparse.Namespace) -> None:
         raise ValueError(f"--chat-template cannot be rendered: {e}") from e
     except Exception:  # it may need the model's tokens
         return
-
-
-def _check_processes(args: argparse.Namespace) -> None:
-    """Check the flags that depend on the number of processes of ``mlx.launch``."""
-    check_alone(args, "serve_model", "allow_any_model", "images")
-    if args.pipeline and mx.distributed.init().size() == 1:
-        raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

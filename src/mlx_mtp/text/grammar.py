@@ -271,10 +271,7 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     _check_multiples(lark)
     llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
 
-    def compile_here() -> Any:
-        return LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
-
-    matcher = _in_deep_stack(compile_here)
+    matcher = _in_deep_stack(lambda: LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0))
     if matcher.is_error():
         error = matcher.get_error().splitlines()[0][:500]
         if any(words in error for words in TOO_LARGE):

@@ -4,7 +4,6 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.utils import TensorInfo
 from tqdm import tqdm
@@ -36,7 +35,10 @@ def copy_tensors(
     text += b" " * (-len(text) % 8)
     head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
     done = _resume(part, head, n)
-    with part.open("ab") as f, _bar(n, done) as bar:
+    with (
+        part.open("ab") as f,
+        tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for source, start, stop in _runs(original, order, tensors):
             for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                 f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
@@ -71,7 +73,3 @@ def _resume(part: Path, head: bytes, n: int) -> int:
                 return done
     part.write_bytes(head)
     return 0
-
-
-def _bar(n: int, done: int) -> Any:
-    return tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)

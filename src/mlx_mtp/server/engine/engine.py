@@ -38,7 +38,7 @@ class Engine:
         self.running: dict[int, Request] = {}
         self.loaded: Future[None] = Future()
         self.error: BaseException | None = None
-        metrics.watch_queue(lambda: clients.arriving.qsize() + len(self.waiting))
+        metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
 

@@ -1,6 +1,6 @@
 """The server's metrics, for Prometheus."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,9 +94,6 @@ class Metrics:
         self.accepted_copied_tokens.inc(sum(counts.copies_accepted))
         self.forced_tokens.inc(sum(counts.forced))
         self.accepted_forced_tokens.inc(sum(counts.forced_accepted))
-
-    def watch_queue(self, length: Callable[[], int]) -> None:
-        self.queue_length.set_function(length)
 
     def watch_memory(self, account: Account) -> None:
         for name, text, value in (
