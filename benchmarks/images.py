@@ -22,7 +22,7 @@ import mlx_mtp
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
-from mlx_mtp.images.prompt import ImagePrompt, place, read_images
+from mlx_mtp.images.prompt import ImagePrompt, read_images
 
 RUNS = ("images seen", "images not seen")
 
@@ -57,7 +57,7 @@ def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: in
         mx.array(prompt.tokens),
         model,
         max_tokens=max_tokens,
-        prompt_cache=place(model, prompt, None),
+        prompt_cache=prompt.cache(model, None),
         input_embeddings=prompt.embed(model),
     )
     tokens = []
@@ -71,7 +71,7 @@ def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: in
 def drafted(
     model: Any, prompt: ImagePrompt, run: str, counts: mlx_mtp.DraftCounts, args: argparse.Namespace, n: int
 ) -> list[int]:
-    tokens, embeddings, cache = mx.array(prompt.tokens), prompt.embed(model), place(model, prompt, None)
+    tokens, embeddings, cache = mx.array(prompt.tokens), prompt.embed(model), prompt.cache(model, None)
     prefill(tokens[:-1], model, prompt_cache=cache, input_embeddings=embeddings[:-1])
     if run == RUNS[1]:
         forget_images(PromptCache(cache, len(model.layers)))

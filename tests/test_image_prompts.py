@@ -15,7 +15,7 @@ from mlx_mtp.chat.__main__ import make_parser, obey
 from mlx_mtp.chat.transcript import Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
-from mlx_mtp.images.prompt import place, read_images
+from mlx_mtp.images.prompt import read_images
 from mlx_mtp.images.vision import Vision
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
 from tests.support.models import tiny_model
@@ -78,7 +78,7 @@ def test_a_second_turn(options, model, tokenizer):
     turns, images = (with_placeholders(0), with_placeholders(1)), (pictures(0), pictures(1))
     whole = stream_generate(model, tokenizer, turns[0] + turns[1], max_tokens=12, images=images[0] + images[1])
     first = read_images(model.vision, turns[0], images[0])
-    cache = place(model, first, None)
+    cache = first.cache(model, None)
     prefill(mx.array(first.tokens), model, prompt_cache=cache, input_embeddings=first.embed(model))
     responses = stream_generate(
         model, tokenizer, turns[1], max_tokens=12, images=images[1], prompt_cache=cache, **options
@@ -124,7 +124,7 @@ def test_a_prompt_store_knows_an_image_by_its_content(model, tokenizer):
 def test_what_does_not_go(model, tokenizer):
     tokens = with_placeholders(0)
     plain = tiny_model("qwen3_5", vocab_size=300)
-    held = place(model, read_images(model.vision, tokens, pictures(0)), None)
+    held = read_images(model.vision, tokens, pictures(0)).cache(model, None)
     cases = [
         (model, tokens, pictures(0)[:1], {}, "2 placeholders .* for 1 images"),
         (model, [1, 2], pictures(0)[:1], {}, "0 placeholders .* for 1 images"),

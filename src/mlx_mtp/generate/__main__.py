@@ -26,7 +26,7 @@ from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
 from ..drafts.options import asks_for_copies
 from ..files import check_source
-from ..images.prompt import place, read_images, vision_of
+from ..images.prompt import read_images, vision_of
 from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         if images:
             pictured = read_images(vision_of(model), prompt, images)
             prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
-            options["prompt_cache"] = place(model, pictured, options["prompt_cache"])
+            options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
         print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))

@@ -21,7 +21,7 @@ from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step
 from ..decoding.window import Token
 from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
-from ..images.prompt import place, read_images, vision_of
+from ..images.prompt import read_images, vision_of
 from ..prompt_store import PromptStore
 from ..sampling.sampler import TextSampler, for_one_text
 from .stored import stored_steps
@@ -113,7 +113,7 @@ def stream_generate(
             if drafts:
                 kwargs["images"] = pictured.spans(n_tokens(kwargs.get("prompt_cache") or []))
             else:
-                kwargs["prompt_cache"] = place(model, pictured, kwargs.get("prompt_cache"))
+                kwargs["prompt_cache"] = pictured.cache(model, kwargs.get("prompt_cache"))
     if not drafts:
         if prompt_store is not None:
             raise ValueError("prompt_store requires mtp=True or copy_drafts.")

@@ -57,6 +57,15 @@ class ImagePrompt:
         embeddings.advance(math.inf)
         return embeddings.array
 
+    def cache(self, model: Any, prompt_cache: list[Any] | None) -> list[Any]:
+        """A prompt cache, by default an empty one, that has the spans of the images behind its tokens.
+
+        mlx-lm's own functions, which pass the cache to the model, then prefill the images at the right positions, too.
+        """
+        cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
+        place_images(model, cache, self.spans(cache.n_tokens), are_embedded=True)
+        return cache.entries
+
 
 class ImageEmbeddings:
     """The embeddings of a prompt with images, which the vision tower computes between two steps of running answers.
@@ -175,16 +184,6 @@ def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     for piece in pieces[1:]:
         tokens += tokenizer.encode(piece, **kwargs | {"add_special_tokens": False})
     return tokens
-
-
-def place(model: Any, prompt: ImagePrompt, prompt_cache: list[Any] | None) -> list[Any]:
-    """Record the spans of a prompt's images in a prompt cache, by default an empty one -> the cache.
-
-    mlx-lm's own functions, which pass the cache to the model, then prefill the images at the right positions, too.
-    """
-    cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
-    place_images(model, cache, prompt.spans(cache.n_tokens), are_embedded=True)
-    return cache.entries
 
 
 def vision_of(model: Any) -> Vision:
