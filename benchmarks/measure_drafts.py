@@ -4,7 +4,7 @@
     python -m benchmarks.measure_drafts --acceptance FILES   acceptance of the bundled demo's first draft, by vocabulary
 
 The cost is the time of one pass of the head over one token, with its output layer and argmax. The two vocabularies alternate;
-each figure is a median. The corpus is ranked as by ``mlx_mtp.draft_vocab``.
+each figure is a median. The corpus is ranked as by ``mlx_mtp draft_vocab``.
 """
 
 import argparse

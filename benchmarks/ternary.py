@@ -1,7 +1,7 @@
 """Write the demo with ternary weights in a rotated basis, as Bonsai 2 has them, beside the head that was trained for its own.
 
     python -m benchmarks.ternary --mlx-path ternary
-    mlx_mtp.fit --model ternary --corpus FILES --mlx-path ternary-fitted
+    mlx_mtp fit --model ternary --corpus FILES --mlx-path ternary-fitted
 
 The demo's weights are rounded to -s, 0 and s in groups of 128 inputs, which are rotated behind random signs. Rounded alone they
 are a poor language model, so they are then trained, rounded, to say what the demo says of Python's standard library. The result

@@ -1,7 +1,7 @@
 """Put the trained vision tower onto the demo: a checkpoint that names what small pictures show.
 
     python examples/captions.py captions
-    mlx_mtp.generate --mtp --model captions --image tests/data/captions/00-number.png --prompt '\"\"\"'
+    mlx_mtp generate --mtp --model captions --image tests/data/captions/00-number.png --prompt '\"\"\"'
 
 tests/data/captions has what differs from the demo's files; train_captions.py made it.
 """

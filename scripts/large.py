@@ -1,7 +1,7 @@
 """Write a synthetic checkpoint of 6 GB in 6 shards, in the raw layout, to measure the memory that its conversion takes:
 
 python -m scripts.large FOLDER
-/usr/bin/time -v mlx_mtp.convert --hf-path FOLDER --mlx-path OUT -q
+/usr/bin/time -v mlx_mtp convert --hf-path FOLDER --mlx-path OUT -q
 """
 
 import json

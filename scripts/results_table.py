@@ -2,7 +2,7 @@
 
     python -m scripts.results_table
 
-Each file is what ``mlx_mtp.benchmark --model M --report FILE`` wrote on one machine.
+Each file is what ``mlx_mtp benchmark --model M --report FILE`` wrote on one machine.
 """
 
 import argparse

@@ -47,15 +47,22 @@ BLOCK = re.compile(r"^(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE |
 SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)", re.MULTILINE)
 # Measuring, fitting and long answers take minutes: the same commands for a short time.
 SHORT = """
-FIT="--max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20 --cache-gb 0.01"
-mlx_mtp.benchmark() {
-  [[ "$*" == *--prompts* ]] || set -- "$@" --prompts MY_PROMPTS
-  [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
-  command mlx_mtp.benchmark "$@" --max-tokens 8
+mlx_mtp() {
+  local name=$1
+  shift
+  case $name in
+    benchmark)
+      [[ "$*" == *--prompts* ]] || set -- "$@" --prompts MY_PROMPTS
+      [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
+      set -- "$@" --max-tokens 8 ;;
+    draft_vocab) set -- "$@" --size 1024 ;;
+    fit)
+      set -- "$@" --iters 40 --learning-rate 1e-3 --max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20
+      set -- "$@" --cache-gb 0.01 ;;
+    generate) set -- "$@" --max-tokens 20 ;;
+  esac
+  command mlx_mtp $name "$@"
 }
-mlx_mtp.draft_vocab() { command mlx_mtp.draft_vocab "$@" --size 1024; }
-mlx_mtp.fit() { command mlx_mtp.fit "$@" --iters 40 --learning-rate 1e-3 $FIT; }
-mlx_mtp.generate() { command mlx_mtp.generate "$@" --max-tokens 20; }
 """
 TEMPLATE = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}\n{% endfor %}"
 FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "ORIGINAL_REPO", "REPO_WITHOUT_HEAD")

@@ -6,7 +6,7 @@
 
 npm must be allowed to run the install script of opencode (``npm install --allow-scripts``, or ``node postinstall.mjs`` in its
 folder). Each client runs in a network namespace that has nothing but the loopback device (``unshare -n``, as root), with an
-empty environment and a HOME of its own, against ``mlx_mtp.server`` with a tiny model: nothing leaves the machine. What it left
+empty environment and a HOME of its own, against ``mlx_mtp server`` with a tiny model: nothing leaves the machine. What it left
 on disk must be right, it must say the model's last words, and the server's log may have no traceback. Takes a minute or two for
 each client.
 """
@@ -56,7 +56,7 @@ QUIET_VARIABLES = {
 
 
 def configure(name: str, home: Path, url: str) -> dict[str, str]:
-    """Write a client's settings, as ``mlx_mtp.server --print-config`` prints them -> its environment."""
+    """Write a client's settings, as ``mlx_mtp server --print-config`` prints them -> its environment."""
     settings = CLIENT_SETTINGS[name](ServerAddress(url.removesuffix("/v1"), context=CONTEXT))
     if settings.file:
         text = settings.text

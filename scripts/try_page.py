@@ -334,13 +334,13 @@ def no_storage(page: Page, shot: Callable[..., None]) -> None:
             f"Object.defineProperty(window, '{name}', {{ get() {{ throw Error('{name} is off'); }} }})"
         )
     Fake(page).say("Here.")
-    expect(page.locator("#notice")).to_have_text("The browser did not keep the chats: indexedDB is off")
+    expect(page.locator("#notice")).to_have_text("The browser could not save the chats: indexedDB is off")
     ask(page, "Are you there?")
     wait(page)
     expect(page.locator(".answer > .text")).to_have_text("Here.")
     page.click("#show-settings")
     page.uncheck("#thinking")
-    expect(page.locator("#notice")).to_have_text("The browser does not keep the settings: localStorage is off")
+    expect(page.locator("#notice")).to_have_text("The browser could not save the settings: localStorage is off")
 
 
 def keyboard(page: Page, shot: Callable[..., None]) -> None:

@@ -169,14 +169,14 @@ def test_cache_lists_and_removes_heads(hub, capsys, monkeypatch):
     status, _, err = run(capsys, monkeypatch, cache.main, "--remove", "org/other")
     assert (status, err) == (
         2,
-        "mlx_mtp cache: error: No head of org/other was fetched: `mlx_mtp cache` lists them.\n",
+        "mlx_mtp cache: error: There is no downloaded head of org/other: `mlx_mtp cache` lists the heads.\n",
     )
     assert (
         run(capsys, monkeypatch, cache.main, "--remove", "org/original")[1]
         == "Removed the head of org/original, 2.5 MB\n"
     )
     assert not head.parent.exists()
-    assert "No heads were fetched." in run(capsys, monkeypatch, cache.main)[1]
+    assert "There are no downloaded heads." in run(capsys, monkeypatch, cache.main)[1]
 
 
 def test_doctor_of_the_demo(capsys, monkeypatch):

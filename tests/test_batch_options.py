@@ -91,7 +91,7 @@ def test_a_depth_of_one_sequence_is_refused():
         ({"num_draft_tokens": 9}, f"{DRAFTS} 9."),
         ({"prefill_step_size": 0}, f"prefill_step_size {POSITIVE} 0."),
         ({"copy_drafts": 17}, f"{COPIES} 17."),
-        ({"prompt_caches": [None, [1]]}, "The prompt cache has 1 entries and this model's 4"),
+        ({"prompt_caches": [None, [1]]}, "The prompt cache has 1 entries, and this model needs 4"),
     ],
     ids=str,
 )

@@ -185,9 +185,9 @@ def test_head_begins_after_tokens_it_lacks(family):
 
 def test_rejects_the_cache_of_another_model():
     model = deep_model("qwen3_5")
-    with pytest.raises(ValueError, match="5 entries and this model's 6"):
+    with pytest.raises(ValueError, match="5 entries, and this model needs 6"):
         open_prompt_cache(model, make_prompt_cache(model)[1:])
     with pytest.raises(
-        ValueError, match="Entry 0 of the prompt cache is a KVCache, where this model's is a ArraysCache"
+        ValueError, match="Entry 0 of the prompt cache is a KVCache, and this model needs a ArraysCache"
     ):
         open_prompt_cache(model, make_prompt_cache(model)[:4][::-1])

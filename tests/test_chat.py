@@ -230,7 +230,7 @@ def test_any_word_can_be_said_to_the_model(trained, prompts, text):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/quit", "There is no command /quit: see /help, or put a space before it to say it to the model."),
+        ("/quit", "There is no command /quit: see /help, or put a space before it to send it to the model."),
         ("/etc/hosts what is it?", "There is no command /etc/hosts: "),
         ("/", "There is no command /: "),
         ("/reset now", "/reset takes no argument."),
@@ -294,7 +294,7 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(trained, prompts, t
         command.respond(line, second)
     assert prompts[2:] == ["<system>Be brief.\n<user>a\n<assistant>\n<user>b\n", "<user>c\n"]
     assert second.transcript[:3] == first.transcript
-    assert "2 messages of" in capsys.readouterr().out
+    assert "Loaded 2 messages from" in capsys.readouterr().out
 
 
 def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):

@@ -139,7 +139,7 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
     ("command", "flags", "message"),
     [
         ("generate", ["--mtp", "def add(a, b):"], "--mtp takes a head, and 'def add(a, b):' is neither a folder nor the name of"
-         " a repository. The prompt of a text is given with --prompt."),
+         " a repository. Pass the prompt with --prompt."),
         ("generate", ["--mtp", "Hello"], "--mtp takes a head, and 'Hello' is neither"),
         ("generate", ["--mtp", "Why? " * 1000], f"--mtp takes a head, and '{'Why? ' * 12}...' is neither"),
         ("chat", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither a folder nor the name of a repo"),
@@ -152,7 +152,7 @@ def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, co
         monkeypatch.setattr(module, name, None, raising=False)  # calling it would raise a TypeError
     assert run(monkeypatch, command, *flags) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"mlx_mtp.{command}: error: {message}")
+    assert error.startswith(f"mlx_mtp {command}: error: {message}")
     assert error.count("\n") == 1
 
 
@@ -178,7 +178,7 @@ def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, co
 def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag, others):
     assert run(monkeypatch, command, flag, "", *others) == 2
     name = "--hf-path" if flag == "--model" and command == "convert" else flag
-    assert capsys.readouterr().err == f"mlx_mtp.{command}: error: {name} is empty: give it a value, or leave it out.\n"
+    assert capsys.readouterr().err == f"mlx_mtp {command}: error: {name} is empty: give it a value, or leave it out.\n"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
             "--prompt a --prompt-cache-dir FILE/a",
             "--prompt-cache-dir: the folder FILE/a cannot be written to",
         ),
-        ("generate", "--prompt a --settings GONE", "There are no settings GONE"),
+        ("generate", "--prompt a --settings GONE", "There is no settings file GONE"),
         ("generate", "--prompt a --settings FILE", "FILE is not a settings file"),
         ("generate", "--prompt a --draft-vocab GONE", "There is no draft vocabulary GONE"),
         ("generate", "--prompt a --draft-vocab FILE", "FILE is not a draft vocabulary"),

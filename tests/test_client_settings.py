@@ -1,4 +1,4 @@
-"""``mlx_mtp.server --print-config``: what is printed is what the client reads."""
+"""``mlx_mtp server --print-config``: what is printed is what the client reads."""
 
 import json
 import shlex

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mlx_mtp
+from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
 from mlx_mtp.server import arguments
 from mlx_mtp.server.engine import provider
@@ -19,7 +20,7 @@ from mlx_mtp.server.engine import provider
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 MAIN = SCRIPTS.pop("mlx_mtp")  # tests/test_about.py
-PARSERS = {name: import_module(target.partition(":")[0]).make_parser() for name, target in SCRIPTS.items()}
+PARSERS = {name: import_module(module).make_parser() for name, (module, _) in COMMANDS.items()}
 PAGES = [
     file
     for pattern in (
@@ -48,16 +49,16 @@ def text_of(page: Path) -> str:
 def commands(text: str) -> list[tuple[str, list[str]]]:
     """The commands in a text, each with its flags."""
     text = text.replace("\\\n", " ")
-    calls = re.findall(r"\b(mlx_mtp\.[a-z_]+)((?: +[^`\n|;&]*)?)", text)
-    return [(name, re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) for name, rest in calls if name in SCRIPTS]
+    calls = re.findall(r"\bmlx_mtp[. ]([a-z_]+)((?: +[^`\n|;&]*)?)", text)
+    return [(name, re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) for name, rest in calls if name in PARSERS]
 
 
 def test_pages_are_found():
     names = {page.name for page in PAGES}
     assert {"README.md", "tuning.md", "quickstart.ipynb", "settings.py", "kill.py", "run_blocks.py"} <= names
     assert sum(len(flags) for page in PAGES for _, flags in commands(text_of(page))) > 60
-    found = commands("`mlx_mtp.fit --model X` and mlx_mtp.convert -q \\\n  --mlx-path Y | less --no")
-    assert found == [("mlx_mtp.fit", ["--model"]), ("mlx_mtp.convert", ["--mlx-path"])]
+    found = commands("`mlx_mtp fit --model X` and mlx_mtp.convert -q \\\n  --mlx-path Y | less --no")
+    assert found == [("fit", ["--model"]), ("convert", ["--mlx-path"])]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -73,33 +74,33 @@ def test_every_name_and_flag_is_one_that_runs(page):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_the_module_that_has_its_name(name):
-    parser, (module, function) = PARSERS[name], SCRIPTS[name].split(":")
-    assert parser.prog == name
+    module, function = SCRIPTS[name].split(":")
     assert module.removesuffix(".__main__") == name
+    assert COMMANDS[name.removeprefix("mlx_mtp.")][0] == module
     assert callable(getattr(import_module(module), function))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_version(name, capsys):
     with pytest.raises(SystemExit) as e:
         PARSERS[name].parse_args(["--version"])
     assert e.value.code == 0
-    assert capsys.readouterr().out == f"{name} {mlx_mtp.__version__}\n"
+    assert capsys.readouterr().out == f"mlx_mtp {name} {mlx_mtp.__version__}\n"
 
 
 def test_a_module_runs_as_its_script():
     done = subprocess.run([sys.executable, "-m", "mlx_mtp.chat", "--version"], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"mlx_mtp.chat {mlx_mtp.__version__}\n", "")
+    assert (done.stdout, done.stderr) == (f"mlx_mtp chat {mlx_mtp.__version__}\n", "")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_help_has_groups_and_defaults(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[name]
     assert max(map(len, parser.format_help().splitlines())) <= 80
     grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
     others = {action.dest for action in parser._actions} - {action.dest for action in grouped}
-    if name != "mlx_mtp.draft_vocab":  # which has four flags
+    if name in ("generate", "chat", "server", "convert", "benchmark", "fit"):  # others have few flags
         assert others <= {"help", "version", "verbose"}
     for action in grouped:
         is_value = (
@@ -109,7 +110,7 @@ def test_help_has_groups_and_defaults(name, monkeypatch):
 
 
 def test_our_own_flags_are_the_first_of_the_drafts():
-    for name in ("mlx_mtp.generate", "mlx_mtp.server", "mlx_mtp.chat"):
+    for name in ("generate", "server", "chat"):
         (drafts,) = (g for g in PARSERS[name]._action_groups if g.title == "drafts")
         names = [action.dest for action in drafts._group_actions]
         theirs = [n for n in ("num_draft_tokens", "draft_model") if n in names]
@@ -119,7 +120,7 @@ def test_our_own_flags_are_the_first_of_the_drafts():
 
 def test_a_flag_of_several_commands_means_one_thing():
     for flag in ("--mtp", "--settings", "--acceptance", "--draft-vocab", "--mtp-bits", "--draft-head-bits"):
-        actions = [p._option_string_actions.get(flag) for name, p in PARSERS.items() if name != "mlx_mtp.convert"]
+        actions = [p._option_string_actions.get(flag) for name, p in PARSERS.items() if name != "convert"]
         kinds = {(a.nargs, a.const, str(a.choices), type(a)) for a in actions if a is not None}
         assert len(kinds) == 1, flag
 
@@ -128,7 +129,7 @@ def test_a_flag_of_several_commands_means_one_thing():
     "flag", ["--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"]
 )
 def test_a_flag_of_generate_and_chat_has_one_help(flag):
-    ours, others = (PARSERS[f"mlx_mtp.{name}"]._option_string_actions[flag] for name in ("generate", "chat"))
+    ours, others = (PARSERS[name]._option_string_actions[flag] for name in ("generate", "chat"))
     assert ours.help == others.help
 
 
@@ -156,7 +157,7 @@ def test_mtp_takes_a_head_of_its_own_in_the_server(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(provider, "load", load)
-    options = arguments.check(PARSERS["mlx_mtp.server"].parse_args(["--mtp", "org/head", "--model", "org/model"]))
+    options = arguments.check(PARSERS["server"].parse_args(["--mtp", "org/head", "--model", "org/model"]))
     models = provider.ModelProvider(options)
     with pytest.raises(ValueError, match="enough"):
         models.load(models.default)
@@ -166,7 +167,7 @@ def test_mtp_takes_a_head_of_its_own_in_the_server(monkeypatch):
 def test_a_head_of_its_own_is_of_one_model():
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
         args = arguments.make_parser().parse_args(["--mtp", "org/head", *more])
-        with pytest.raises(ValueError, match="--mtp HEAD is of one model"):
+        with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
             arguments.check(args)
 
 

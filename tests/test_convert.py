@@ -202,7 +202,7 @@ def test_the_tower_is_kept_as_it_was(seeing):
     assert (out / "preprocessor_config.json").read_bytes() == (original / "preprocessor_config.json").read_bytes()
     card = ModelCard.load(out / "README.md")
     assert card.data.pipeline_tag == "image-text-to-text"
-    assert f"mlx_mtp.generate --mtp --model {out} --image" in card.text
+    assert f"mlx_mtp generate --mtp --model {out} --image" in card.text
 
 
 def test_an_image_has_the_same_rows_after_conversions(seeing, tmp_path):
@@ -323,7 +323,7 @@ def test_converts_a_repository_with_its_card(offline, tmp_path, hub, monkeypatch
     convert(name, str(tmp_path / "out"))
     card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.base_model, card.data.tags) == ("apache-2.0", name, ["chat", "mlx"])
-    assert f"mlx_mtp.generate --mtp --model {tmp_path / 'out'}" in card.text
+    assert f"mlx_mtp generate --mtp --model {tmp_path / 'out'}" in card.text
     record = json.loads((tmp_path / "out" / "config.json").read_text())["mlx_mtp"]
     assert (record["source"], record["revision"]) == (name, commit)
 
@@ -339,7 +339,7 @@ def test_upload_keeps_the_card(graft, tmp_path, monkeypatch):
     )
     api.create_repo.assert_called_once_with(repo_id="me/mine", exist_ok=True)
     api.upload_folder.assert_called_once_with(repo_id="me/mine", folder_path=tmp_path / "out")
-    assert "mlx_mtp.generate --mtp --model me/mine" in (tmp_path / "out" / "README.md").read_text()
+    assert "mlx_mtp generate --mtp --model me/mine" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_failed_upload_keeps_the_folder(capsys, tmp_path, hub):
@@ -359,7 +359,7 @@ def test_ignores_an_unreadable_card(card, tmp_path, caplog):
     (folder / "README.md").write_bytes(card)
     convert(str(folder), str(tmp_path / "out"))
     assert "README.md is ignored" in caplog.text
-    assert "mlx_mtp.generate --mtp" in (tmp_path / "out" / "README.md").read_text()
+    assert "mlx_mtp generate --mtp" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
@@ -384,7 +384,7 @@ def test_the_command_ends_with_the_result_and_the_next_command(capsys, tmp_path)
     status, out, _ = run(capsys, "--hf-path", DATA / "dense", "--mlx-path", tmp_path / "my model")
     assert status == 0
     wrote, following = out.splitlines()[-2:]
-    assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ GB", wrote)
+    assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ MB", wrote)
     assert following == f"[INFO] Next: `mlx_mtp chat --mtp --model '{tmp_path}/my model'`"
 
 
@@ -459,7 +459,7 @@ def test_a_quantization_that_changes_nothing_is_refused(capsys, tmp_path):
         ("done", "--mtp-bits 4", "it is quantized already, so give the original, or --dequantize first"),
     ]:
         status, _, err = run(capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split())
-        assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp.convert: error: Nothing would be quantized: {message}.")
+        assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp convert: error: Nothing would be quantized: {message}.")
         assert not (tmp_path / "out").exists()
 
 

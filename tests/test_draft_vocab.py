@@ -424,7 +424,7 @@ LOAD_ERRORS = [
     ({"draft_vocab": [-3]}, "draft_vocab has the token id -3"),
     (
         {"draft_vocab": "none.json"},
-        "There is no draft vocabulary none.json: write it with `mlx_mtp.draft_vocab",
+        "There is no draft vocabulary none.json: write it with `mlx_mtp draft_vocab",
     ),
     ({"mtp_bits": 7}, "mtp_bits is 7; MLX quantizes to 2, 3, 4, 5, 6, 8 bits"),
     ({"draft_head_bits": 16}, "draft_head_bits is 16; MLX quantizes to"),

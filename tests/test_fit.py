@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def run(monkeypatch, folder, name, *flags):
-    """``mlx_mtp.fit`` in this process."""
+    """``mlx_mtp fit`` in this process."""
     argv = [
         "--model",
         folder / "model",
@@ -581,7 +581,7 @@ def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys, flags, messa
         command.main()
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("mlx_mtp.fit: error: ")
+    assert error.startswith("mlx_mtp fit: error: ")
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -371,7 +371,7 @@ def test_a_missing_head_is_an_error_without_fallback(capsys, tmp_path):
     status, out, err = run(capsys, "--mtp", "--model", headless, "-m", 5)
     assert (status, out) == (2, "")
     assert re.fullmatch(
-        r"mlx_mtp\.generate: error: .* has no MTP head, and its original was not found\. .* without --mtp\.\n",
+        r"mlx_mtp generate: error: .* has no MTP head, and its original was not found\. .* without --mtp\.\n",
         err,
     )
     status, out, _ = run(capsys, "--model", headless, "-m", 5)
@@ -404,7 +404,7 @@ def test_a_bad_checkpoint_is_one_line_and_status_2(capsys, tmp_path, spoil):
     spoil(folder)
     status, out, err = run(capsys, "--mtp", "--model", folder, "-m", 1)
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("mlx_mtp.generate: error: ")
+    assert err.startswith("mlx_mtp generate: error: ")
 
 
 def test_a_truncated_file_is_one_line_without_mtp(capsys, tmp_path):
@@ -450,7 +450,7 @@ def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys, flags):
     status, out, err = run(capsys, *flags.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     name, value = flags.split()
-    assert re.fullmatch(rf"mlx_mtp\.generate: error: {name} must be .*, not {value}(\.0)?\.\n", err)
+    assert re.fullmatch(rf"mlx_mtp generate: error: {name} must be .*, not {value}(\.0)?\.\n", err)
 
 
 @pytest.mark.parametrize("flags", ["--max-tokens -1", f"--seed {2**64 - 1}", "--top-p 0", "--temp 0", "--kv-bits 3"])
@@ -538,7 +538,7 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
         (["--chat-template-config", "[]"], "must be a JSON object, not []"),
         (["--chat-template-config", "{"], "is not JSON"),
         (["--draft-p-min", "7"], "from 0 to 1, not 7"),
-        (["--settings", tmp_path], "There are no settings"),
+        (["--settings", tmp_path], "There is no settings file"),
         (["--prompt-cache-dir", DATA / "dense" / "config.json"], "config.json"),
         (["--prompt-cache-dir", tmp_path, "--check"], "--prompt-cache-dir and --check cannot be combined"),
     ]

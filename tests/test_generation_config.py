@@ -147,7 +147,7 @@ def test_requests_without_sampling_have_the_models(tmp_path, used, caplog):
     assert texts[0] == texts[1]
     sampled = Sampling(0.8, 0.95, 20, 0.01)
     assert used == [sampled, sampled, Sampling(0, 0.95, 3, 0.01), Sampling(0.6, min_p=0.01)]
-    lines = [r.message.partition(": ")[2] for r in caplog.records if r.message.startswith("Sampling of requests")]
+    lines = [r.message.partition(": ")[2] for r in caplog.records if r.message.startswith("Default sampling")]
     assert lines == [str(sampled), "temperature 0.6, min_p 0.01"]  # at each load
 
 

@@ -115,7 +115,7 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
     assert len(after) > 8
 
 
-NOT_KNOWN = "The content of this prompt cache is not known.*make it anew"
+NOT_KNOWN = "The content of this prompt cache is not known.*Make a new one"
 
 
 @functools.cache

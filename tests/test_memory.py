@@ -176,7 +176,7 @@ def test_a_tight_model_is_warned_about(caplog, unlimited):
     model, _ = mlx_mtp.load(str(DEMO))
     with caplog.at_level(logging.WARNING):
         mlx_mtp.load(str(DEMO), max_memory=Account().held + int(1.06 * needs_of(model, 2048).total))
-    assert "hardly fits: it needs" in caplog.text
+    assert "barely fits: it needs" in caplog.text
 
 
 # A server
@@ -199,7 +199,7 @@ def test_a_lower_limit_holds_from_the_next_step_on(unlimited):
                 account.restrict(account.held // 2)
 
         engine.engine._advance = advance
-        for message in (r"The answer has ended after \d+ tokens, since", r"The prompt of \d+ tokens needs"):
+        for message in (r"The answer was stopped after \d+ tokens: ", r"The prompt of \d+ tokens needs"):
             with pytest.raises(ApiError, match=message) as refused:
                 engine.ask(HELLO, max_tokens=400)
             assert (refused.value.status, refused.value.code, len(n_steps)) == (507, "insufficient_memory", 3)
@@ -239,7 +239,7 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
         assert len(ends) == 1
         assert [e.status for e in refused] == [507]
         assert re.match(
-            r"The answer has ended after \d+ tokens, since the server may hold no more than ", refused[0].message
+            r"The answer was stopped after \d+ tokens: the server has reached its memory limit of ", refused[0].message
         )
         if isinstance(answers[1], ApiError):
             assert answers[0].tokens == alone.tokens

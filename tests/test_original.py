@@ -328,8 +328,8 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: runs.append(model) or FLOOR / 2)
     for _ in range(2):
         message = error_of(folder)
-        assert "accepts 15% of the drafts of the head of org/original" in message
-        assert "mlx_mtp.fit --model" in message
+        assert "accepts 15% of the drafts from the head of org/original" in message
+        assert "mlx_mtp fit --model" in message
     assert len(runs) == 1
     edit(folder, lambda w: w.update({n: 1.01 * x for n, x in w.items() if n.endswith("input_layernorm.weight")}))
     error_of(folder)

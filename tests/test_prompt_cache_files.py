@@ -75,7 +75,7 @@ DAMAGES = [
 def test_refuses_a_damaged_file(arrays, error, tmp_path):
     file, _ = saved(tmp_path)
     rewrite(file, **arrays)
-    with pytest.raises(ValueError, match=f"{error}.*make it anew with mlx_mtp.make_prompt_cache"):
+    with pytest.raises(ValueError, match=f"{error}.*Make a new one with mlx_mtp.make_prompt_cache"):
         mtp([7], model_of("qwen3_5"), prompt_cache=load_prompt_cache(file))
 
 
@@ -126,7 +126,9 @@ def test_refuses_another_models_file(tmp_path):
     quantized = deep_model("qwen3_5")
     nn.quantize(quantized, 32, 4)
     for other in (deep_model("qwen3_5", seed=1), deep_model("qwen3_5", dtype=mx.bfloat16), quantized):
-        with pytest.raises(ValueError, match="belongs to another model, or to other weights of this one: make it anew"):
+        with pytest.raises(
+            ValueError, match=r"belongs to another model, or to other weights of this model\. Make a new one"
+        ):
             mtp([7], other, prompt_cache=load_prompt_cache(file))
 
 

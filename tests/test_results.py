@@ -65,7 +65,7 @@ def test_a_run_that_fails_writes_nothing(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit) as e:
             run(monkeypatch, "--report", tmp_path / name)
         assert e.value.code == 2
-        assert capsys.readouterr().err.splitlines()[-1] == "mlx_mtp.benchmark: error: interrupted"
+        assert capsys.readouterr().err.splitlines()[-1] == "mlx_mtp benchmark: error: interrupted"
     assert [f.name for f in tmp_path.iterdir()] == ["old.json"]
     assert (tmp_path / "old.json").read_text() == "old"
 

@@ -463,7 +463,7 @@ def test_rejects_invalid_sizes(size, capsys):
 def test_start_says_where_and_how(server):
     log = server.log.read_text()
     assert log.count("Model: dense, with drafts of its MTP head\n") == 1
-    assert re.search(r"Memory: [\d.]+ [MG]B held of at most [\d.]+ GB\n", log)
+    assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
     assert log.count("Limits: context of 8192 tokens, ") == 1
     url = f"http://127.0.0.1:{server.port}"
     assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
@@ -554,7 +554,7 @@ def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
         command.main()
     assert end.value.code == 2
     err = capsys.readouterr().err
-    (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp.server: error: ")]
+    (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp server: error: ")]
     assert message in line
     assert "Traceback" not in err
 
@@ -569,5 +569,5 @@ def test_a_model_of_another_family_is_refused_in_one_line(tmp_path, monkeypatch,
         command.main()
     assert end.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "llama" in line]
-    assert line.startswith("mlx_mtp.server: error: ")
+    assert line.startswith("mlx_mtp server: error: ")
     assert "mlx_lm.server" in line

@@ -213,10 +213,10 @@ def test_rejects_invalid_prompts(server, prompt):
 @pytest.mark.parametrize("model", ["other", "../demo", "/etc/passwd", "org/name", "", "file:///etc/passwd", "x" * 5000])
 def test_no_name_of_a_client_is_loaded(server, model):
     """Where one model is served, any name means it."""
-    n_loaded = server.log.read_text().count("Prompt caches may take")
+    n_loaded = server.log.read_text().count("Prompt caches: up to")
     texts = [server.request(TEXT, {**GOOD, **change})[1]["choices"][0]["text"] for change in ({}, {"model": model})]
     assert texts[0] == texts[1]
-    assert server.log.read_text().count("Prompt caches may take") == n_loaded
+    assert server.log.read_text().count("Prompt caches: up to") == n_loaded
 
 
 @pytest.mark.parametrize("repeat", [20_000, 1_500_000])

@@ -124,7 +124,8 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read():
         answer = client.post("/v1/completions", json={"prompt": "import os"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_memory")
         assert re.match(
-            r"The prompt of \d+ tokens needs [\d.]+ MB, and .* are left of the ", answer.json()["error"]["message"]
+            r"The prompt of \d+ tokens needs [\d.]+ MB, and .* of the server's .* are free: ",
+            answer.json()["error"]["message"],
         )
         assert engine.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
     finally:
@@ -295,7 +296,7 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     assert changes.gone == {first.number}
     engine._drop(changes.gone)
     assert [*engine.waiting] == [second]
-    assert [str(e) for e in said] == ["The client has hung up."]
+    assert [str(e) for e in said] == ["The client has disconnected."]
 
 
 def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():

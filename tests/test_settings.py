@@ -180,12 +180,12 @@ DAMAGED = [
 @pytest.mark.parametrize("text", DAMAGED)
 def test_rejects_a_damaged_file(tmp_path, text):
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `mlx_mtp\.benchmark"):
+    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `mlx_mtp benchmark"):
         settings.read(tmp_path / "s.json")
 
 
 def test_rejects_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="There are no settings"):
+    with pytest.raises(FileNotFoundError, match="There is no settings file"):
         mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
 
 

@@ -11,20 +11,20 @@ import shtab
 from ._version import __version__
 
 COMMANDS = {
-    "demo": ("mlx_mtp.generate.demo", "compare plain decoding with drafts, on one prompt"),
+    "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
     "generate": ("mlx_mtp.generate.__main__", "generate text"),
     "chat": ("mlx_mtp.chat.__main__", "chat with a model"),
-    "server": ("mlx_mtp.server.__main__", "serve a model to clients and coding agents"),
-    "convert": ("mlx_mtp.convert.__main__", "convert a checkpoint, keep or add its head"),
-    "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed on this machine, and tune it"),
-    "fit": ("mlx_mtp.fit.__main__", "train a head for a fine-tune"),
-    "draft_vocab": ("mlx_mtp.draft_vocab", "choose the tokens that are drafted"),
-    "models": ("mlx_mtp.about.models", "list published models by the names that --model takes"),
+    "server": ("mlx_mtp.server.__main__", "serve a model to apps and coding agents"),
+    "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),
+    "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed, and find the fastest settings"),
+    "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),
+    "draft_vocab": ("mlx_mtp.draft_vocab", "make a draft vocabulary from your text"),
+    "models": ("mlx_mtp.about.models", "list published models and their names"),
     "doctor": ("mlx_mtp.about.doctor", "check this machine and a model"),
-    "cache": ("mlx_mtp.about.cache", "list and remove fetched heads"),
+    "cache": ("mlx_mtp.about.cache", "list and remove downloaded heads"),
 }
 SHELLS = ("bash", "zsh", "fish")
-FOLDERS = ("model", "adapter_path", "mlx_path", "hf_path")  # what flags take whose metavar does not say so
+FOLDERS = ("model", "adapter_path", "mlx_path", "hf_path")  # flags that take a folder, without a metavar that shows it
 HELP = "\n".join(
     [
         "usage: mlx_mtp COMMAND [flags]",

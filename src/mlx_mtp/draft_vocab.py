@@ -1,4 +1,4 @@
-"""``mlx_mtp.draft_vocab``: write a draft vocabulary for the user's own text.
+"""``mlx_mtp draft_vocab``: write a draft vocabulary for the user's own text.
 
 Token ids are ranked by frequency in the text. Drafts are chosen from the most frequent only, which makes their output layer
 smaller; verification still uses all. The list is a small JSON file beside the checkpoint, where ``mlx_mtp.load`` finds it.
@@ -79,7 +79,7 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
 
     counts = count_tokens(tokenizer, [Path(file) for file in corpus])
     if not counts:
-        raise ValueError("The corpus has no text: give files of text like the model's future output.")
+        raise ValueError("The corpus has no text: give files of text similar to the expected answers.")
     ids = select(rank(counts, vocab_size), size, always)
     write_atomic(file, json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n")
     covered = sum(counts[i] for i in ids) / counts.total()
@@ -101,12 +101,12 @@ def _load_vocabulary(model: str, path: Path) -> tuple[int, TokenizerWrapper]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_mtp.draft_vocab",
+        prog="mlx_mtp draft_vocab",
         description="Write a draft vocabulary for a model, ranked by frequency in your own text.",
     )
     parser.add_argument("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
     parser.add_argument(
-        "--corpus", required=True, nargs="+", metavar="FILE", help="Text like the model's future output."
+        "--corpus", required=True, nargs="+", metavar="FILE", help="Files of text similar to the expected answers."
     )
     parser.add_argument(
         "--size",
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Number of token ids, special and stop tokens included (default: 32768).",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help=f"The file to write (default: {LIST_FILE} beside the checkpoint)."
+        "--output", metavar="FILE", help=f"The file to write (default: {LIST_FILE} in the model's folder)."
     )
     return finish(parser, {})
 

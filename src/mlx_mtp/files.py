@@ -69,5 +69,5 @@ def _replacing(file: Path) -> Iterator[Path]:
             new = Path(folder) / file.name
             yield new
             new.replace(file)
-    except (OSError, RuntimeError) as e:  # MLX's is a RuntimeError
+    except (OSError, RuntimeError) as e:  # MLX raises a RuntimeError
         raise OSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e

@@ -115,11 +115,11 @@ def index_of(text):
 
 # What makes a checkpoint bad, the error and its message, and whether plain mlx-lm loads it all the same
 BAD = [
-    (no_head, ValueError, r"config of .*model claims .* `mlx_mtp\.convert .*, or generate without --mtp", True),
+    (no_head, ValueError, r"config of .*model claims .* `mlx_mtp convert .*, or generate without --mtp", True),
     (no_head_no_claim, ValueError, r"model has no MTP head: .*convert.*, or generate without --mtp", True),
     (part_of_a_head, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
     (wrong_shape, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
-    (own_embeddings, ValueError, "embeddings of its own", True),
+    (own_embeddings, ValueError, "its own embeddings", True),
     (cut_short, ValueError, "truncated or damaged", False),
     (damaged_header, ValueError, "truncated or damaged", False),
     (missing_shard, FileNotFoundError, "model-00002-of-00002.safetensors, which its index names", True),

@@ -45,7 +45,7 @@ class Answered:
 class Engine:
     """
     Args:
-        flags (str): Of ``mlx_mtp.server``.
+        flags (str): Of ``mlx_mtp server``.
     """
 
     def __init__(self, *flags: str):

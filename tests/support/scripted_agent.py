@@ -1,4 +1,4 @@
-"""``mlx_mtp.server`` with a model that does a coding agent's work by a script.
+"""``mlx_mtp server`` with a model that does a coding agent's work by a script.
 
 It reads ``notes.txt``, makes "three" of "two" in it, runs a command and ends, with the tools that the client offers. Which step
 comes next is told by the results of tools in the conversation. Where the client offers no tools, it edits as Aider reads it, or

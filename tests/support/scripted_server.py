@@ -1,4 +1,4 @@
-"""``mlx_mtp.server``, in which a request says what the model says.
+"""``mlx_mtp server``, in which a request says what the model says.
 
 - ``chat_template_kwargs: {"say": TEXT}``: that text, token by token.
 - A temperature of 1.25: nothing, it fails as mlx-lm's compiled samplers can.

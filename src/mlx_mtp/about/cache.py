@@ -15,9 +15,9 @@ from ..cli.parser import finish, parse
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp cache",
-        description="List the MTP heads that were fetched from originals. Models are in the hub's cache: `hf cache ls`.",
+        description="List the downloaded MTP heads. `hf cache ls` lists the models.",
     )
-    parser.add_argument("--remove", metavar="ORIGINAL", help="Remove the heads of this original, or all of them: all.")
+    parser.add_argument("--remove", metavar="ORIGINAL", help="Remove the head of this original; all removes all heads.")
     return finish(parser, {})
 
 
@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> None:
     if args.remove is None:
         rows = [["original", "revision", "size"]]
         rows += [[head.source, head.revision[:8], f"{head.nbytes / 1e6:.1f} MB"] for head in heads]
-        print("\n".join(table(rows)) if heads else "No heads were fetched.")
+        print("\n".join(table(rows)) if heads else "There are no downloaded heads.")
         for use, folder in cache_folders():
             print(f"{use} are in {folder}")
         return
     chosen = [head for head in heads if args.remove in ("all", head.source)]
     if not chosen:
-        raise ValueError(f"No head of {args.remove} was fetched: `mlx_mtp cache` lists them.")
+        raise ValueError(f"There is no downloaded head of {args.remove}: `mlx_mtp cache` lists the heads.")
     for head in chosen:
         n = head.nbytes
         source = head.source

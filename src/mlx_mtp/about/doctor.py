@@ -74,12 +74,12 @@ def _model(name: str) -> Iterator[Line]:
         yield "Head", f"of {head.source}, {head.nbytes / 1e6:.1f} MB"
         accepted = head.acceptance(model.fingerprint()) or 0.0
     tuned = model.drafting.tuned
-    yield "Settings", "none: `mlx_mtp.benchmark --tune` measures some" if tuned is None else str(tuned)
+    yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
     yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
     yield "Verdict", verdict(accepted)
 
 
 def verdict(accepted: float) -> str:
     if accepted < FLOOR:
-        return "the model rejects most drafts: `mlx_mtp.fit` trains the head, `--copy-drafts auto` drafts without it"
-    return "ready: use --mtp; `mlx_mtp.benchmark` measures the speed"
+        return "the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"
+    return "ready: use --mtp; `mlx_mtp benchmark` measures the speed"

@@ -16,10 +16,10 @@ CONTEXT = 32_768  # tokens
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp models",
-        description="List the published models that --model takes by name: the size of the weights and of the head, the "
-        "memory of a context, whether the model fits this machine, and what is in the cache.",
+        description="List the published models by their names for --model: the size of the weights and the head, the memory "
+        "of a context, whether the model fits this machine, and whether it is downloaded.",
     )
-    parser.add_argument("--context", type=int, default=CONTEXT, help="Tokens of the context.")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="Length of the context in tokens.")
     return finish(parser, {})
 
 
@@ -52,7 +52,7 @@ def show(context: int) -> str:
         )
     note = (
         f"Sizes are in GB: weights in 4 bits (Bonsai 2: in 2), the head and {context:,} tokens of context in 16.\n"
-        f"MLX may use {account.limit / GB:.0f} GB here. With more bits: -8bit or -bf16 behind a name, where published.\n"
+        f"MLX may use {account.limit / GB:.0f} GB here. For more bits, add -8bit or -bf16 to a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
     )
     return "\n".join([*table(rows), "", note])

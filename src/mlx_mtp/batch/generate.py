@@ -23,8 +23,8 @@ class BatchResponse(StockResponse):
 
     Args:
         counts (List[DraftCounts]): Drafts made and accepted for each prompt, by position in the window.
-        errors (List[Optional[Exception]]): The exception of a prompt's sampler or logits processor, which ends its text and no
-          other.
+        errors (List[Optional[Exception]]): The exception of a prompt's sampler or logits processor, which stops only this
+          prompt's text.
     """
 
     counts: list[DraftCounts] = field(default_factory=list)
@@ -64,13 +64,13 @@ def batch_generate(
         return_prompt_caches (bool): Return the prompt caches in the response. Default: ``False``.
         return_token_ids (bool): Return the generated token IDs in the response. Default: ``False``.
         return_logprobs (bool): Return the log-probability of each generated token. Default: ``False``.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
-          every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): Where a text repeats itself, draft what followed there: up to this many tokens,
+        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
+          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): If a text repeats itself, draft the tokens that followed: up to this many,
           ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
         samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
-        logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. An object that keeps
-          state from token to token must not be shared. Default: ``None``.
+        logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. Objects with state
+          must not be shared. Default: ``None``.
         kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler``.
 
     Returns:
@@ -81,7 +81,7 @@ def batch_generate(
     """
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]
-    kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for a token
+    kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
     kwargs |= {
         "num_draft_tokens": num_draft_tokens,
         "copy_drafts": copy_drafts,

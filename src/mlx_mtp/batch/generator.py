@@ -39,26 +39,26 @@ class BatchGenerator:
     """
     A batch generator implements continuous batching, as mlx-lm's ``BatchGenerator``, with drafts by the model's MTP head.
 
-    Each sequence has its own prompt, cache, sampler, logits processors and end, and accepts or rejects its own drafts. Prompts
-    are read one after the other, in chunks between two steps.
+    Each sequence has its own prompt, cache, sampler, logits processors and stop tokens, and accepts or rejects its own drafts.
+    Prompts are prefilled one after the other, in chunks between two steps.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
-        max_tokens (int): The maximum number of tokens of a sequence that does not say it. Default: ``128``.
-        stop_tokens (Sequence[Sequence[int]], optional): Token sequences that end a sequence that does not say them.
-        sampler (Sampler, optional): Of sequences that have none of their own. Default: ``None``, the most likely token.
-        logits_processors (List[LogitsProcessor], optional): Of sequences that have none of their own. An object that keeps
-          state from token to token belongs to one sequence.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen at
-          every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): Copy the drafts of a sequence that repeats itself, where copies are likelier
-          accepted than the head's drafts: up to this many in a step, 1 to 16, ``"auto"``, as many as the window of the other
-          drafts has room for, or where there are none, chosen for speed, or ``"off"``. Default: ``None``, ``"auto"`` unless
+        max_tokens (int): The maximum number of tokens of sequences without their own. Default: ``128``.
+        stop_tokens (Sequence[Sequence[int]], optional): Stop sequences of sequences without their own.
+        sampler (Sampler, optional): The sampler of sequences without their own. Default: ``None``, the most likely token.
+        logits_processors (List[LogitsProcessor], optional): The processors of sequences without their own. Objects with state
+          must not be shared by sequences.
+        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
+          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): Copy drafts when a sequence repeats itself and copies are more likely to be
+          accepted than the head's drafts: up to this many in a step, 1 to 16; ``"auto"``, as many as fit in the window of the
+          other drafts, or if there are none, the fastest number; or ``"off"``. Default: ``None``, ``"auto"`` unless
           ``num_draft_tokens`` is given as a number.
-        completion_batch_size (int): The most sequences that generate at once. Default: ``32``.
-        prefill_step_size (int): The most prompt tokens to prefill between two steps. Default: ``2048``.
-        max_token_gap (float): The target for the time between two tokens of a sequence while prompts are prefilled, in seconds:
-          fewer are read between two steps where it would be longer. Default: ``0.5``.
+        completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
+        prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
+        max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds: fewer
+          are prefilled between two steps if needed. Default: ``0.5``.
         min_decode_share (float): The share of the time that steps get while prompts are prefilled, from 0 to below 1.
           Default: ``0.33``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
@@ -106,12 +106,12 @@ class BatchGenerator:
             copy_drafts,
             kv.kv_bits is not None,
         )
-        self.defaults.resolve(num_draft_tokens, copy_drafts)  # checks them
+        self.defaults.resolve(num_draft_tokens, copy_drafts)  # raises if they are invalid
         self.stream = stream or generation_stream
         self.planner = Planner(self.model, timing_of(self.model).of_batches)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
-                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # sequences come later
+                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
         p_min, exchange = resolve(self.model).p_min, self.planner.exchange
         self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=exchange, stream=self.stream)
         self.return_prompt_caches = return_prompt_caches
@@ -158,7 +158,7 @@ class BatchGenerator:
 
     @property
     def next_chunk(self) -> tuple[int, int]:
-        """The most tokens that the next chunk of a prompt may have, and those of its text up to there; (0, 0) for none."""
+        """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
         return self.prompts.next_chunk(self.prefill_budget.sizes[0])
 
     # Sequences come and go
@@ -183,7 +183,7 @@ class BatchGenerator:
         images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
     ) -> list[int]:
         """
-        Add sequences, which begin with the next step. The options have one entry for each, as in mlx-lm.
+        Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
 
         Args:
             segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
@@ -193,13 +193,13 @@ class BatchGenerator:
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
             stop_sequences (List[StopSequences], optional): The stop sequences of each.
-            num_draft_tokens (List[Union[int, str]], optional): The drafts of each in a step, as for the generator, whose own is
-              the most of all; ``None`` for the generator's.
-            copy_drafts (List[Union[int, str]], optional): The most copies of each in a step, as for the generator; ``None`` for
-              the generator's, or ``"off"`` where a number of drafts is given.
+            num_draft_tokens (List[Union[int, str]], optional): The number of drafts of each in a step, at most the generator's;
+              ``None`` for the generator's.
+            copy_drafts (List[Union[int, str]], optional): The maximum number of copies of each in a step, as for the generator;
+              ``None`` for the generator's, or ``"off"`` if a number of drafts is given.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
-            input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): Of each, [T, H], or to be computed between
-              steps; ``None`` for the tokens'.
+            input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): The embeddings of each, [T, H], or embeddings
+              to compute between steps; ``None`` for those of the tokens.
             images (List[List[ImageSpan]], optional): The images of each text, as for ``mtp_generate_step``.
 
         Returns:

@@ -44,7 +44,7 @@ def check_entries(options: abc.Mapping[str, Any], n: int) -> None:
 
 @dataclass(frozen=True)
 class Defaults:
-    """The options of sequences that have none of their own: arguments of ``BatchGenerator``.
+    """The default options of sequences: arguments of ``BatchGenerator``.
 
     Args:
         model (MTPModel): The model of all sequences.
@@ -70,7 +70,7 @@ class Defaults:
         own = resolve(self.model, given, self.copy_drafts if copy_drafts is None else copy_drafts)
         numbers = [own.num_draft_tokens, self.num_draft_tokens]
         for number in numbers:
-            if isinstance(number, Depth):  # it has the times of one sequence
+            if isinstance(number, Depth):  # a Depth has the times of one sequence
                 raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
         most = min((n for n in numbers if isinstance(n, int)), default=None)
         return own if most is None else replace(own, num_draft_tokens=most)

@@ -86,7 +86,7 @@ class Prompts:
         return responses
 
     def next_chunk(self, most: int) -> tuple[int, int]:
-        """The largest of the next chunks of ``most`` tokens or fewer: its tokens, and those of its text up to its end."""
+        """The largest of the next chunks of up to ``most`` tokens: its length, and the length of its text up to its end."""
         chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not _is_prefilled(s)]
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 

@@ -1,1 +1,1 @@
-"""``mlx_mtp.benchmark``: MTP against mlx-lm's own generation."""
+"""``mlx_mtp benchmark``: MTP against mlx-lm's own generation."""

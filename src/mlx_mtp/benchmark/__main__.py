@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.benchmark``."""
+"""The command line of ``mlx_mtp benchmark``."""
 
 import argparse
 import json
@@ -44,8 +44,8 @@ GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "jso
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_mtp.benchmark",
-        description="Measure MTP beside plain mlx-lm: both take turns on the same prompts.",
+        prog="mlx_mtp benchmark",
+        description="Compare the speed of MTP and plain mlx-lm, in turns on the same prompts.",
         conflict_handler="resolve",  # a flag that is added replaces one of that name
     )
     _add_measurement(parser)
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_measurement(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
+    add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
     add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
     add(
         "--compare-depths",
@@ -103,8 +103,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts",
         metavar="FILE|KIND",
-        help="A text file of prompts, separated by lines of three dashes, or `nine` kinds of request, `copying` for four whose "
-        "answers copy from the prompt, `python` for beginnings of Python files (default: nine, or python for the demo).",
+        help="A file of prompts, separated by lines of three dashes, or a built-in set: nine (kinds of request), copying "
+        "(four prompts with answers that repeat them), python (beginnings of Python files). Default: nine, or python for the "
+        "demo.",
     )
     add(
         "--context",
@@ -135,7 +136,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=True,
         metavar="HEAD",
-        help="Measure the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own).",
+        help="Use the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own).",
     )
     add(
         "--settings",
@@ -145,7 +146,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    with one_line_errors("mlx_mtp.benchmark"):
+    with one_line_errors("mlx_mtp benchmark"):
         run(parse(make_parser()))
 
 

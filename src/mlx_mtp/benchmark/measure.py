@@ -129,7 +129,7 @@ def measure(
     """
     check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
-    # Each keeps the times of its own steps from one text to the next, as in use.
+    # Each run keeps the times of its steps from one text to the next, as in normal use.
     depths: dict[Run, Depth] = {
         run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(timing_of(model).of_one)) for run in (NO_COPIES, AUTO)
     }

@@ -26,8 +26,8 @@ from ..distributed.ranks import from_rank_0
 from ..layers.mtp import run_head
 from ..pacing.depth import MAX_DRAFT_TOKENS
 
-N_CALLS = 20  # of a part that is timed
-ENOUGH = 20.0  # seconds, after which three calls suffice
+N_CALLS = 20  # timed calls of each part
+ENOUGH = 20.0  # seconds for a part; then three calls are enough
 N_ROLLBACKS = 5
 # Tokens: windows up to this length are timed, and the longest; the others are interpolated.
 EVERY = MAX_DRAFT_TOKENS + 1

@@ -16,7 +16,7 @@ class Measured:
     """Settings beside plain decoding, on all prompts together."""
 
     settings: Settings
-    ratios: list[float]  # of each round
+    ratios: list[float]  # by round
     counts: DraftCounts = field(default_factory=DraftCounts)
     tps: float = 0.0  # tokens per second after the first token, the median of the rounds
 

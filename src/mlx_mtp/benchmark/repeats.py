@@ -7,14 +7,14 @@ import mlx.core as mx
 
 from ..drafts.prompt_lookup import N_GRAM
 
-LOOPS = 1 / 3  # of a text: more is reported
+LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
     """How much of a generated text could be copied from itself, and not from its prompt.
 
     A token counts where it and the tokens before it, as many as a copy must match, stood in the text before, and nowhere in the
-    prompt. That is known from the tokens alone, whatever drafted them. In a loop all tokens but those of its first turn count.
+    prompt. This depends on the tokens alone, and not on their source. In a loop, all tokens after the first turn count.
     """
     known, seen, n = set(_n_grams(prompt)), set(), 0
     for n_gram in _n_grams(text):

@@ -25,7 +25,7 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
 ]
-# Each of a result and of that at the first length.
+# Columns, computed from a result and the result at the first length.
 GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
     ("drafts", lambda r, first: str(r.run)),
     ("ms a token", lambda r, first: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
@@ -51,9 +51,9 @@ def show(report: Report) -> str:
     lines = [*_show_model(report), "", *_show_parts(report), "", *table(rows), "", *_show_details(report), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(
-        f"Other tokens than plain mlx-lm's: {', '.join(differing)}"
+        f"Tokens differ from those of plain mlx-lm: {', '.join(differing)}"
         if differing
-        else "All runs: the tokens of plain mlx-lm"
+        else "All runs generated the tokens of plain mlx-lm"
     )
     loops = warning(report.repeated)
     return "\n".join([*lines, *([loops] if loops else [])])

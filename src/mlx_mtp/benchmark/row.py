@@ -21,10 +21,10 @@ from ..checkpoint.config import read_json
 from .measure import OVERALL, Report, Result
 from .runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, TARGET, Run
 
-VERSION = 1  # of the file's layout
+VERSION = 1  # version of the file's layout
 HEAD_DEPTHS = (1, 2, 3, 4)
-RUNS: tuple[Run, ...] = (*HEAD_DEPTHS, NO_COPIES, COPIES, AUTO)  # of a report
-NAME = {"type": "string", "pattern": "^[^|<>\\n]{1,200}$"}  # it goes into a table
+RUNS: tuple[Run, ...] = (*HEAD_DEPTHS, NO_COPIES, COPIES, AUTO)  # runs in a report
+NAME = {"type": "string", "pattern": "^[^|<>\\n]{1,200}$"}  # valid in a cell of a table
 POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 COUNT, OR_NONE = {"type": "integer", "minimum": 1}, {"anyOf": [NAME, {"type": "null"}]}

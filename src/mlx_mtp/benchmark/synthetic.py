@@ -119,7 +119,7 @@ class Script:
 
 
 class ScriptedLMHead(DraftLMHead):
-    """A ``DraftLMHead`` whose logits are those of a script."""
+    """A ``DraftLMHead`` with scripted logits."""
 
     script: Script
 
@@ -181,7 +181,7 @@ class ScriptedHead:
 
 
 def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
-    """The model of a shape, lazy, whose logits and drafts are those of a script."""
+    """A lazy model of a shape, with scripted logits and drafts."""
     module = model_module(shape["model_type"])
 
     class Model(module.Model):  # type: ignore[name-defined]

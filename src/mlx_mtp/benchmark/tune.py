@@ -1,4 +1,4 @@
-"""``mlx_mtp.benchmark --tune``: measure settings on this machine, for these prompts.
+"""``mlx_mtp benchmark --tune``: measure settings on this machine, for these prompts.
 
 First, whether passes are faster compiled and in pieces, and attention over a window in groups of rows. With the fastest of
 these, plain decoding takes turns with auto and fixed depths, then with each cheaper form of the drafts, then with a combination
@@ -27,7 +27,7 @@ from .ways import Way, applied, fastest_way
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 BITS = (8, 4)
-ROWS = 32768  # of a draft vocabulary
+ROWS = 32768  # size of the draft vocabulary
 P_MIN = (0.3, 0.6)
 WARM_UP = 32  # tokens
 Round = list[list[Generation]]  # [settings][prompt]
@@ -122,7 +122,7 @@ class Tuner:
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:
-        """Give the model the drafts of these settings, and its own back afterwards."""
+        """Use these settings for the model's drafts, and restore its own afterwards."""
         model, layers = self.model, self.model.mtp.leaf_modules()
         forms = (settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
         try:

@@ -138,7 +138,7 @@ def check_array(i: int, name: str, x: Any, shape: tuple[int | None, ...], dtypes
 
 def misfit(i: int, what: str) -> ValueError:
     return ValueError(
-        f"Entry {i} of the prompt cache {what}: it is damaged, or of another model, so make it anew with "
+        f"Entry {i} of the prompt cache {what}: it is damaged, or belongs to another model. Make a new one with "
         "mlx_mtp.make_prompt_cache(model)."
     )
 

@@ -183,8 +183,8 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         return PromptCache(model.make_cache() + _head_cache(model), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):
         raise ValueError(
-            f"The prompt cache has {len(entries)} entries and this model's {n_layers + 2}: "
-            "make it with mlx_mtp.make_prompt_cache(model)."
+            f"The prompt cache has {len(entries)} entries, and this model needs {n_layers + 2}: make it with "
+            "mlx_mtp.make_prompt_cache(model)."
         )
     if len(entries) == n_layers:
         entries += make_head_cache(model)
@@ -253,17 +253,17 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         )
     if _is_open(last):
         raise ValueError(
-            "A generation is open on this prompt cache: close its generator first, or give each generation its own "
-            "copy.deepcopy of a cache on which none is."
+            "A generation is still open on this prompt cache: close its generator first, or give each generation its own copy "
+            "(copy.deepcopy), made before it starts."
         )
     if cache.n_recorded < 0:
         raise ValueError(
-            "The content of this prompt cache is not known: it was copied or saved while a generation was open on it, or the "
-            "end of one was interrupted: make it anew with mlx_mtp.make_prompt_cache(model)."
+            "The content of this prompt cache is unknown: it was copied or saved during a generation, or a generation was "
+            "interrupted while it ended. Make a new one with mlx_mtp.make_prompt_cache(model)."
         )
     if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
-            "The prompt cache belongs to another model, or to other weights of this one: make it anew with "
+            "The prompt cache belongs to another model, or to other weights of this model. Make a new one with "
             "mlx_mtp.make_prompt_cache(model)."
         )
 
@@ -294,8 +294,8 @@ def _adopt(entry: Any, own: Any, i: int) -> Any:
     kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
     if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
         raise ValueError(
-            f"Entry {i} of the prompt cache is a {type(entry).__name__}, where this model's is a {kind.__name__}: "
-            "make it with mlx_mtp.make_prompt_cache(model)."
+            f"Entry {i} of the prompt cache is a {type(entry).__name__}, and this model needs a {kind.__name__}: make it with "
+            "mlx_mtp.make_prompt_cache(model)."
         )
     if type(entry) is stock.ArraysCache:
         return ArraysCache.from_state(entry.state)

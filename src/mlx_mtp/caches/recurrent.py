@@ -34,7 +34,7 @@ class _Window:
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
     inputs: tuple[mx.array, ...] = ()  # q, k, v, a, b of the other tokens, each [B, n_tokens - n_confirmed, ...]
     gates: tuple[mx.array, ...] = ()  # A_log [Hv], dt_bias [Hv]
-    # In exact mode, in place of these: the cache's arrays after the last confirmed token and after each that follows.
+    # In exact mode, instead: the cache's arrays after the last confirmed token and after each later one.
     states: list[list[mx.array]] | None = None
 
 
@@ -105,7 +105,7 @@ class ArraysCache(stock.ArraysCache):
             inputs = window.inputs if m > 0 else ()
             cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
         self.cache = cache
-        self.window = None  # last: until here the rollback can be repeated after an interrupt
+        self.window = None  # at the end, so that an interrupted rollback can be repeated
 
 
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:

@@ -95,7 +95,7 @@ class RowsKVCache:
         return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values of T tokens of each row, [B, H, T, D] -> those of all tokens, [B, H, n, D]."""
+        """Add keys and values of T tokens of each row, [B, H, T, D] -> the keys and values of all tokens, [B, H, n, D]."""
         B, _, T, _ = keys.shape
         n = self.rows.longest + T
         self.keys, self.values = self._grown(self.keys, keys, n), self._grown(self.values, values, n)
@@ -248,7 +248,7 @@ class RowsArraysCache(ArraysCache):
 
 
 def after_first(cache: ArraysCache) -> list[Any]:
-    """The arrays of a recurrent layer; with an open window, those after its first token."""
+    """The arrays of a recurrent layer, after the first token of an open window if there is one."""
     window = cache.window
     if window is None:
         return cache.cache

@@ -1,1 +1,1 @@
-"""``mlx_mtp.chat``: mlx-lm's chat in the terminal, with the MTP head."""
+"""``mlx_mtp chat``: mlx-lm's chat in the terminal, with the MTP head."""

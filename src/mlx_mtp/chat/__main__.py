@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
+"""The command line of ``mlx_mtp chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
 
 import argparse
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from .terminal import make_reader
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP and of thinking added."""
     description = "Chat with a model, with drafts of its own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp.chat", description)
+    parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
     add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
     add_sampling(parser)
@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
-        help="Let the model think before it answers (default: on where the model can).",
+        help="Turn thinking on or off (default: on, if the model supports it).",
     )
     parser.add_argument(
         "--no-figures",
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    with one_line_errors("mlx_mtp.chat"):
+    with one_line_errors("mlx_mtp chat"):
         run(parse(make_parser()))
 
 
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> None:
         return_config=True,
         trust_remote_code=args.trust_remote_code,
         mtp=head_of(args),
-        copy_drafts=asks_for_copies(args.copy_drafts) or args.images,  # plain mlx-lm's models take none
+        copy_drafts=asks_for_copies(args.copy_drafts) or args.images,  # models of plain mlx-lm do not support images
         vision="auto" if args.images else True,
         **load_options(args),
         **rank_groups(args),
     )
-    sampling = set_sampling(args, getattr(model, "ranks", None))  # a model of plain mlx-lm has none
+    sampling = set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
     check_model_flags(args, config)
     report_settings(args, model)
     if args.seed is not None:
@@ -114,7 +114,7 @@ def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, sto
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
-    """What the user types at rank 0; ``/exit`` at the end of the input."""
+    """Read a line from the user at rank 0; ``/exit`` at the end of the input."""
     line = EXIT
     if ranks is None or ranks.rank == 0:
         try:
@@ -130,7 +130,7 @@ def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
 
 
 def respond(line: str, conversation: Conversation) -> None:
-    """Do what a command says, or answer. Commands begin with a slash, so that any word can be said to the model."""
+    """Run a command, or generate an answer. Commands begin with a slash, so that any word can be sent to the model."""
     try:
         if line.startswith("/"):
             obey(line, conversation)

@@ -14,9 +14,9 @@ EXIT = "/exit"
 class Command(NamedTuple):
     """
     Args:
-        argument (str): What it takes: ``"FILE"``, ``"[TEXT]"`` or nothing.
-        use (str): What it does, for ``/help``.
-        do (Callable): Does it.
+        argument (str): Its argument: ``"FILE"``, ``"[TEXT]"`` or none.
+        use (str): Its description in ``/help``.
+        do (Callable): Runs it.
     """
 
     argument: str
@@ -34,9 +34,9 @@ def obey(line: str, conversation: Conversation) -> None:
     argument = argument.strip()
     command = COMMANDS.get(name)
     if command is None:
-        raise ValueError(f"There is no command {name}: see /help, or put a space before it to say it to the model.")
+        raise ValueError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
     if command.argument == "FILE":
-        argument = argument.strip("'\"")  # as terminals paste the name of a file
+        argument = argument.strip("'\"")  # terminals quote the names of dropped files
         if not argument:
             raise ValueError(f"{name} takes a file: {name} FILE.")
     if argument and not command.argument:
@@ -50,7 +50,7 @@ def _help(conversation: Conversation, _: str) -> None:
 
 def _reset(conversation: Conversation, _: str) -> None:
     conversation.reset()
-    print("The conversation is reset.")
+    print("Started a new conversation.")
 
 
 def _think(conversation: Conversation, _: str) -> None:
@@ -71,35 +71,35 @@ def _system(conversation: Conversation, text: str) -> None:
 
 def _image(conversation: Conversation, file: str) -> None:
     conversation.attach(file)
-    print(f"{Path(file).name} is shown with the next question.")
+    print(f"{Path(file).name} will be sent with the next question.")
 
 
 def _save(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
     from_rank_0(ranks, lambda: transcript.save(path, conversation.transcript))
-    print(f"{len(conversation.messages)} messages are in {path}.")
+    print(f"Saved {len(conversation.messages)} messages to {path}.")
 
 
 def _load(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
     conversation.restore(from_rank_0(ranks, lambda: transcript.load(path)))
-    print(f"{len(conversation.messages)} messages of {path}: the next answer continues them.")
+    print(f"Loaded {len(conversation.messages)} messages from {path}.")
 
 
 COMMANDS = {
     "/help": Command("", "list the commands", _help),
-    EXIT: Command("", "end the chat, as Ctrl-D does", lambda conversation, _: None),
-    "/reset": Command("", "forget the conversation", _reset),
-    "/system": Command("[TEXT]", "set the system prompt, or show it", _system),
-    "/image": Command("FILE", "show an image with the next question", _image),
-    "/think": Command("", "switch thinking on or off", _think),
-    "/figures": Command("", "switch the line about speed and drafts on or off", _figures),
+    EXIT: Command("", "end the chat (or Ctrl-D)", lambda conversation, _: None),
+    "/reset": Command("", "start a new conversation", _reset),
+    "/system": Command("[TEXT]", "set or show the system prompt", _system),
+    "/image": Command("FILE", "send an image with the next question", _image),
+    "/think": Command("", "turn thinking on or off", _think),
+    "/figures": Command("", "turn the line about speed and drafts on or off", _figures),
     "/save": Command("FILE", "save the conversation", _save),
     "/load": Command("FILE", "continue a saved conversation", _load),
 }
 HELP = "\n".join(
     [
         *(f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()),
-        "Enter sends. Alt-Enter, or Enter after a backslash, begins a new line. Ctrl-C ends an answer.",
+        "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer.",
     ]
 )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of ``mlx_mtp.chat`` that its answers depend on.
+    """The flags of ``mlx_mtp chat`` that its answers depend on.
 
     Args:
         model (str): The model's name, for errors.
@@ -89,12 +89,12 @@ class Conversation:
             self.cache = stock.make_prompt_cache(self.model, self.options.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
         self.text: list[int] = []  # the turns before, where a store holds them
-        self.is_cut = False  # the last answer has not said that it ends
+        self.is_cut = False  # the last answer has no end marker
         self.unread: list[int] = []  # the rest of a question, where Ctrl-C came before the answer
         self.shown: list[Image] = []  # in the turns before, where a store holds them
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Go on from other messages, which the next turn processes.
+        """Continue other messages, which the next turn processes.
 
         Raises:
             OSError, ValueError: An image cannot be read, or the model takes none; the conversation stays as it is.
@@ -142,7 +142,7 @@ class Conversation:
         return [*system, *self.messages]
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """Generate an answer. Ctrl-C ends it, and what was generated stays in the conversation.
+        """Generate an answer. Ctrl-C stops it; the generated part stays in the conversation.
 
         Args:
             query (str): The user's message.

@@ -1,4 +1,4 @@
-"""What the user types: lines with editing, a history over chats, and commands that Tab completes."""
+"""The chat's input: line editing, a history across chats, and completion of commands."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ def history_file() -> Path:
 
 
 def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
-    """A function that returns what the user types next.
+    """A function that reads the next input of the user.
 
     Args:
         arguments (Mapping[str, str]): The commands, each with the name of its argument, such as ``"FILE"``.
@@ -74,7 +74,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class CommandCompleter(Completer):
-    """Completes commands, and the names of files behind those that take one."""
+    """Completes commands, and file names after commands that take a file."""
 
     def __init__(self, arguments: Mapping[str, str]):
         self.arguments, self.paths = arguments, PathCompleter(expanduser=True)

@@ -60,7 +60,7 @@ class Published:
         return "Next" not in self.original
 
     def needs(self, n_tokens: int) -> Needs:
-        """What it needs with a text: its files, and keys and values in 16 bits of each fourth layer and of the head."""
+        """The memory of the model with a text: its files, and 16-bit keys and values of every fourth layer and of the head."""
         of_layer = 2 * self.kv_heads * HEAD_DIM
         sizes = Sizes(value_bytes=2, backbone_values=self.layers // 4 * of_layer, head_values=of_layer)
         head = int(self.head_gb * GB)

@@ -70,7 +70,7 @@ def text_config_of(config: Config) -> Config:
 
 
 def context_length_of(config: Config) -> int | None:
-    """The most tokens of a text, if a config says it."""
+    """The maximum context length in a config, if any."""
     length: int | None = text_config_of(config).get("max_position_embeddings")
     return length
 

@@ -35,12 +35,12 @@ class Sampling:
 
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
-    """The sampling of a model: the values that are given, then those of its generation_config.json, then mlx-lm's.
+    """The sampling of a model: the given values, then its generation_config.json, then mlx-lm's defaults.
 
     Args:
         name (str): The model's path or repository.
         given (Mapping[str, float]): The user's values, by the names of ``Sampling``; ``None`` is not given.
-        ranks (Ranks, optional): Those that run the model; rank 0 reads the file for all.
+        ranks (Ranks, optional): The ranks that run the model; rank 0 reads the file for all.
 
     Raises:
         FileNotFoundError: There is no such model.

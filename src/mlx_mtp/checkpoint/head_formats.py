@@ -43,17 +43,17 @@ class SeparateHead:
 
 
 def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
-    """Raise a ValueError that says what to do if a checkpoint has no MTP head among its tensors."""
+    """Raise a ValueError with the fix if a checkpoint has no MTP head among its tensors."""
     text_config = text_config_of(config)
     if text_config.get("mtp_use_dedicated_embeddings"):
         raise ValueError(
-            f"The MTP head of {name} has embeddings of its own, which is not supported: generate without --mtp."
+            f"The MTP head of {name} has its own embeddings, which is not supported: generate without --mtp."
         )
     _, head = split_head(dict.fromkeys(tensors))
     if head:
         return
     fix = (
-        'load it with mtp="auto", which fetches its original\'s head, add that head with `mlx_mtp.convert --graft-mtp-from '
+        'load it with mtp="auto", which fetches its original\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
         f"ORIGINAL --model {name} --mlx-path NEW`, or generate without --mtp (convert with --no-mtp)."
     )
     if text_config.get("mtp_num_hidden_layers"):
@@ -98,7 +98,7 @@ def is_raw_head_file(
     if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
         raise ValueError(
             f"The MTP head of {name} is in a separate file that looks like the original's beside converted weights: whether "
-            "its norms are shifted is unknown. Graft the original's: `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            "its norms are shifted is unknown. Graft the original's: `mlx_mtp convert --graft-mtp-from ORIGINAL "
             f"--model {name} --mlx-path NEW`."
         )
     return False
@@ -122,7 +122,7 @@ def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
     if own.get("model_type") != DRAFTER:
         raise ValueError(
             f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft "
-            f"it: `mlx_mtp.convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
+            f"it: `mlx_mtp convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
         )
     if difference := first_difference(own.get("text_config", {}), text_config_of(config)):
         raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
@@ -142,7 +142,7 @@ def load_tensors(file: Path) -> dict[str, mx.array]:
 
 
 def quantization_beside(config: Config, head: Iterable[str]) -> Config:
-    """The changes to a config for a head from elsewhere, whose quantization mlx-lm tells from its tensors.
+    """The changes to a config for a head from another file; mlx-lm detects its quantization from its tensors.
 
     Entries for the replaced head are dropped. Where only the head is quantized, mlx-lm needs an entry all the same, which
     then applies to no module.
@@ -168,6 +168,6 @@ def head_bits(mtp: nn.Module) -> int | None:
 def few_bits_warning(head_of: str, bits: int, model: str) -> str:
     """The cost of a head of few bits, and the command that fixes it."""
     return (
-        f"the MTP head of {head_of} is quantized to {bits} bits, which can cost most drafts. Give it the original's: "
-        f"`mlx_mtp.convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."
+        f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the original's head: "
+        f"`mlx_mtp convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."
     )

@@ -1,4 +1,4 @@
-"""Load a checkpoint with its MTP head, or say what is wrong with it."""
+"""Load a checkpoint with its MTP head, or raise an error that explains the problem."""
 
 import logging
 from contextlib import suppress
@@ -73,30 +73,29 @@ def load(
 ) -> Any:
     """Load a model, its MTP head and the tokenizer from a path or a Hugging Face repository.
 
-    Args not listed are those of ``mlx_lm.load``, as is what it returns: ``(model, tokenizer)``, with ``return_config`` also
-    the config.
+    Other arguments are those of ``mlx_lm.load``. Returns ``(model, tokenizer)``, with ``return_config`` also the config.
 
     Args:
-        mtp (Union[bool, str]): The path or repository of a drafter in mlx-vlm's layout, ``True`` for the model's own head,
-          ``"auto"`` for its own or, where it has none, for that of its original, which is found and fetched, or ``False`` for
-          ``mlx_lm.load``: no head, any model. Default: ``True``.
-        copy_drafts (bool): With ``mtp=False``, load a supported model without its head, if it has one, so that it can draft
-          by copying alone: ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
+        mtp (Union[bool, str]): ``True`` for the model's own head; ``"auto"`` for its own or, if it has none, its original's,
+          which is found and downloaded; ``False`` for no head, with any model, as ``mlx_lm.load``; or the path or repository of
+          a drafter in mlx-vlm's layout. Default: ``True``.
+        copy_drafts (bool): With ``mtp=False``, load a supported model without its head, to draft only copies:
+          ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
-          file of ``mlx_mtp.draft_vocab``, or from these; ``0`` is all. Special and stop tokens and those of the text are
-          always included. Default: ``None``, the file ``draft_vocab.json`` beside the checkpoint, or all.
+          file of ``mlx_mtp draft_vocab``, or from this list; ``0`` uses all. Special tokens, stop tokens and the tokens of the
+          text are always included. Default: ``None``, the file ``draft_vocab.json`` in the model's folder, or all.
         mtp_bits (int, optional): Quantize the head's decoder layer in memory to this many bits. Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
-        vision (Union[bool, str]): ``"auto"`` to fetch the vision tower of the original where the checkpoint has none, for a
-          supported model. Default: ``True``, the checkpoint's own, if it has one.
-        settings (Union[bool, str, Path]): The file that ``mlx_mtp.benchmark --tune`` wrote, ``True`` for the one in the cache
-          folder, if any, or ``False`` for none. An argument above overrides it. Default: ``True``.
+        vision (Union[bool, str]): ``"auto"`` to download the original's vision tower if the checkpoint of a supported model has
+          none. Default: ``True``, the checkpoint's own, if it has one.
+        settings (Union[bool, str, Path]): A file of ``mlx_mtp benchmark --tune``, ``True`` for the file in the cache folder, if
+          any, or ``False`` for none. The arguments above override it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
-          layer. All of them call this at the same point; what depends on a file is then rank 0's. Default: ``None``.
+          layer. All of them call this at the same point. Rank 0 reads the files of settings for all. Default: ``None``.
         pipeline_group (mx.distributed.Group, optional): The same, each with some of the layers. Default: ``None``.
-        max_memory (int, optional): The most bytes that this process may hold. In one process, a model that needs more is
-          refused before it is read, unless it is lazy. Default: ``None``, what MLX may use on this machine.
-        context (int): The tokens of a text that must fit as well. Default: ``2048``.
+        max_memory (int, optional): The maximum memory of this process, in bytes. In one process, a model that needs more is
+          refused before it is read, unless it is lazy. Default: ``None``, MLX's limit on this machine.
+        context (int): The number of tokens of a text that must also fit. Default: ``2048``.
 
     Raises:
         FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original.
@@ -170,7 +169,7 @@ def _check_arguments(
     mtp_bits: int | None,
     draft_head_bits: int | None,
 ) -> None:
-    """Raise a ValueError or an OSError for what is wrong with any model, before this one is loaded."""
+    """Raise a ValueError or an OSError for arguments that are wrong with any model, before loading this one."""
     check_bits(mtp_bits, draft_head_bits)
     if isinstance(draft_vocab, str | Path):
         check_list(Path(draft_vocab))
@@ -205,7 +204,7 @@ def _find_head(
 
 
 def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, name: str) -> None:
-    """Try the head of another checkpoint once, and remember what the model accepts.
+    """Measure once how many drafts of another checkpoint's head the model accepts, and store the result.
 
     Raises:
         ValueError: The model rejects nearly all of its drafts.
@@ -213,13 +212,13 @@ def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedH
     acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
     if acceptance is None:
         acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]
-        with suppress(OSError):  # it is measured again next time
+        with suppress(OSError):  # otherwise it is measured again next time
             head.remember(model.fingerprint(), acceptance)
     if acceptance < FLOOR:
         raise ValueError(
-            f"{name} accepts {acceptance:.0%} of the drafts of the head of {head.source} on built-in text, and at least "
-            f"{FLOOR:.0%} of its own head's: name another head with --mtp HEAD, fit this one with `mlx_mtp.fit --model {name} "
-            "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
+            f"{name} accepts {acceptance:.0%} of the drafts from the head of {head.source} on built-in text, and a matching "
+            f"head reaches {FLOOR:.0%} or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit "
+            f"--model {name} --mlx-path NEW`, or use --copy-drafts auto without --mtp."
         )
 
 
@@ -295,7 +294,7 @@ def _warn_of_few_bits(model: MTPModel, name: str, mtp: bool | str) -> None:
 
 
 def _with_adapter(model: Any, adapter_path: str) -> Any:
-    """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp.fit``."""
+    """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp fit``."""
     try:
         return load_adapters(model, adapter_path).eval()
     except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks names and shapes alone
@@ -308,7 +307,7 @@ def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | No
     try:
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
-            raise ValueError("it knows no text")
+            raise ValueError("it encodes no text")
     except Exception as e:  # tokenizers raises nothing more specific
         raise ValueError(f"The tokenizer of {name} is missing or damaged ({e}): download its files again.") from e
     return tokenizer

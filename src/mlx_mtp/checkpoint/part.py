@@ -90,7 +90,7 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
         weight_map = weight_map_of(read_json(index), str(index))
         names = names_of(weight_map, layers)
         if not any("conv1d" in name for name in names):
-            names += [name for name in weight_map if "conv1d" in name][:1]  # tells the layout
+            names += [name for name in weight_map if "conv1d" in name][:1]  # needed to detect the layout
         files = sorted({weight_map[name] for name in names})
     return fetch(name, revision, weights=files), Stage(layers, files)
 
@@ -112,7 +112,7 @@ def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
 
 
 def evaluate(model: Any) -> None:
-    """Read the weights that the model has kept, a layer at a time, so that no more is held of those that it has not."""
+    """Read the weights kept by the model one layer at a time, to limit the memory of the dropped ones."""
     for layer in model.layers:
         mx.eval(layer.parameters())
     lm_head = model.drafting.lm_head

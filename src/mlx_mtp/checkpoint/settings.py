@@ -1,4 +1,4 @@
-"""The settings that ``mlx_mtp.benchmark --tune`` found best, in a small file that ``mlx_mtp.load`` finds.
+"""The settings that ``mlx_mtp benchmark --tune`` found best, in a small file that ``mlx_mtp.load`` finds.
 
 The best settings depend on the machine, the checkpoint and the versions of the software: the file records them as its key
 and is ignored where they differ. It is optional.
@@ -76,7 +76,7 @@ def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> 
     if differs := [f"{name} is {key[name]}, not {made_for.get(name)}" for name in names]:
         log.warning(
             f"[WARNING] The settings in {path} are ignored, because {' and '.join(differs)}: "
-            "measure again with `mlx_mtp.benchmark --tune`, or delete the file."
+            "measure again with `mlx_mtp benchmark --tune`, or delete the file."
         )
         return None
     log.info(f"Settings from {path}: {settings}")
@@ -86,7 +86,7 @@ def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> 
 def read(file: Path) -> tuple[dict[str, str], Settings]:
     """Read a settings file: its key, and the settings."""
     if not file.is_file():
-        raise FileNotFoundError(f"There are no settings {file}: write them with `mlx_mtp.benchmark --tune`.")
+        raise FileNotFoundError(f"There is no settings file {file}: write it with `mlx_mtp benchmark --tune`.")
     try:
         content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
@@ -96,7 +96,7 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(
-            f"{file} is not a settings file: write it again with `mlx_mtp.benchmark --tune`, "
+            f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, "
             "or omit it (--settings off)."
         ) from e
 

@@ -11,7 +11,7 @@ from ..distributed.ranks import from_rank_0
 from ..layers.draft_lm_head import BITS, DraftLMHead, quantize_head
 from ..models.protocol import MTPModel
 
-FIX = "write it with `mlx_mtp.draft_vocab --model MODEL --corpus FILES --size N`."
+FIX = "write it with `mlx_mtp draft_vocab --model MODEL --corpus FILES --size N`."
 LIST_FILE = "draft_vocab.json"  # beside a checkpoint
 
 DraftVocab = int | str | Path | Sequence[int]
@@ -55,7 +55,7 @@ def check_size(size: int, vocab_size: int, always: set[int]) -> None:
 
 
 def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
-    """Select ``size`` ids, in ascending order: those that are always included, then the first ranked ones."""
+    """Select ``size`` ids, in ascending order: the ids that are always included, then the first ranked ones."""
     ids = set(always)
     for i in ranked:
         if len(ids) == size:
@@ -65,7 +65,7 @@ def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
 
 
 def read_list(file: Path, vocab_size: int) -> list[int]:
-    """Read the ids in a file that ``mlx_mtp.draft_vocab`` wrote.
+    """Read the ids in a file that ``mlx_mtp draft_vocab`` wrote.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -78,7 +78,7 @@ def read_list(file: Path, vocab_size: int) -> list[int]:
 
 
 def check_list(file: Path) -> tuple[Any, Any]:
-    """The content of a file of ``mlx_mtp.draft_vocab``: the ids, and the size of the vocabulary that it is for.
+    """The content of a file of ``mlx_mtp draft_vocab``: the ids, and the size of the vocabulary that it is for.
 
     Raises:
         FileNotFoundError: The file is missing.

@@ -58,9 +58,9 @@ def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
 
 
 def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
-    """The sampler that the flags ask for; with a seed, each turn of a conversation has one of its own."""
+    """The sampler for the flags; with a seed, each turn of a conversation has its own."""
     acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
-    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # the others draw from MLX's random state
+    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # other kinds use MLX's random state
     return make_sampler(
         args.temp,
         args.top_p,
@@ -76,7 +76,7 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
-    """The prompt store that the flags ask for, if any."""
+    """The prompt store for the flags, if any."""
     return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
 
 

@@ -33,7 +33,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "draft_p_min": (0, 1),
 }
-LONGEST_NAME = 60  # characters of what was given for a name, in an error
+LONGEST_NAME = 60  # characters of a wrong name in an error
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
@@ -111,11 +111,11 @@ def check_head(args: argparse.Namespace) -> None:
         return
     try:
         validate_repo_id(args.mtp)
-        is_name = "/" in args.mtp  # every head is a user's
+        is_name = "/" in args.mtp  # a repository name has a user
     except HFValidationError:
         is_name = False
     if not is_name:
-        prompt = " The prompt of a text is given with --prompt." if hasattr(args, "prompt") else ""
+        prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
         text = args.mtp if len(args.mtp) <= LONGEST_NAME else f"{args.mtp[:LONGEST_NAME]}..."
         raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
 
@@ -145,7 +145,7 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
 def check_prompt_cache_dir(args: argparse.Namespace, *flags: str, requires_drafts: bool = True) -> None:
     """
     Args:
-        flags (str): Those that it does not go with.
+        flags (str): Flags that cannot be combined with it.
         requires_drafts (bool): Whether it needs ``--mtp`` or ``--copy-drafts``. Default: ``True``.
 
     Raises:

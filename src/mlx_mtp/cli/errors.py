@@ -10,8 +10,8 @@ import mlx.core as mx
 from ..distributed.ranks import Ranks
 from ..distributed.watch import watch
 
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
-BROKEN_PIPE = 141  # of one that SIGPIPE has ended
+INTERRUPTED = 130  # exit status after Ctrl-C
+BROKEN_PIPE = 141  # exit status after SIGPIPE
 SYSTEM_ERRORS: dict[type[OSError], str] = {
     FileNotFoundError: "There is no file or folder {}.",
     FileExistsError: "{} exists already.",
@@ -62,7 +62,7 @@ def _silent_on_broken_pipe() -> Iterator[None]:
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        # Python flushes what it could not write once more when it ends.
+        # Python flushes unwritten output again at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere, stream.fileno())

@@ -22,15 +22,15 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--seed",
         type=int,
-        help="PRNG seed (default: none: sampled texts differ from run to run). With --mtp, the text depends on the "
-        "prompt and the seed alone: see --acceptance.",
+        help="PRNG seed (default: none, so sampled texts differ between runs). With --mtp, the prompt and the seed determine "
+        "the text: see --acceptance.",
     )
     add_num_draft_tokens(parser)
     add_mtp(parser)
     add(
         "--draft-p-min",
         type=float,
-        help="Stop drafting where the head gives no token this probability (default: that of the settings, or 0.0).",
+        help="Stop drafting when the head's best token has a lower probability (default: from the tuned settings, or 0.0).",
     )
     add(
         "--show-drafts",
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-vocab",
         metavar="N|FILE",
         type=lambda x: int(x) if x.isdecimal() else x,
-        help="Draft from the first N token ids, or from those in a file of mlx_mtp.draft_vocab; verification uses the whole "
-        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} beside the checkpoint where there is one.",
+        help="Draft from the first N token ids, or from a file of mlx_mtp draft_vocab; verification uses the whole "
+        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} in the model's folder, if there is one.",
     )
     parser.add_argument(
         "--mtp-bits",
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         metavar="FILE|off",
         type=lambda x: False if x == "off" else x,
-        help="Settings that `mlx_mtp.benchmark --tune` has written; off ignores them. Defaults to a file in the "
-        "user's cache folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
+        help="Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
+        "folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
     )
 
 
@@ -96,8 +96,8 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
         "--max-memory",
         type=byte_size,
         metavar="SIZE",
-        help="The most memory that the process may hold, such as 20GB. A model that needs more is refused before it is loaded. "
-        "Defaults to what MLX may use on this machine.",
+        help="Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
+        "MLX's limit on this machine.",
     )
 
 
@@ -107,8 +107,8 @@ def add_num_draft_tokens(parser: argparse.ArgumentParser) -> None:
         "--num-draft-tokens",
         metavar="auto|N",
         type=number_or("auto"),
-        help=f"Number of tokens to draft in a step, up to {MAX_DRAFT_TOKENS}, or auto: chosen at every step for speed "
-        "(default: that of the settings, or auto; 3 for a draft model).",
+        help=f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
+        "(default: from the tuned settings, or auto; 3 for a draft model).",
     )
 
 
@@ -118,26 +118,26 @@ def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
         "--copy-drafts",
         metavar="auto|off|N",
         type=number_or("auto", "off"),
-        help="Draft by prompt lookup: where the text repeats itself, copy the tokens that followed. auto copies where that is "
-        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Needs neither --mtp nor a head. "
+        help="Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
+        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without --mtp and "
+        "without a head. "
         "Defaults to off without --mtp or with a number of --num-draft-tokens, and to auto otherwise.",
     )
 
 
 def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> None:
-    """Add the flag that says how sampled drafts are accepted; ``without_mtp`` is its default then, in a sentence."""
+    """Add the flag of the acceptance of sampled drafts; ``without_mtp`` describes its default without ``--mtp``."""
     parser.add_argument(
         "--acceptance",
         choices=get_args(AcceptanceName),
-        help="How sampled drafts are accepted; the distribution is the model's in each case. rejection accepts the most; "
-        "coupled makes the text a function of the prompt and the seed alone, the same at every depth and without --mtp; match "
-        "draws the tokens of mlx-lm with the same seed. Defaults to coupled with a seed and to rejection without one."
-        + without_mtp,
+        help="How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
+        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match gives "
+        "mlx-lm's text for the seed. Defaults to coupled with a seed and to rejection without one." + without_mtp,
     )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags whose defaults are the model's; ``given_sampling`` returns those of the command line."""
+    """Add the flags with defaults from the model; ``given_sampling`` returns the values on the command line."""
     for flag, kind, text in (
         ("temp", float, "temperature; 0 chooses the most likely token"),
         ("top_p", float, "top-p"),
@@ -145,7 +145,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         ("min_p", float, "min-p"),
     ):
         default = getattr(Sampling, SAMPLING[flag])
-        text = f"Sampling {text} (default: that of the model's generation_config.json, or {default})."
+        text = f"Sampling {text} (default: from the model's generation_config.json, or {default})."
         parser.add_argument(flag_of(flag), type=kind, default=default, action=Given, help=text)
         parser.set_defaults(**{f"has_{flag}": False})
 
@@ -166,8 +166,8 @@ def add_prompt_cache_dir(parser: argparse.ArgumentParser, requires_drafts: bool 
     parser.add_argument(
         "--prompt-cache-dir",
         metavar="DIR",
-        help="Keep prompt caches in this folder, which commands may share: the beginning of a prompt that is cached there is "
-        f"not prefilled again, even after a restart. The folder contains the texts themselves.{required}",
+        help="Folder for prompt caches, which several commands can share. A cached beginning of a prompt is not prefilled "
+        f"again, even after a restart. The folder contains the texts.{required}",
     )
 
 

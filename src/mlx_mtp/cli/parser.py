@@ -63,7 +63,7 @@ class Given(argparse.Action):
 
 def extend(parser: argparse.ArgumentParser, program: str, description: str) -> argparse.ArgumentParser:
     """mlx-lm's parser under another name; a flag that is added to it replaces mlx-lm's of that name."""
-    options: dict[str, Any] = {"conflict_handler": "resolve", "add_help": False}  # it has -h
+    options: dict[str, Any] = {"conflict_handler": "resolve", "add_help": False}  # the parent has -h
     return argparse.ArgumentParser(prog=program, description=description, parents=[parser], **options)
 
 

@@ -1,4 +1,4 @@
-"""``mlx_mtp.convert``: mlx-lm's conversion that keeps the MTP head."""
+"""``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head."""
 
 from .conversion import convert
 

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.convert``: mlx-lm's flags, and those of the head and the vision tower."""
+"""The command line of ``mlx_mtp convert``: mlx-lm's flags, and those of the head and the vision tower."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ from mlx_lm.convert import configure_parser
 
 from ..cli.errors import one_line_errors
 from ..cli.parser import extend, finish, parse
+from ..memory.needs import size
 from .conversion import convert
 from .inspect import inspect
 from .quantization import MTP_GROUP_SIZE
@@ -27,12 +28,12 @@ GROUPS = {
 def make_parser() -> argparse.ArgumentParser:
     """Add the flags of the head to mlx-lm's."""
     description = "Convert a Hugging Face model to MLX format, with its MTP head."
-    parser = extend(configure_parser(), "mlx_mtp.convert", description)
+    parser = extend(configure_parser(), "mlx_mtp convert", description)
     _add_quantization(parser)
     parser.add_argument(
         "--recipe",
         metavar="NAME|FILE",
-        help="A recipe by name, or a TOML file with these flags; flags of the command line take precedence.",
+        help="The name of a recipe, or a TOML file with these flags; flags on the command line take precedence.",
     )
     parser.add_argument("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
@@ -65,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--inspect",
         metavar="MODEL",
-        help="Describe a model and whether --mtp can use its head, and convert nothing. Downloads no weights.",
+        help="Describe a model and whether --mtp can use its head, without converting it or downloading weights.",
     )
     return finish(parser, GROUPS)
 
@@ -97,8 +98,8 @@ def main() -> None:
             raise ValueError("--hf-path is required: a folder or a Hugging Face repo.")
         convert(**args)
         target = Path(args["mlx_path"])
-        size = sum(file.stat().st_size for file in target.iterdir())
-        print(f"[INFO] Wrote {target}, {size / 1e9:.2f} GB")
+        n_bytes = sum(file.stat().st_size for file in target.iterdir())
+        print(f"[INFO] Wrote {target}, {size(n_bytes)}")
         print(f"[INFO] Next: `mlx_mtp chat {'--mtp ' * args['mtp']}--model {quote(str(target))}`")
 
 

@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 USAGE = """
 ## Multi-token prediction
 
-This checkpoint keeps the model's MTP head. mlx_mtp uses it to generate the same text faster. Install mlx_mtp as its README
-says, then:
+This checkpoint keeps the model's MTP head. mlx_mtp uses it to generate the same text faster. Install mlx_mtp
+(see its README), then:
 
 ```sh
-mlx_mtp.generate --mtp --model {name} --prompt 'Write a binary search in Python.'
+mlx_mtp generate --mtp --model {name} --prompt 'Write a binary search in Python.'
 ```
 
 mlx-lm 0.32.0 and later loads the checkpoint and ignores the head.
@@ -30,7 +30,7 @@ IMAGES = """
 This checkpoint keeps the model's vision tower:
 
 ```sh
-mlx_mtp.generate --mtp --model {name} --image picture.png --prompt 'What is this?'
+mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this?'
 ```
 """
 
@@ -59,7 +59,7 @@ def _read_card(file: Path) -> ModelCard | None:
         return None
     try:
         card: ModelCard = ModelCard.load(file)
-    except (ValueError, YAMLError) as e:  # no reason to fail a conversion
+    except (ValueError, YAMLError) as e:  # a conversion does not fail because of its card
         log.warning(f"[WARNING] {file} is ignored, because it cannot be read: {' '.join(str(e).split())}")
         return None
     return card

@@ -1,4 +1,4 @@
-"""``mlx_mtp.convert``: mlx-lm's conversion that keeps the MTP head and the vision tower."""
+"""``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision tower."""
 
 import copy
 import shutil
@@ -56,18 +56,18 @@ def convert(
 ) -> None:
     """Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head and its vision tower in the original dtype.
 
-    Args not listed are those of ``mlx_lm.convert``. The output folder appears when it is complete.
+    Other arguments are those of ``mlx_lm.convert``. The output folder appears when it is complete.
 
     Args:
         adapter_path (str, optional): Fuse a trained adapter into the weights, as ``mlx_lm.fuse`` does. Default: ``None``.
         mtp (bool): ``False`` drops the head; with ``True`` the checkpoint must have one. Default: ``True``.
-        mtp_bits (int, optional): Quantize the head's decoder layer, but never ``fc`` or a router, and print the acceptance
-          rate before and after: in a mixture of experts it costs nearly all drafts. Default: ``None``.
+        mtp_bits (int, optional): Quantize the head's decoder layer, but never ``fc`` or a router, and print the acceptance rate
+          before and after. In a mixture of experts nearly all drafts are then rejected. Default: ``None``.
         mtp_group_size (int): The group size for ``mtp_bits``. Default: ``64``.
         graft_mtp_from (str, optional): Convert nothing, but add the head of this path or repository to ``hf_path``, a
           conversion without one. Default: ``None``.
-        graft_vision_from (str, optional): The same with its vision tower; both can be added at once. Default: ``None``.
-        graft_revision (str, optional): A revision of those repositories. Default: ``None``.
+        graft_vision_from (str, optional): The same for its vision tower; both can be added at once. Default: ``None``.
+        graft_revision (str, optional): The revision of these repositories. Default: ``None``.
         skip_check (bool): Do not measure the acceptance rate of a grafted or quantized head. Default: ``False``.
         vision (bool): ``False`` drops the vision tower and the settings of its images. Default: ``True``, keep it if there is
           one.

@@ -1,4 +1,4 @@
-"""``mlx_mtp.convert --graft-mtp-from`` and ``--graft-vision-from``: add to a conversion what it lacks of its original."""
+"""``mlx_mtp convert --graft-mtp-from`` and ``--graft-vision-from``: add the original's head or vision tower to a conversion."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""``mlx_mtp.convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
+"""``mlx_mtp convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
 
 import re
 

@@ -175,5 +175,5 @@ def head_predicate(model: nn.Module) -> QuantPredicate:
 
 
 def _own_predicate(model: nn.Module) -> QuantPredicate:
-    """The model's, which says how to quantize its routers."""
+    """The model's own predicate, which quantizes its routers."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)

@@ -40,7 +40,7 @@ def read_recipe(recipe: str | Path) -> Recipe:
         recipe (Union[str, Path]): The name of a recipe, or a TOML file. A file of that name comes first.
 
     Returns:
-        Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp.convert`` without their dashes; under ``needs``
+        Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp convert`` without their dashes; under ``needs``
         the size of the weights to be written, in GB of 10^9 bytes, and the memory of the smallest Mac to run them, in GB.
 
     Raises:

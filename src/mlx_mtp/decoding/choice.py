@@ -92,7 +92,7 @@ def _draw_in_groups(sequences: list[Sequence], own: list[int], step: Step) -> li
 
 
 def _verdicts(s: Sequence, b: int, window: Window) -> list[tuple[Verdict, list[mx.array]]]:
-    """The verdicts on sequence b, which has a sampler or processors of its own.
+    """The verdicts on sequence b, which has its own sampler or processors.
 
     There is one verdict for the whole window, or one for each position where the sequence accepts in order.
     """

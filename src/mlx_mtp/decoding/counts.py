@@ -13,7 +13,7 @@ class DraftCounts:
         accepted (List[int]): Accepted drafts of the head.
         copied (List[int]): Drafts copied from the text.
         copies_accepted (List[int]): Accepted copies.
-        forced (List[int]): Drafts that a grammar forces.
+        forced (List[int]): Drafts forced by a grammar.
         forced_accepted (List[int]): Accepted drafts of a grammar.
         others (List[int]): Drafts of sources that were added to ``drafts/sources.py``.
         others_accepted (List[int]): Accepted drafts of such sources.

@@ -88,7 +88,7 @@ class Decoder:
     # Draft
 
     def draft(self, drafts: Drafts) -> None:
-        """Make the drafts of the next window, as the plan of each sequence says."""
+        """Make the drafts of the next window, by the plan of each sequence."""
         self.drafts, plans = drafts, drafts.plans
         if all(plan.k == 0 for plan in plans):
             return

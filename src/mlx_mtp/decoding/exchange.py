@@ -106,8 +106,8 @@ class Exchange:
             by_rank: Any = message.tolist()
             if others := differing_ranks([checksum for _, checksum in by_rank]):
                 raise RuntimeError(
-                    f"{others} have chosen other tokens than rank 0: run the same versions, the same files "
-                    "and the same kind of machine everywhere."
+                    f"{others} have chosen other tokens than rank 0: use the same versions, files and kind of machine on all "
+                    "ranks."
                 )
             if by_rank[0][0] > 0:
                 self.received.append(by_rank[0][0])

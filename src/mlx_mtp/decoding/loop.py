@@ -76,24 +76,23 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` is
-          chosen at every step for speed, see ``mlx_mtp.Depth``; the model keeps the times of steps from one generation to
-          the next, and a ``Depth`` of your own keeps them apart. Default: ``None``, the tuned settings that ``load`` found,
-          or ``"auto"``.
-        copy_drafts (Union[int, str], optional): Where the text repeats itself, draft what followed there: up to this many
-          tokens, 1 to 16, ``"auto"``, wherever that is faster than the head's drafts, or ``"off"``. A model without a head
-          can draft in no other way. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
-        draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Costs one more
-          synchronization a step. Default: ``None``, the tuned settings, or ``0.0``.
-        exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even where two logits are
+        num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` chooses
+          the fastest number at each step, see ``mlx_mtp.Depth``. The model keeps the times of steps for later generations; pass
+          a ``Depth`` to keep them separate. Default: ``None``, the tuned settings that ``load`` found, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): If the text repeats itself, draft the tokens that followed: up to this many, 1
+          to 16; ``"auto"``, if that is faster than the head's drafts; or ``"off"``. A model without a head can only draft
+          copies. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
+        draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Costs one more
+          synchronization per step. Default: ``None``, the tuned settings, or ``0.0``.
+        exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even if two logits are
           nearly equal; see ``layers/exact.py`` for the cost. Default: ``False``.
-        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. One of
-          ``mlx_mtp.make_sampler`` says how its drafts are accepted; with any other, a draft is accepted where it is the
-          sampler's own choice. Default: ``None``, the most likely token.
-        logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return
-          the processed logits. A function is called at every position of a window, also at positions that are then
-          rejected, and for the drafts. An object may keep state (see ``mlx_mtp.sampling.processors``): if there is one, all
-          are called once a token, in order. Default: ``None``.
+        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. Samplers of
+          ``mlx_mtp.make_sampler`` define how drafts are accepted; with other samplers, a draft is accepted if the sampler
+          chooses the same token. Default: ``None``, the most likely token.
+        logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return the
+          processed logits. A function is called at every position of a window, including positions that are then rejected, and
+          for the drafts. An object may keep state (see ``mlx_mtp.sampling.processors``); all processors are then called once
+          per token, in order. Default: ``None``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.

@@ -27,7 +27,7 @@ class Planner:
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
         self.clock: Clock[tuple[Depth, Plan, float]] = Clock(timing_of(model), self.exchange)
         self.of_several = BatchDepth(timing_of(model).of_batches)
-        # For copies without drafts of the head: such steps have times of their own.
+        # For copies without drafts of the head: these steps have separate times.
         self.of_copies = BatchDepth(BatchTimes())
         self.latest: list[Drafts] = []  # the drafts of the latest windows
 

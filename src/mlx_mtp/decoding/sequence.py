@@ -57,7 +57,7 @@ class Sequence:
 
     Attributes:
         end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or the exception of its sampler or a
-          processor; ``None`` while it goes on.
+          processor; ``None`` while it is running.
         cached_text (List[int]): The tokens of its prompt cache before these, as far back as they are known.
         images (List[ImageSpan]): The images of its text.
         n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
@@ -101,7 +101,7 @@ class Sequence:
         self.sampler, self.acceptance = sampler, make_acceptance(sampler)
         self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
-        self.is_greedy = is_greedy and not self.logits_processors  # one argmax chooses for all such sequences
+        self.is_greedy = is_greedy and not self.logits_processors  # one argmax serves all greedy sequences
         # Without drafts, sequences of equal samplers are drawn in one call. mlx-lm's samplers are not: all sequences of a call
         # would share XTC's random number.
         self.shared_sampler = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and the others, beside those of MLX's backend."""
+"""Connections between rank 0 and the other ranks, separate from MLX's backend."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection
         return _connect(ranks, sockets, timeout)
     except RuntimeError as e:  # MLX's ring does not name the rank
         lost = f"Rank {1 - ranks.rank}" if ranks.size == 2 else f"One of the {ranks.size} ranks"
-        raise ConnectionError(f"{lost} was lost before all were connected: {e}") from e
+        raise ConnectionError(f"{lost} was lost before all ranks were connected: {e}") from e
 
 
 def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection]:
@@ -38,7 +38,7 @@ def _connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connectio
     with ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _listen()] if ranks.rank == 0 else []
         addresses = [listener.getsockname()[:2] for listener in listeners]
-        # The token tells the ranks from strangers.
+        # The token authenticates the ranks.
         addresses, host_of_0, token = ranks.broadcast((addresses, host, secrets.token_hex(16)))
         try:
             if ranks.rank == 0:

@@ -51,7 +51,7 @@ def watch(
         links = [(theirs.fileno(), ranks.rank, socket.gethostname())]
         links += [(sock.fileno(), rank, host) for sock, rank, host in others]
         script = Path(__file__).with_name("watcher.py")
-        # In a session of its own: Ctrl-C is for the rank.
+        # In a separate session: Ctrl-C is for the rank.
         watcher = subprocess.Popen(
             [sys.executable, "-I", "-S", script, json.dumps([beat, patience, os.getpid(), *links])],
             stdin=subprocess.DEVNULL,
@@ -78,7 +78,7 @@ def watch(
 
 
 def _follow(sock: socket.socket, rank: int, is_over: Event, on_loss: Sequence[Callable[[str], None]]) -> None:
-    """End the process when its watcher says so, or is lost itself."""
+    """End the process when its watcher requests it, or is lost itself."""
     try:
         with sock.makefile() as messages:
             message = messages.readline()

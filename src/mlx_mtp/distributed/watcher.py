@@ -48,7 +48,7 @@ class Link:
     def __init__(self, sock: socket.socket, rank: int, host: str):
         self.sock, self.rank, self.name = sock, rank, f"Rank {rank} ({host})"
         self.heard, self.rest = monotonic(), b""
-        self.has_failed = False  # it has told of a fault
+        self.has_failed = False  # it has reported a fault
 
     def fileno(self) -> int:
         return self.sock.fileno()

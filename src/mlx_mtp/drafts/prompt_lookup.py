@@ -29,7 +29,7 @@ from ..pacing.rates import Rates
 
 N_GRAM = 5  # the length of a new match: shorter ones are often chance, and displace drafts of the head
 N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
-LONGEST = 64  # the greatest length that is told apart: longer matches are no better
+LONGEST = 64  # lengths above this count as this one: longer matches are not better
 
 
 class NGramIndex:

@@ -1,4 +1,4 @@
-"""``mlx_mtp.fit``: train the MTP head alone, to guess what its own backbone says."""
+"""``mlx_mtp fit``: train only the MTP head, to predict its backbone's tokens."""
 
 from .fitting import fit
 

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.fit``. Flags that mlx-lm has too are named as there."""
+"""The command line of ``mlx_mtp fit``. Flags that mlx-lm has too are named as there."""
 
 import argparse
 import sys
@@ -18,9 +18,9 @@ GROUPS = {
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_mtp.fit",
-        description="Train a model's MTP head to predict the model's own text. The rest of the model stays as it is, and so "
-        "does its text. Exit status 1 if the head is not better than before.",
+        prog="mlx_mtp fit",
+        description="Train a model's MTP head to predict the model's own text. The rest of the model and its text do not "
+        "change. Exits with status 1 if the head is not better than before.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
@@ -30,12 +30,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--corpus",
         nargs="+",
         metavar="FILE",
-        help="Text like the model's future output, or mlx_lm.lora's .jsonl (default: its answers to prompts).",
+        help="Files of text similar to the expected answers, or .jsonl files of mlx_lm.lora (default: the model's answers to "
+        "--prompts).",
     )
     add(
         "--prompts",
         metavar="FILE",
-        help="Prompts for these answers, separated by lines of three dashes (default: nine kinds of request).",
+        help="A file of prompts, separated by lines of three dashes (default: nine built-in prompts).",
     )
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
     add("--drafts", type=int, default=4, help="Number of drafts to train at each position.")
@@ -46,10 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-seq-length", type=int, default=512, help="Cut texts into pieces of this many tokens.")
     add("--steps-per-eval", type=int, default=50, help="Number of training steps between validations.")
     add("--answers", type=int, default=8, help="Number of answers to each prompt.")
-    add("--max-tokens", type=int, default=256, help="Tokens of an answer, and of a text that is measured.")
+    add("--max-tokens", type=int, default=256, help="Maximum number of tokens of an answer, and of a measured text.")
     add("--temp", type=float, default=0.7, help="Sampling temperature of the answers.")
-    add("--cache-path", metavar="FOLDER", help="Keep the recorded states here for another run.")
-    add("--cache-gb", type=float, default=8.0, metavar="GB", help="The most GB that may be recorded on disk.")
+    add("--cache-path", metavar="FOLDER", help="Keep the recorded states in this folder for another run.")
+    add("--cache-gb", type=float, default=8.0, metavar="GB", help="Maximum size of the recorded states on disk, in GB.")
     add("--seed", type=int, default=0, help="The PRNG seed")
     return finish(parser, GROUPS)
 
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def next_command(model: str, mlx_path: str, lora_rank: int | None = None, **_: object) -> str:
-    """Uses what was written: a model, or an adapter."""
+    """A command that uses the written model or adapter."""
     target = quote(mlx_path)
     return f"mlx_mtp chat --mtp --model {target if lora_rank is None else f'{quote(model)} --adapter-path {target}'}"
 

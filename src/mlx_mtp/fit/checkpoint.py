@@ -12,8 +12,8 @@ from ..checkpoint.storage.reader import CheckpointReader
 USAGE = """
 ## Fitted MTP head
 
-The MTP head of this checkpoint was trained by `mlx_mtp.fit` to guess what this backbone says. The backbone is that of
-{model}, unchanged, and so is the text that it generates.
+The MTP head of this checkpoint was trained with `mlx_mtp fit` for this backbone, which is
+{model} without changes. The model generates the same text.
 
 - Trained on: {trained_on}
 - Measured on: {measured_on}
@@ -22,7 +22,7 @@ The MTP head of this checkpoint was trained by `mlx_mtp.fit` to guess what this 
 {table}
 ```
 {adapter}
-The head as it was: `mlx_mtp.convert --graft-mtp-from {original} --model {name} --mlx-path NEW`.
+To restore the original head: `mlx_mtp convert --graft-mtp-from {original} --model {name} --mlx-path NEW`.
 """
 WITH_ADAPTER = """
 It was fitted on top of the adapter {adapter}: generate with `--adapter-path {adapter}`.

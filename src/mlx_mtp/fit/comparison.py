@@ -67,7 +67,7 @@ def measure(
 def measure_once(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int, file: Path
 ) -> TextCounts:
-    """``measure``, or what a run before has measured and left in a file."""
+    """``measure``, or the result of an earlier run in a file."""
     if file.exists():
         say("It was measured by the run before")
         return TextCounts(**{name: np.array(counts) for name, counts in read_json(file).items()})

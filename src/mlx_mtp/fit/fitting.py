@@ -1,4 +1,4 @@
-"""``mlx_mtp.fit``: measure, record, train, measure again, and write the head if it is better."""
+"""``mlx_mtp fit``: measure, record, train, measure again, and write the head if it is better."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ def fit(
     if work.exists():
         check_folder(work, "--cache-path")
     source = fetch(model, None)
-    head = fetch_missing_head(model, source, read_config(source, model))  # not tried: it may need the fit
+    head = fetch_missing_head(model, source, read_config(source, model))  # not checked: a fit may be needed first
     loaded, tokenizer = load(
         model,
         adapter_path=adapter_path,
@@ -123,7 +123,7 @@ def fit(
     parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
-    say(f"Measuring the head as it is, on {len(starts)} texts that are never trained on")
+    say(f"Measuring the original head on {len(starts)} held-out texts")
     before = measure_once(loaded, tokenizer, starts, drafts, max_tokens, work / f"measured-{drafts}.json")
     best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
     say("Measuring the fitted head on the same texts")
@@ -171,12 +171,10 @@ def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
     """Raise a ValueError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
-        raise ValueError(
-            f"The adapter {adapter_path} has one of the head too: give the backbone's alone, and fit the head anew."
-        )
+        raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone alone.")
     if head_bits(model.mtp) is not None:
         raise ValueError(
-            f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp.convert --graft-mtp-from ORIGINAL "
+            f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp convert --graft-mtp-from ORIGINAL "
             f"--model {name} --mlx-path NEW`, and fit that."
         )
 

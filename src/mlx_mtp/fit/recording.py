@@ -22,7 +22,7 @@ def bytes_per_token(model: MTPModel) -> int:
 
 
 def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
-    """Write a file for each text; those that are there from a run before are kept.
+    """Write a file for each text, and keep the files of an earlier run.
 
     Args:
         batch_size (int): Texts that go through the backbone side by side.

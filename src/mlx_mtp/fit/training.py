@@ -180,7 +180,7 @@ def iterate_batches(
     on_next: Callable[[], object] = lambda: None,
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
-    """The batches of recorded texts, once in order, or with ``loop`` without end, shuffled anew each time.
+    """The batches of recorded texts, once in order, or with ``loop`` endlessly, in a new random order each time.
 
     Args:
         first (int): Leave out this many texts, which a run before was trained on.

@@ -1,4 +1,4 @@
-"""``mlx_mtp.generate``: mlx-lm's text generation, with the MTP head."""
+"""``mlx_mtp generate``: mlx-lm's text generation, with the MTP head."""
 
 from .stream import GenerationResponse, generate, stream_generate
 

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp.generate``: that of ``mlx_lm.generate``, and the flags of MTP."""
+"""The command line of ``mlx_mtp generate``: that of ``mlx_lm.generate``, and the flags of MTP."""
 
 import argparse
 import sys
@@ -43,7 +43,7 @@ MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP added."""
     description = "Generate text, with drafts of the model's own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp.generate", description)
+    parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
     add_drafting(parser)
     parser.add_argument(
         "--temp",
@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="Verify with the operations of plain decoding, so that near ties are decided alike, at the price of one pass for "
-        "each token.",
+        help="Verify drafts one token at a time, as in plain decoding, so that rounding cannot change a token. Slower: up to "
+        "one pass for each token.",
     )
     parser.add_argument(
         "--check",
@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    with one_line_errors("mlx_mtp.generate"):
+    with one_line_errors("mlx_mtp generate"):
         run(parse(make_parser()))
 
 
@@ -135,7 +135,7 @@ def check_flags(args: argparse.Namespace) -> None:
     check_prompt_cache_dir(args, "prompt_cache_file", "check")
     check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
     if args.prompt == "-" and mx.distributed.init().size() > 1:
-        raise ValueError("--prompt - reads to the end of the input, which mlx.launch does not pass on: give the text.")
+        raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     check_images(args)
     template_options(args.chat_template_config)
     if args.json_schema is not None and not is_json(args.json_schema):

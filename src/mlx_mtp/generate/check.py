@@ -1,4 +1,4 @@
-"""``mlx_mtp.generate --mtp --check``: compare MTP's greedy tokens with plain mlx-lm's, and tell rounding from a fault.
+"""``mlx_mtp generate --mtp --check``: compare MTP's greedy tokens with plain mlx-lm's, and distinguish rounding from bugs.
 
 MTP computes the same function as plain decoding, but feeds the model several tokens at a time, and MLX's kernels may round
 differently for several rows. So the two may choose differently where two logits are nearly equal, and nowhere else.
@@ -63,7 +63,7 @@ class Check:
         if d is None:
             return f"Identical: plain decoding and MTP generated the same {self.n_tokens} tokens."
         plain, mtp = (f"{t} ({tokenizer.decode([t])!r})" for t in (d.plain, d.mtp))
-        verdict = "within rounding" if d.within_rounding else "NOT within rounding: a fault of MTP or mlx-lm"
+        verdict = "within rounding" if d.within_rounding else "NOT within rounding: a bug in MTP or mlx-lm"
         return (
             f"Different at token {d.position}, after {d.position} equal tokens: plain {plain}, MTP {mtp}.\n"
             f"Plain decoding's logits of the two are {d.gap:.4g} apart, its top two logits {d.top_gap:.4g}.\n"

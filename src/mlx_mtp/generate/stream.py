@@ -79,15 +79,15 @@ def stream_generate(
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
         mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given.
           Default: ``True``.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, chosen
-          at every step for speed. Default: ``None``, which is that of the settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): The number of tokens to copy where the text repeats itself, 1 to 16,
-          ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
-        draft_p_min (float, optional): Stop drafting where the head gives no token this probability. Default: ``None``, which
-          is that of the settings, or ``0.0``.
-        exact (bool): Verify with the very operations of plain decoding, see ``layers/exact.py``. Default: ``False``.
-        prompt_store (PromptStore, optional): Holds the prefilled prefixes of earlier texts, and takes this prompt and its
-          answer, see ``mlx_mtp.PromptStore``. Default: ``None``.
+        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
+          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
+        copy_drafts (Union[int, str], optional): The number of tokens to copy when the text repeats itself, 1 to 16, ``"auto"``,
+          or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
+        draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Default: ``None``, the
+          tuned settings, or ``0.0``.
+        exact (bool): Verify with the same operations as plain decoding, see ``layers/exact.py``. Default: ``False``.
+        prompt_store (PromptStore, optional): Prefilled prefixes of earlier texts, to which this prompt and its answer are
+          added, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
           ``<|vision_start|><|image_pad|><|vision_end|>`` of the prompt, in order. Requires a checkpoint with a vision tower.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, or with ``mtp=False`` to mlx-lm.

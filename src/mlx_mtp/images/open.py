@@ -1,4 +1,4 @@
-"""Open an image from anywhere, with bounded memory: it is right, or a ValueError says in a line what is wrong with it."""
+"""Open an image from any source with bounded memory, or raise a ValueError with one line about the problem."""
 
 import base64
 import binascii
@@ -24,7 +24,7 @@ _opening = Lock()
 
 
 def pillow() -> Any:
-    """Pillow's ``Image`` module, or a ValueError that says how to install it."""
+    """Pillow's ``Image`` module, or a ValueError with the command to install it."""
     try:
         from PIL import Image
     except ImportError as e:

@@ -24,7 +24,7 @@ PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 
 @dataclass(frozen=True)
 class Processor:
-    """The settings of a checkpoint's preprocessor_config.json; the defaults are those of the published Qwen3.5.
+    """The settings of a checkpoint's preprocessor_config.json; the defaults are the published Qwen3.5's.
 
     Args:
         min_pixels, max_pixels (int): An image with fewer or more is resized.

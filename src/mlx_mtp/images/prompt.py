@@ -194,12 +194,12 @@ def vision_of(model: Any) -> Vision:
     """
     if not isinstance(model, MTPMixin):
         raise ValueError(
-            "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True: in mlx_mtp.chat, --images."
+            "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
     if not isinstance(vision := model.vision, Vision):
         raise ValueError(
             "The model takes no images: its checkpoint has no vision tower. Use its original's: with --images in "
-            'mlx_mtp.chat and mlx_mtp.server, with vision="auto" in mlx_mtp.load.'
+            'mlx_mtp chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
         raise ValueError("Images are processed in one process: omit them on several machines.")

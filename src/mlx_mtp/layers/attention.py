@@ -4,7 +4,7 @@ MLX's fused attention for short queries on Metal (0.32) takes up to 8 queries, a
 up to 32: 5 queries of Qwen3.5-27B, 4 of Qwen3.5-35B-A3B. See ``has_fused_kernel`` in its
 backend/metal/scaled_dot_product_attention.cpp. More queries of head dimension 256 are computed without a fused kernel, which
 writes the scores of all queries to memory; in groups they stay fused, but each group reads the keys and values again. Which is
-faster depends on the device and the context: ``mlx_mtp.benchmark --tune`` measures it. The setting is named
+faster depends on the device and the context: ``mlx_mtp benchmark --tune`` measures it. The setting is named
 ``attention_rows``.
 """
 

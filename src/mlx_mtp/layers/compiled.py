@@ -1,8 +1,7 @@
 """Functions of a module and arrays, compiled once for each kind of module and each shape.
 
-MLX builds a graph anew for every token. Where Python calls each operation, that takes as long as a small model takes to run
-it; a function of ``mx.compile`` is traced once, and its graph is then copied without Python, with its elementwise operations
-fused.
+MLX builds a graph anew for every token. If Python calls each operation, this takes as long as a small model takes to run it; a
+function of ``mx.compile`` is traced once, and its graph is then copied without Python, with its elementwise operations fused.
 
 The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
 effect at once. Everything else in a module is fixed in the trace and makes up its kind: its class, its numbers, and those of

@@ -1,1 +1,1 @@
-"""One account of memory: what is held, what may be held, and what a model or a text will need."""
+"""Memory: the process's use and limit, and estimates for models and texts."""

@@ -1,4 +1,4 @@
-"""What this process holds, and what it may hold."""
+"""The memory of this process and its limit."""
 
 import ctypes
 import math
@@ -22,13 +22,13 @@ def total_memory() -> int:
 
 
 def usable_memory() -> int:
-    """The bytes that MLX may use: on a Mac, what the system recommends for its GPU; on another GPU, its memory."""
+    """MLX's memory limit in bytes: on a Mac, the recommended limit of the GPU; on another GPU, its memory."""
     info = mx.device_info()
     return next((int(info[name]) for name in WORKING_SET if name in info), total_memory())
 
 
 class Account:
-    """The memory of this process: what it holds, and the most that it may hold.
+    """The memory used by this process, and its limit.
 
     MLX's memory is counted twice, by MLX and by the system, since neither count is complete: the system may not attribute a
     GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
@@ -79,7 +79,7 @@ class Account:
 
     @property
     def cache_budget(self) -> int:
-        """The bytes that prompt caches may take of those that are left, the caches of running requests included."""
+        """The bytes for prompt caches, including the caches of running requests."""
         return max(int(CACHE_SHARE * self.left), 0)
 
     def release(self) -> None:

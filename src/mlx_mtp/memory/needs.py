@@ -1,4 +1,4 @@
-"""What a model and its texts need, from their sizes."""
+"""Estimates of the memory of a model and its texts, from their sizes."""
 
 import logging
 from collections.abc import Sequence
@@ -47,12 +47,12 @@ class Needs(NamedTuple):
 
 
 def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
-    """What a loaded model needs with a text.
+    """The memory of a loaded model with a text.
 
     Args:
         model (MTPModel): The model.
         context (int): The tokens of the text.
-        chunk (int): Those of a chunk of a prompt. Default: ``2048``.
+        chunk (int): The tokens of a chunk of a prompt. Default: ``2048``.
     """
     of_head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
     return Needs(
@@ -71,7 +71,7 @@ def nbytes_of(module: Any) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the caches and the activations of a model depend on.
+    """The sizes that determine the memory of a model's caches and activations.
 
     Args:
         value_bytes (int): Of a value of keys, values and activations.
@@ -117,7 +117,7 @@ class Sizes:
         """The most bytes that a pass over a chunk of a prompt takes beside the caches: its activations, freed behind it.
 
         Args:
-            n_tokens (int): Those of the chunk.
+            n_tokens (int): The tokens of the chunk.
             n_context (int): The tokens of the text up to the chunk's end.
         """
         return n_tokens * (self.chunk_bytes + n_context * self.score_bytes) + self.fixed_bytes
@@ -191,8 +191,8 @@ def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> N
 
     Args:
         name (str): The model's.
-        needs (Needs): What it needs.
-        account (Account): What is held and may be.
+        needs (Needs): The memory of the model.
+        account (Account): The process's memory and its limit.
         advice (str): For the error, what would fit. Default: ``""``.
 
     Raises:
@@ -207,11 +207,11 @@ def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> N
         )
     if needs.total > TIGHT * left:
         log.warning(
-            f"[WARNING] {name} hardly fits: it needs {needs}, and {size(left)} are left. Long texts and other programs will be "
-            "short of memory."
+            f"[WARNING] {name} barely fits: it needs {needs}, and {size(left)} are free. Long texts and other programs may "
+            "run out of memory."
         )
 
 
 def size(n_bytes: int) -> str:
-    """A size as people read it."""
+    """A size in MB or GB."""
     return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB else f"{n_bytes / 1e6:.1f} MB"

@@ -30,8 +30,6 @@ def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
 def report(differences: dict[int, float]) -> str:
     """A line for people."""
     if not any(differences.values()):
-        return (
-            f"Compiled passes over {', '.join(map(str, differences))} tokens: the bits of those that are not compiled."
-        )
+        return f"Compiled passes over {', '.join(map(str, differences))} tokens give the same bits as uncompiled ones."
     different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())
-    return f"Compiled passes round otherwise here. The largest difference in a logit, by the tokens of a pass: {different}."
+    return f"Compiled passes round differently here. The largest difference in a logit, by the tokens of a pass: {different}."

@@ -57,7 +57,7 @@ def check_shard(model: Any, n: int) -> None:
     """Raise a ValueError if a model cannot be split among ``n`` ranks, before any of its weights is read."""
     if not model.can_shard:
         raise ValueError(
-            f"A model of type {model.model_type} cannot be split among processes, since a rotation mixes the inputs of a "
+            f"A model of type {model.model_type} cannot be split among processes, because a rotation mixes the inputs of each "
             "layer: use a pipeline (--pipeline)."
         )
     args = model.text_args

@@ -1,9 +1,9 @@
-"""The number of prompt tokens to prefill between two steps, so that running answers go on while prompts are prefilled.
+"""Choose the number of prompt tokens to prefill between two steps, so that running answers continue during prefill.
 
 Prefill and decoding share one device. While answers run, a chunk of a prompt is as long as the target for the gap between two
 of their tokens allows, and steps follow until decoding has had its share of the time. A prompt that is alone is prefilled at
-full speed, in chunks short enough to notice within a second that a client has hung up. Sizes are a power of two apart, so that
-shapes repeat. Nothing here reads a clock.
+full speed, in chunks short enough to notice a disconnect within a second. Sizes are a power of two apart, so that shapes
+repeat. Nothing here reads a clock.
 """
 
 import math

@@ -69,7 +69,7 @@ def read(path: Path) -> bytes:
     """The bytes of a file.
 
     Raises:
-        ValueError: The file has another digest than its name says.
+        ValueError: The file does not match the digest in its name.
         OSError: It cannot be read.
     """
     data = path.read_bytes()

@@ -40,7 +40,7 @@ class PendingWrite(NamedTuple):
     Args:
         node (Node): Its node.
         stored (StoredArrays): Gets the file's name.
-        arrays (Dict[str, mx.array]): Those to write, also if the store evicts them meanwhile.
+        arrays (Dict[str, mx.array]): The arrays to write, even if the store evicts them meanwhile.
         tokens (Tokens, optional): Of a span, [n]; ``None`` for a snapshot.
         model (str): The model's name, see ``key_of``.
         parent (str): The file of the span that it belongs to; empty for none.
@@ -60,7 +60,7 @@ class DiskWriter:
         folder (SharedFolder): Where the files are. Closed with this.
         next_write (Callable[[bool], Optional[PendingWrite]]): Says what to write next; called with ``True`` at the end, when
           more is written than before.
-        on_written (Callable[[PendingWrite, Outcome, str], None]): Is told the outcome and the file's name.
+        on_written (Callable[[PendingWrite, Outcome, str], None]): Called with the outcome and the file's name.
 
     Attributes:
         reader (ThreadPoolExecutor): The one thread that reads ahead: MLX's streams are a thread's own.
@@ -152,7 +152,9 @@ class DiskWriter:
             except Exception as e:
                 if not is_failing:  # one line, however often it is tried
                     is_known = isinstance(e, OSError | sqlite3.Error)
-                    again = f"The prompt cache in {self.folder.path} cannot be written now, and it is tried again: {e}."
+                    again = (
+                        f"The prompt cache in {self.folder.path} cannot be written now and will be tried again: {e}."
+                    )
                     logging.warning(again, exc_info=not is_known)
                 wait, is_failing = RETRY, True
         self.folder.close()

@@ -93,7 +93,7 @@ class SharedFolder:
         except sqlite3.DatabaseError as e:
             if not _is_damage(e):  # it is locked, or the disk is full: the index stays
                 raise OSError(f"{index} cannot be used: {e}.") from e
-            logging.warning(f"{index} cannot be used ({e}): it is put aside, and the prompt cache begins anew.")
+            logging.warning(f"{index} cannot be used ({e}): it is moved aside, and the prompt cache starts empty.")
             for suffix in ("-wal", "-shm"):
                 Path(f"{index}{suffix}").unlink(missing_ok=True)
             index.replace(index.with_suffix(".damaged"))

@@ -55,20 +55,20 @@ class Counts:
 
 
 class PromptStore(AbstractContextManager["PromptStore"]):
-    """Prompt caches of the texts that a model has prefilled, each part of a text once.
+    """Prompt caches of texts; common prefixes are stored once.
 
-    A text is inserted wherever it may part from others: there it gets a snapshot, from which any text with this beginning is
-    resumed. What is fetched is bit for bit what was inserted. Any thread may call any method.
+    A text is inserted at each position where others may diverge from it, with a snapshot from which any text with this prefix
+    can resume. Fetched arrays equal the inserted ones bit for bit. All methods are thread-safe.
 
     Args:
-        model (nn.Module): A model of ``mlx_mtp.load``. With other weights, as those of an adapter, the store begins anew.
-        max_bytes (int, optional): The most memory to hold. Default: ``None``, half of what is left of the memory that MLX may
-          use on this machine.
-        max_snapshots (int, optional): The most snapshots in memory. Default: ``None``, any number.
-        folder (Union[str, Path], optional): Where texts are kept beyond the process; several processes may share it. It is
-          written behind: ``close`` the store to have the ends of all texts there. Default: ``None``.
-        max_disk_bytes (int): The most that the folder may hold.
-        max_hourly_bytes (int): The most that may be written there in an hour.
+        model (nn.Module): A model of ``mlx_mtp.load``. With other weights, such as those of an adapter, the store starts empty.
+        max_bytes (int, optional): The maximum memory. Default: ``None``, half of the memory that is left of MLX's limit on this
+          machine.
+        max_snapshots (int, optional): The maximum number of snapshots in memory. Default: ``None``, any number.
+        folder (Union[str, Path], optional): A folder for texts that outlive the process; several processes may share it. It is
+          written in the background: ``close`` the store to write the ends of all texts. Default: ``None``.
+        max_disk_bytes (int): The maximum size of the folder.
+        max_hourly_bytes (int): The maximum amount written to the folder in an hour.
 
     Raises:
         OSError: The folder cannot be used.
@@ -101,7 +101,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         return self._files.disk
 
     def close(self, seconds: float = FLUSH) -> None:
-        """Write the rest to disk, for at most this time, and forget all texts."""
+        """Write the rest to disk, for at most this time, and drop all texts."""
         if self.disk is not None:
             self.disk.close(seconds)
             self._files.disk = None
@@ -115,7 +115,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """The longest prefix that the text can be resumed from.
 
         Args:
-            tokens (Sequence[int]): The text. To generate, leave out the last token, which generation begins with.
+            tokens (Sequence[int]): The text. To generate, omit the last token, with which generation begins.
             kv (KVOptions, optional): How keys and values are quantized. Default: ``None``, they are not.
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
@@ -131,7 +131,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             return Prefix(make_prompt_cache(self.model), 0, None)
 
     def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
-        """Read the files that ``fetch`` will need for this text into memory. Other threads go on meanwhile."""
+        """Read the files that ``fetch`` will need for this text into memory, without blocking other threads."""
         if (disk := self.disk) is not None:
             disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
@@ -149,7 +149,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
 
         Args:
             tokens (Sequence[int]): All of the tokens in the cache. A number below 0 stands for a part of an image.
-            prompt_cache (List[Any]): Of this model, with no generation open on it. It is left as it is.
+            prompt_cache (List[Any]): A cache of this model, with no generation open on it. It is not changed.
             kv (KVOptions, optional): As in ``fetch``.
             handle (Handle, optional): Of ``fetch``, or of an insertion of the same cache before: up to there, nothing is
               compared. Default: ``None``, the whole cache is compared with what is stored.
@@ -158,7 +158,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             Optional[Handle]: For the next call; ``None`` for no tokens.
 
         Raises:
-            ValueError: It is another model's, or not of these tokens.
+            ValueError: The cache belongs to another model, or to other tokens.
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:

@@ -49,7 +49,7 @@ class Files:
                 _add_entry(self.forest, format, entry)
 
     def load_all(self, parts: list[tuple[Node, StoredArrays]], format: Format) -> bool:
-        """Have the parts of a prompt cache in memory, or free those that nothing else needs -> whether all are in memory."""
+        """Load the parts of a prompt cache into memory, or free the unneeded ones -> whether all are in memory."""
         if all(self._load(node, stored, format) for node, stored in parts):
             return True
         with self._lock:

@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
     """The tokens of a window of T positions with k drafts, and which of the drafts are accepted."""
 
     tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
-    accepted: mx.array  # [k], bool; those after the first False mean nothing
+    accepted: mx.array  # [k], bool; values after the first False are ignored
     random_states: list[
         mx.array
     ]  # after each position's choice, [2]; empty where the random state need not be put back
@@ -175,7 +175,7 @@ def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
 
 
 def n_leading(accepted: Sequence[bool]) -> int:
-    """The number of accepted drafts: those before the first that is rejected."""
+    """The number of accepted drafts: all before the first rejected one."""
     return list(accepted).index(False) if False in accepted else len(accepted)
 
 

@@ -1,7 +1,7 @@
 """Random numbers by the position in a text: a function of the seed and the position, and of nothing else.
 
 MLX's generator has one state for the process, so its numbers depend on how many were drawn before, by other requests, drafts
-and depths. Here each position has a key of its own, hashed from (seed, position).
+and depths. Here each position has its own key, hashed from (seed, position).
 """
 
 import struct
@@ -34,7 +34,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _words(seed: int, position: int) -> tuple[int, int, int]:
-    # The third number is always 0: a seed's text stays what it was in earlier versions.
+    # The third number is always 0, so that a seed gives the same text as in earlier versions.
     digest = blake2b(struct.pack("<QQQ", seed, position, 0), digest_size=12).digest()
     high, low, more = struct.unpack("<III", digest)
     return high, low, more

@@ -22,7 +22,7 @@ def keeps_state(processor: Callable[..., Any]) -> bool:
 
 
 def for_drafts(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The processors that can process the logits of drafts: (all of them, those to roll back afterwards)."""
+    """The processors that can process the logits of drafts: (all of them, the ones to roll back afterwards)."""
     asked, rolled_back = [], []
     for processor in processors:
         if not keeps_state(processor):

@@ -179,23 +179,23 @@ def make_sampler(
     seed: int | None = None,
     acceptance: AcceptanceName | None = None,
 ) -> AnySampler:
-    """Make a sampler function, as mlx-lm's ``make_sampler``, that also says how its drafts are accepted.
+    """Make a sampler function, as mlx-lm's ``make_sampler``, that also defines how drafts are accepted.
 
     Args:
-        seed (int, optional): Make the text a function of the seed and the prompt alone, from 0 to 2**64 - 1: the same at every
-          depth, with and without MTP, alone and beside other requests. Default: ``None``.
-        acceptance (str, optional): ``"rejection"`` accepts most drafts, ``"coupled"`` is what a seed needs, ``"match"`` is
-          mlx-lm's own sampler, which draws from MLX's random state. Default: ``None``, which is ``"coupled"`` with a seed and
-          ``"rejection"`` without. ``"coupled"`` without a seed takes a random one.
+        seed (int, optional): From 0 to 2**64 - 1. The seed and the prompt determine the text, with any number of drafts, with
+          and without MTP, alone or in a batch. Default: ``None``.
+        acceptance (str, optional): ``"rejection"`` accepts the most drafts, ``"coupled"`` works with a seed, ``"match"`` is
+          mlx-lm's own sampler, which uses MLX's random state. Default: ``None``, ``"coupled"`` with a seed and ``"rejection"``
+          without. ``"coupled"`` without a seed chooses a random one.
 
-    The other arguments are those of mlx-lm. The distribution is the same with each ``acceptance``.
+    The other arguments are mlx-lm's. The distribution is the same for every ``acceptance``.
 
     Returns:
-        Sampler: A sampler which takes log-probabilities and returns tokens. One with a seed serves any number of texts of
-          ``mlx_mtp``'s functions; give those of mlx-lm ``sampler.at(0)``, a new one for each text.
+        Sampler: A sampler which takes log-probabilities and returns tokens. A sampler with a seed works for any number of texts
+        in the functions of ``mlx_mtp``. To mlx-lm's functions pass ``sampler.at(0)``, a new one for each text.
 
     Raises:
-        ValueError: An argument is out of range, or the seed does not go with ``acceptance``.
+        ValueError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
     """
     if acceptance is not None and acceptance not in get_args(AcceptanceName):
         raise ValueError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")

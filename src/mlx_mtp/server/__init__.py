@@ -1,1 +1,1 @@
-"""``mlx_mtp.server``: OpenAI's and Anthropic's APIs, with drafts for one request and for several."""
+"""``mlx_mtp server``: OpenAI's and Anthropic's APIs, with drafts for one request and for several."""

@@ -1,4 +1,4 @@
-"""The command ``mlx_mtp.server``."""
+"""The command ``mlx_mtp server``."""
 
 import argparse
 import logging
@@ -81,7 +81,7 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
 
 
 def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
-    """Answer requests until interrupted, then end those that are open; also where another rank is lost."""
+    """Answer requests until interrupted or another rank is lost, then end the open ones."""
     server = make_server(options, engine)
     on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
     address, port = s.getsockname()[:2]
@@ -102,7 +102,7 @@ def summary(options: Options, admission: Admission) -> list[str]:
     context = models.tokenizers[models.default].context_length
     limits = [
         f"context of {context or 'unknown'} tokens",
-        f"answers of {options.max_tokens} tokens unless a request says more",
+        f"{options.max_tokens} output tokens by default",
         f"{options.decode_concurrency} requests at once",
     ]
     if options.max_queue is not None:
@@ -111,7 +111,7 @@ def summary(options: Options, admission: Admission) -> list[str]:
     return [
         f"Model: {models.name}, {drafting(options)}",
         *note,
-        f"Memory: {size(account.held)} held of at most {size(account.limit)}",
+        f"Memory: {size(account.held)} used of {size(account.limit)}",
         f"Limits: {', '.join(limits)}",
     ]
 
@@ -123,7 +123,7 @@ def make_server(options: Options, engine: Engine) -> Server:
 
 
 def url(host: str, port: int) -> str:
-    """What to open in a browser of this machine."""
+    """The address for a browser on this machine."""
     if host in ("", "0.0.0.0", "::"):
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -153,7 +153,7 @@ def main() -> None:
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     on_loss: list[Callable[[str], None]] = []
-    with one_line_errors("mlx_mtp.server", on_loss):
+    with one_line_errors("mlx_mtp server", on_loss):
         args = parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         if args.print_config is not None:

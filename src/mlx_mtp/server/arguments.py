@@ -1,4 +1,4 @@
-"""The flags of ``mlx_mtp.server``: those of ``mlx_lm.server`` and those of MTP."""
+"""The flags of ``mlx_mtp server``: those of ``mlx_lm.server`` and those of MTP."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm makes its parser in ``main``: these are its flags, defaults and help."""
     parser = argparse.ArgumentParser(
-        prog="mlx_mtp.server",
+        prog="mlx_mtp server",
         description="Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head.",
     )
     _add_model_flags(parser)
@@ -65,9 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=str(DEMO), help=MODEL_HELP)
-    add("--served-model-name", metavar="NAME", help="The name of --model for clients (default: its path).")
+    add("--served-model-name", metavar="NAME", help="Name of --model for clients (default: its path).")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
-    add("--draft-model", help="Not supported here: mlx_lm.server drafts with a second model.")
+    add("--draft-model", help="Not supported: use mlx_lm.server.")
     add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
@@ -85,12 +85,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODEL",
-        help="Another model that requests may name; can be repeated. One model is loaded at a time.",
+        help="Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time.",
     )
     add(
         "--allow-any-model",
         action="store_true",
-        help="Let a request name any path or Hugging Face repo as its model or adapters, as mlx_lm.server does.",
+        help="Load any path or Hugging Face repo that a request names as its model or adapters, as mlx_lm.server does.",
     )
 
 
@@ -102,7 +102,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         "--allowed-origins",
         type=_names,
         metavar="ORIGIN,...",
-        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: those of "
+        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: pages of "
         "localhost.",
     )
     add(
@@ -110,24 +110,25 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=[],
         metavar="NAME,...",
-        help="Names of the server, besides localhost, this machine's name, --host and all IP addresses; * allows any.",
+        help="More host names for the server, besides localhost, this machine's name, --host and all IP addresses; * allows "
+        "all.",
     )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
-        help="Read images of file: URLs from this folder. Default: none, images come as data: URLs.",
+        help="Allow file: URLs of images in this folder (default: only data: URLs).",
     )
     add(
         "--allowed-media-domains",
         nargs="+",
         default=[],
         metavar="HOST",
-        help="Download images of http: and https: URLs from these hosts. Default: none.",
+        help="Download images with http: and https: URLs from these hosts (default: none).",
     )
     add(
         "--print-config",
         choices=CLIENTS,
-        help="Print the settings that connect this client to a server with these flags, and exit.",
+        help="Print the settings of this client for a server with these flags, and exit.",
     )
     add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
     add(
@@ -166,13 +167,13 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--decode-concurrency",
         type=int,
         default=32,
-        help="Decode that many requests in parallel",
+        help="Maximum number of requests to decode in parallel",
     )
     add(
         "--prompt-concurrency",
         type=int,
         default=8,
-        help="Ignored: prompts are prefilled one after the other. A flag of mlx_lm.server",
+        help="Ignored, accepted for mlx_lm.server: prompts are prefilled one after the other",
     )
     add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
     add(
@@ -180,15 +181,15 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MAX_TOKEN_GAP,
         metavar="SECONDS",
-        help="Prefill prompts in smaller chunks where running answers would otherwise wait longer than this for a token; inf "
-        f"sets no limit (default: {MAX_TOKEN_GAP})",
+        help=f"Maximum time between two tokens of an answer while prompts are prefilled; prompts are cut into smaller chunks "
+        f"if needed. inf sets no limit (default: {MAX_TOKEN_GAP})",
     )
     add(
         "--min-decode-share",
         type=float,
         default=MIN_DECODE_SHARE,
         metavar="SHARE",
-        help="Minimum share of the time that running answers get while prompts are prefilled, from 0 to below 1 "
+        help="Minimum share of the time for running answers while prompts are prefilled, from 0 to below 1 "
         f"(default: {MIN_DECODE_SHARE})",
     )
 
@@ -203,8 +204,8 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-cache-bytes",
         type=byte_size,
-        help="Maximum size in bytes of the KV caches, those of running requests included. Defaults to half of the memory that "
-        "the model leaves.",
+        help="Maximum size in bytes of the KV caches, including running requests. Defaults to half of the memory left by the "
+        "model.",
     )
     add_prompt_cache_dir(parser, requires_drafts=False)
     add(
@@ -256,7 +257,7 @@ def check(args: argparse.Namespace) -> Options:
     if reserved := RESERVED & template_args.keys():
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
-        raise ValueError("--mtp HEAD is of one model: remove --serve-model and --allow-any-model.")
+        raise ValueError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")
     check_prompt_cache_dir(args, requires_drafts=False)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")

@@ -18,7 +18,7 @@ def fetch_all(request: Request, flags: Options) -> list[bytes]:
     """The images of a request, whose URLs are then dropped.
 
     Raises:
-        ApiError: The client has hung up.
+        ApiError: The client has disconnected.
         ValueError: An image cannot be read, is not allowed, or all are too large together.
     """
     images: list[bytes] = []
@@ -36,9 +36,9 @@ def fetch_all(request: Request, flags: Options) -> list[bytes]:
 
 
 def check_client(request: Request) -> None:
-    """Raise an ApiError if the client has hung up."""
+    """Raise an ApiError if the client has disconnected."""
     if request.is_gone:
-        raise ApiError(400, "The client has hung up.")
+        raise ApiError(400, "The client has disconnected.")
 
 
 def fetch(url: str, name: str, flags: Options) -> bytes:

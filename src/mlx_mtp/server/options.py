@@ -11,7 +11,7 @@ from ..sampling.sampler import AcceptanceName
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of ``mlx_mtp.server`` by their names, as ``arguments.check`` returns them.
+    """The flags of ``mlx_mtp server`` by their names, as ``arguments.check`` returns them.
 
     Args:
         load (Mapping[str, Any]): The arguments of ``mlx_mtp.load`` that flags give, for each model that is served.

@@ -175,7 +175,7 @@ class Request:
         key (ModelKey): The model that generates it.
         encoded (Prompt, optional): The prompt's tokens.
         client (Client): Takes the answer.
-        is_gone (bool): Whether its client has hung up.
+        is_gone (bool): Whether its client has disconnected.
         n_cached (int): Cached tokens of the prompt.
         answer (Answer): Takes the text apart.
         detokenizer (StreamingDetokenizer): mlx-lm's; makes the text.

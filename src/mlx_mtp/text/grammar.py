@@ -188,21 +188,21 @@ def make_grammar(
     lark: str | None = None,
     after: str | Callable[[str], int | None] = "",
 ) -> Grammar:
-    """Make a logits processor for ``logits_processors``, which has one text follow a grammar.
+    """Make a logits processor for ``logits_processors`` that makes one text follow a grammar.
 
     Args:
-        tokenizer (TokenizerWrapper): Of the model.
-        json_schema (Union[Dict[str, Any], str], optional): The text is JSON of this schema; ``{"type": "object"}`` for any
-          object.
+        tokenizer (TokenizerWrapper): The model's tokenizer.
+        json_schema (Union[Dict[str, Any], str], optional): The text is JSON that follows this schema; ``{"type": "object"}``
+          allows any object.
         regex (str, optional): The text matches this regular expression.
-        lark (str, optional): The text is of this grammar in llguidance's Lark syntax.
-        after (Union[str, Callable[[str], Optional[int]]]): The text may begin with anything up to this, such as
-          ``"</think>"``, and some white space; where it is quoted, between backticks or in a fenced code block, it does not
-          count. Or a function that takes the text so far and gives the position at which the grammar begins, ``None`` while
-          anything is allowed. Default: ``""``.
+        lark (str, optional): The text follows this grammar in llguidance's Lark syntax.
+        after (Union[str, Callable[[str], Optional[int]]]): The grammar begins after this text, such as ``"</think>"``, and some
+          white space; quotations of it between backticks or in a fenced code block are ignored. Or a function of the text so
+          far that returns the position where the grammar begins, or ``None`` before it begins. Default: ``""``.
 
     Raises:
-        ValueError: Not one of the three is given, or llguidance cannot read it: a ``GrammarError`` then says where.
+        ValueError: None or several of the three are given, or llguidance cannot read the grammar: a ``GrammarError`` then says
+        where.
     """
     rules = []
     if json_schema is not None:

@@ -89,7 +89,7 @@ class ReasoningReader:
 
 
 def fence_after(line: str, fence: str) -> str:
-    """The marks of the code block that is open after a line, given those of the one before it."""
+    """The marks of the code block that is open after a line, given the one open before it."""
     m = FENCE.fullmatch(line)
     if m is None:
         return fence

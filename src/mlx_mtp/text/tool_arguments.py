@@ -6,7 +6,7 @@ arrives as a string, unchanged: a wrong type tells the model more than a call th
 
 - null and booleans are also read as Python writes them (``None``, ``True``), and objects and arrays as Python's literals.
 - Numbers keep their digits. One that is too large for a float would be infinite to the client, and arrives as a string.
-- A schema that says nothing of types allows all of them. A parameter without a schema is a string.
+- A schema without types allows all of them. A parameter without a schema is a string.
 """
 
 import ast
@@ -25,7 +25,7 @@ LONGEST_NUMBER = 400  # characters
 
 
 def is_string(start: str, types: frozenset[str]) -> bool:
-    """Whether a text that begins with ``start`` will be a string, however it goes on."""
+    """Whether a text that begins with ``start`` is a string, whatever follows."""
     if types == STRING:
         return True
     start = start[: LONGEST_NUMBER + 1].strip().lower()

@@ -46,7 +46,7 @@ def find_original(
 
 
 def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config:
-    """Return the config of an original whose sizes are those of a model.
+    """Return the config of an original after checking that its sizes match a model's.
 
     Raises:
         ValueError: One differs, or models of its type are not supported.

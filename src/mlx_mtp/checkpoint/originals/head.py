@@ -75,7 +75,7 @@ class FetchedHead:
 def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
-    """The head of a checkpoint's original, fetched the first time; ``None`` if the checkpoint has a head of its own.
+    """The head of a checkpoint's original, fetched the first time; ``None`` if the checkpoint has its own head.
 
     Later nothing is asked of the hub. A download that was interrupted resumes.
 
@@ -95,7 +95,7 @@ def fetch_missing_head(
         original = find_original(name, folder, config, "MTP head", lambda o: fitting_head(o, config, name))
     except FileNotFoundError as e:
         raise FileNotFoundError(
-            f"{e} Name a head with --mtp HEAD, add one with `mlx_mtp.convert --graft-mtp-from ORIGINAL --model {name} "
+            f"{e} Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from ORIGINAL --model {name} "
             "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
         ) from e
     return FetchedHead(*fetch_part(HEADS, original, folder, lambda target: _write(original, config, name, target)))
@@ -151,5 +151,5 @@ def fetched_heads() -> Iterator[FetchedHead]:
 
 def remove(head: FetchedHead) -> None:
     shutil.rmtree(head.folder)
-    with suppress(OSError):  # another revision is there
+    with suppress(OSError):  # fails if another revision is cached
         head.folder.parent.rmdir()

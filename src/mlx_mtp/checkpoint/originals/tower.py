@@ -27,7 +27,7 @@ def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
             original = find_original(name, folder, config, "vision tower", lambda o: fitting_tower(o, config, name))
         except FileNotFoundError as e:
             raise FileNotFoundError(
-                f"{e} Add one with `mlx_mtp.convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
+                f"{e} Add one with `mlx_mtp convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
             ) from e
         known, _ = fetch_part(TOWERS, original, folder, lambda target: _write(original, config, name, target))
     return Vision(known, config | settings_of(read_json(known / CONFIG)), [WEIGHTS])

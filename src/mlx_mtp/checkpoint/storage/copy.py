@@ -1,4 +1,4 @@
-"""Copying tensors of a checkpoint into a file, in ranges, so that a copy that was broken off goes on."""
+"""Copy tensors of a checkpoint into a file, in ranges, so that an interrupted copy can resume."""
 
 import json
 import struct

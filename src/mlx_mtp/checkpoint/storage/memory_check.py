@@ -1,4 +1,4 @@
-"""What a checkpoint will need in memory, by its config and the headers of its files: no tensor is read."""
+"""Estimate the memory of a checkpoint from its config and the headers of its files, without reading tensors."""
 
 import math
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from ..head_formats import SeparateHead
 from ..skeleton import skeleton
 from .tensors import headers_of
 
-NORM = "layers.0.input_layernorm.weight"  # of the type of all weights that are not quantized
+NORM = "layers.0.input_layernorm.weight"  # its dtype is the dtype of all unquantized weights
 
 
 def weights_of(folder: Path) -> Needs:
@@ -49,7 +49,7 @@ def check_memory(
 def needs_of(
     folder: Path, config: Config, name: str, context: int, has_head: bool, has_tower: bool
 ) -> tuple[Needs, Sizes]:
-    """What a checkpoint needs with a text, and the sizes of its model."""
+    """The memory of a checkpoint with a text, and the sizes of its model."""
     language, tower = split_tower(headers_of(folder))
     backbone, head = split_head(language)
     norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)

@@ -56,7 +56,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(folder: Path, name: str) -> Iterator[None]:
-    """Inside, errors that name this folder, which is temporary, name what the user knows."""
+    """A context that replaces this temporary folder in errors with a name that the user knows."""
     try:
         yield
     except (OSError, ValueError) as e:
@@ -82,7 +82,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -
 
 
 def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
-    """Read every one of these tensors back and compare it.
+    """Read all of these tensors back and compare them.
 
     Raises:
         OSError: A tensor differs.

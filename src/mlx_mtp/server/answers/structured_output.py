@@ -46,7 +46,7 @@ def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
     outputs = [output for output in asked if output is not None]
     if len(outputs) > 1:
         first, second, *_ = (output.param for output in outputs)
-        raise ApiError(400, f"{second} does not go with {first}: send one of them.", param=second)
+        raise ApiError(400, f"{second} cannot be combined with {first}: send one of them.", param=second)
     return outputs[0] if outputs else None
 
 

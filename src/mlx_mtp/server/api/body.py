@@ -87,7 +87,7 @@ class Part(BaseModel):
 
 
 class Body(Part):
-    """The fields that all APIs share, and those of mlx-lm and of this package, which all of them take.
+    """The fields of all APIs, including the fields of mlx-lm and of this package.
 
     A field that would have to change the answer and is not supported is in ``REFUSED``: the values that change nothing, and
     what to do instead.
@@ -208,7 +208,7 @@ def parse_json(raw: bytes | bytearray) -> Json:
 
 
 def _check_numbers(body: Json) -> None:
-    """Refuse numbers beyond those of floats, which are read as infinity."""
+    """Refuse numbers too large for a float, which are parsed as infinity."""
     for name, field in body.items():
         values = [field]
         while values:

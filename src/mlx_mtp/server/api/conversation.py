@@ -93,7 +93,7 @@ def continues(messages: list[Json], output: StructuredOutput | None) -> bool:
         ApiError: The answer has a structured output, of which the last message would be a part.
     """
     if goes_on(messages) and output is not None and output.is_required:
-        message = f"{output.param} does not go with a last message of the assistant, which would be continued."
+        message = f"{output.param} cannot be combined with a last message of the assistant, which the answer continues."
         raise ApiError(400, message, param=output.param)
     return goes_on(messages)
 

@@ -33,7 +33,7 @@ class Admission:
         caches (Stores): The prompt caches.
         ranks (Ranks, optional): Who runs the model. Several ranks do not ask the account: a request that one has memory for
           and another has not would part them.
-        account (Account): What is held, and what may be.
+        account (Account): The server's memory and its limit.
 
     Attributes:
         batch (BatchGenerator): Of the model that is loaded; ``None`` before there is one.
@@ -61,7 +61,7 @@ class Admission:
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
         self.sizes = sizes_of(model)
         self.max_cache_bytes = self.account.cache_budget if given is None else given
-        logging.info(f"Prompt caches may take {self.max_cache_bytes / 1e9:.1f} GB")
+        logging.info(f"Prompt caches: up to {self.max_cache_bytes / 1e9:.1f} GB")
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
         self.stop_sequences = make_stop_sequences(tokenizer)
         self.restart()
@@ -83,7 +83,7 @@ class Admission:
         )
 
     def close(self) -> None:
-        """Let go of the batch generator; the next model may need its memory."""
+        """Drop the batch generator; the next model may need its memory."""
         if self.batch is not None:
             self.batch.close()
             mx.synchronize()  # other ranks wait for this one's part of a pass
@@ -97,7 +97,7 @@ class Admission:
         mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether a request can begin beside those that run."""
+        """Whether a request can begin beside the running ones."""
         together = [*running, request]
         if len(together) == 1:
             return True
@@ -106,14 +106,14 @@ class Admission:
         return self.ranks is not None or self.need(request, running) <= self._free()
 
     def _is_alone(self, request: Request) -> bool:
-        """Whether a request seeds MLX's random state, which all share. Only a coupled sampler has a seed of its own."""
+        """Whether a request seeds MLX's shared random state. Only a coupled sampler has its own seed."""
         if request.encoded is None:  # it waits for its model, and generates nothing yet
             return False
         is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
         return is_seeded and self.options.acceptance in ("rejection", "match")
 
     def need(self, request: Request, running: Iterable[Request] = ()) -> int:
-        """The bytes that the prompt of a request needs beside what is held, and those of requests that run."""
+        """The bytes that a request's prompt needs in addition to the running requests."""
         options, together = self.options, [*running, request]
         lengths = [r.n_prompt + r.n_tokens for r in together]
         caches = self.sizes.together(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
@@ -129,7 +129,7 @@ class Admission:
     def lack(self) -> int:
         """The bytes that the next step lacks, now that all is freed that answers can do without: 0 if it has enough.
 
-        First MLX's buffers are freed, then what earlier requests have read, as far as it is in memory.
+        It first frees MLX's buffers, then the prompt caches of earlier requests in memory.
         """
         n_running = len(self.batch)
         need = self.sizes.chunk(*self.batch.next_chunk) + n_running * (self.sizes.caches(STEP) - self.sizes.state_bytes)
@@ -184,8 +184,8 @@ class Admission:
         need, free = self.need(request), self._free()
         if self.ranks is None and len(self.batch) == 0 and need > free:
             message = (
-                f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} are left of the "
-                f"{size(self.account.limit)} that the server may hold: shorten it, or start the server with more --max-memory."
+                f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} of the server's "
+                f"{size(self.account.limit)} are free: shorten it, or start the server with a larger --max-memory."
             )
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
 

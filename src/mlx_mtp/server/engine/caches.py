@@ -17,7 +17,7 @@ from ..options import Options
 from ..request import ModelKey, Prompt
 
 # Metrics: name and help.
-HELD = "mlx_mtp_prompt_cache_bytes", "Memory that the prompt cache takes."
+HELD = "mlx_mtp_prompt_cache_bytes", "Memory used by the prompt cache."
 WRITTEN = "mlx_mtp_prompt_cache_written_bytes", "Bytes of the prompt cache written to disk."
 READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from disk."
 
@@ -54,7 +54,7 @@ class Stores:
         self.tokenizer = tokenizer
 
     def release(self) -> None:
-        """Drop the reference to the model, whose weights make space for those of the next one."""
+        """Drop the reference to the model, to free its weights for the next one."""
         self.store.model = None
 
     def load(self, key: ModelKey, tokens: list[int]) -> None:
@@ -65,7 +65,7 @@ class Stores:
         try:
             store.load(tokens[:-1], self.options.kv)
         except Exception:  # for example, another model was loaded meanwhile
-            logging.debug("A prompt cache was not read from disk ahead.", exc_info=True)
+            logging.debug("Reading ahead from the prompt cache on disk failed.", exc_info=True)
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to resume from, if there is one, and its number of tokens. Sets the prompt's cuts behind these."""

@@ -17,7 +17,7 @@ class Changes:
 
     Args:
         arrived (List[Request]): New requests, in order.
-        gone (Set[int]): The numbers of requests whose clients have hung up.
+        gone (Set[int]): The numbers of requests with disconnected clients.
     """
 
     arrived: list[Request] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Clients:
         self.arriving.put(request)
 
     def leave(self, request: Request) -> None:
-        """The client has its answer, or has hung up."""
+        """The client has its answer, or has disconnected."""
         self.open.discard(request)
 
     def fail_all(self, error: ApiError) -> None:

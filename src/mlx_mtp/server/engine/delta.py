@@ -79,7 +79,7 @@ def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
 
 
 def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
-    """The token, and the n likeliest ones at its position, without those that a grammar forbids."""
+    """The token, and the n most likely ones at its position that a grammar allows."""
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
     values: Any = logprobs[tokens].tolist()

@@ -163,9 +163,9 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
     if not tokenizer.has_chat_template:
         return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
     if request.tools and not tokenizer.has_tool_calling:
-        logging.warning("The request has tools, and the chat template of the model has none.")
+        logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
-        raise ApiError(400, "The model does not write tool calls as Qwen's: mlx_lm.server reads them.", param="tools")
+        raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
     tokens: Any = tokenizer.apply_chat_template(
         [{**message, "content": message.get("content") or ""} for message in request.messages],
         tools=request.tools,

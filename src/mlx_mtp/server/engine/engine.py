@@ -1,4 +1,4 @@
-"""The generation thread: one loop over the requests that wait and those that run."""
+"""The generation thread: one loop over the waiting and the running requests."""
 
 import _thread
 import logging
@@ -21,7 +21,7 @@ from .shared_clients import reseed, seed_alike
 
 
 class Engine:
-    """Takes requests in order, and generates those together that ``Admission`` lets begin.
+    """Takes requests in order, and generates together the requests that ``Admission`` admits.
 
     An error ends the running requests, never the thread.
 
@@ -109,16 +109,16 @@ class Engine:
             admission.batch.remove([uid])
             lack -= admission.sizes.caches(request.n_prompt + request.n_tokens)
             message = (
-                f"The answer has ended after {request.n_tokens} tokens, since the server may hold no more than "
-                f"{size(admission.account.limit)}: ask again when it has less to do, or start it with more --max-memory."
+                f"The answer was stopped after {request.n_tokens} tokens: the server has reached its memory limit of "
+                f"{size(admission.account.limit)}. Try again later, or start it with a larger --max-memory."
             )
             self._fail(uid, ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
-        """End requests whose clients have hung up."""
+        """End requests with disconnected clients."""
         for request in [request for request in self.waiting if request.number in gone]:
             self.waiting.remove(request)
-            request.client.put(ApiError(400, "The client has hung up."))
+            request.client.put(ApiError(400, "The client has disconnected."))
         for uid in [uid for uid, request in self.running.items() if request.number in gone]:
             self._finish(uid)
 
@@ -205,7 +205,7 @@ class Engine:
         self.metrics.in_flight.set(len(self.running))
 
     def _end(self) -> None:
-        """End every request. Those that have begun get one last token."""
+        """End every request. Running ones get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
             self.admission.batch.remove([uid])
             del self.running[uid]

@@ -20,8 +20,8 @@ class Metrics:
         self.registry = CollectorRegistry()  # one for each server, not for the process
         common: dict[str, Any] = {"namespace": "mlx_mtp", "registry": self.registry}
         self.requests = Counter("requests", "Requests answered, by HTTP status.", ["status"], **common)
-        self.in_flight = Gauge("requests_in_flight", "Requests that are being generated.", **common)
-        self.queue_length = Gauge("queue_length", "Requests that are waiting.", **common)
+        self.in_flight = Gauge("requests_in_flight", "Requests being generated.", **common)
+        self.queue_length = Gauge("queue_length", "Requests waiting.", **common)
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens.", **common)
         self.cached_prompt_tokens = Counter(
             "cached_prompt_tokens", "Prompt tokens found in the prompt cache.", **common
@@ -33,9 +33,13 @@ class Metrics:
         )
         self.accepted_tokens = Counter("accepted_tokens", "Accepted drafts, by position.", ["position"], **common)
         self.copied_tokens = Counter("copied_tokens", "Drafts copied from the text.", **common)
-        self.accepted_copied_tokens = Counter("accepted_copied_tokens", "Accepted drafts of these.", **common)
-        self.forced_tokens = Counter("forced_tokens", "Drafts that a grammar forces.", **common)
-        self.accepted_forced_tokens = Counter("accepted_forced_tokens", "Accepted drafts of these.", **common)
+        self.accepted_copied_tokens = Counter(
+            "accepted_copied_tokens", "Accepted drafts copied from the text.", **common
+        )
+        self.forced_tokens = Counter("forced_tokens", "Drafts forced by a grammar.", **common)
+        self.accepted_forced_tokens = Counter(
+            "accepted_forced_tokens", "Accepted drafts forced by a grammar.", **common
+        )
         self.depth = Gauge(
             "depth", "Drafts in the latest step, by the number of requests at once.", ["requests"], **common
         )
@@ -97,10 +101,10 @@ class Metrics:
 
     def watch_memory(self, account: Account) -> None:
         for name, text, value in (
-            ("limit", "The most memory that the server may hold.", lambda: account.limit),
-            ("held", "Memory that the server holds.", lambda: account.held),
-            ("active", "That of MLX's arrays.", lambda: account.active),
-            ("buffers", "What MLX keeps for the next arrays.", lambda: account.buffers),
+            ("limit", "Memory limit of the server.", lambda: account.limit),
+            ("held", "Memory used by the server.", lambda: account.held),
+            ("active", "Memory of MLX's arrays.", lambda: account.active),
+            ("buffers", "Memory kept by MLX for new arrays.", lambda: account.buffers),
         ):
             gauge = Gauge(f"memory_{name}_bytes", text, namespace="mlx_mtp", registry=self.registry)
             gauge.set_function(value)
@@ -110,5 +114,5 @@ class Metrics:
 
 
 def _totals(counts: Sequence[DraftCounts]) -> tuple[int, int]:
-    """(drafts, those accepted)"""
+    """(drafts, accepted drafts)"""
     return sum(c.n_drafted for c in counts), sum(c.n_accepted for c in counts)

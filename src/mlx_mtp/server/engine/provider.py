@@ -20,7 +20,7 @@ DEFAULT = "default_model"  # mlx-lm's name for that of --model
 
 
 class ModelProvider:
-    """Loads models, with their MTP heads where the server drafts, one at a time, and only those that the operator serves.
+    """Loads one model at a time, with its MTP head if the server drafts, and only models that the operator serves.
 
     The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.
 
@@ -60,7 +60,7 @@ class ModelProvider:
         if name in options.serve_model:
             return name, None
         if options.serve_model and name not in (DEFAULT, options.model, self.name):
-            message = f"The model {name!r} is not served here; GET /v1/models lists those that are."
+            message = f"The model {name!r} is not served here; GET /v1/models lists the served models."
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.default
 
@@ -88,7 +88,7 @@ class ModelProvider:
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
         sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
-        logging.info(f"Sampling of requests that do not say it: {sampling}")
+        logging.info(f"Default sampling: {sampling}")
         self.tokenizers.pop(key, None)
         self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision, sampling)
         if len(self.tokenizers) > MAX_TOKENIZERS:

@@ -110,5 +110,5 @@ def reseed(ranks: Ranks | None) -> None:
 
 def _end_alone(ranks: Ranks) -> None:
     error = f"Rank {ranks.rank} has failed, and the others have not."
-    print(f"mlx_mtp.server: error: {error}", file=sys.__stderr__, flush=True)
+    print(f"mlx_mtp server: error: {error}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -62,5 +62,5 @@ class Bodies:
 
     def _make_room(self, n: int) -> None:
         if self.n_bytes + n > MAX_BODIES:
-            raise ApiError(429, "Too many large bodies arrive at a time: try again later.", code="rate_limit_exceeded")
+            raise ApiError(429, "Too many large bodies are arriving: try again later.", code="rate_limit_exceeded")
         self.n_bytes += n

@@ -18,7 +18,7 @@ LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 
 class Browsers(CORSMiddleware):
-    """Refuses requests to a host that is not this server, and those of pages that may not use it; answers CORS for the others.
+    """Refuses requests to other hosts and requests of pages that may not use the server; answers CORS for the others.
 
     A page's domain may name this machine's address (DNS rebinding): a browser then takes the server for the page's own. Its
     requests have that domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of ``names``.

@@ -98,7 +98,7 @@ class Connection(H11Protocol):
         while incomplete:
             del incomplete[oldest := next(iter(incomplete))]  # one that is answered is added again behind the answer
             if oldest.is_incomplete and not oldest.transport.is_closing():
-                self.logger.warning("There are too many connections: the oldest that sends no request is closed.")
+                self.logger.warning("There are too many connections: the oldest one without a request is closed.")
                 oldest.transport.abort()
                 return
 
@@ -201,5 +201,5 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise OSError(f"Port {port} of {host} is in use: end the other program, or choose another --port.") from e
+            raise OSError(f"Port {port} of {host} is in use: stop the other program, or choose another --port.") from e
         raise OSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e

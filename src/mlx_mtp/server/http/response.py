@@ -67,7 +67,7 @@ class GeneratedResponse(Response):
             async with watched(self.choices, receive):
                 await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
         except OSError:
-            logging.info("The client has hung up.")
+            logging.info("The client has disconnected.")
         finally:
             self.waiting.discard(self.choices[0].number)
             scope[FIGURES] = (figures_of(self.choices, self._usage()),)

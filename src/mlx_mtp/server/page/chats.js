@@ -32,7 +32,7 @@ export function showChats(chats, current, actions) {
 // A chat as a Markdown file.
 export function markdownOf(chat) {
   const turns = chat.turns.map(({ text, images, answer }) => {
-    const note = images.length ? `(${images.length} images)\n\n` : "";
+    const note = images.length ? `(${images.length === 1 ? "1 image" : `${images.length} images`})\n\n` : "";
     const said = answer ? answer.error ? `Error: ${answer.error}` : textOf(answer.text) : "";
     return `## Question\n\n${note}${text}\n\n## Answer\n\n${said}\n`;
   });

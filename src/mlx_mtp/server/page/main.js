@@ -69,7 +69,7 @@ async function save(c) {
   await report(saveChat(c));
 }
 
-const report = (saving) => saving.catch((error) => notify(`The browser did not keep the chats: ${error.message}`));
+const report = (saving) => saving.catch((error) => notify(`The browser could not save the chats: ${error.message}`));
 
 // Answers.
 
@@ -169,7 +169,7 @@ function showDescription() {
   $("description").textContent = description;
   $("description").hidden = !description;
   for (const id of ["system", "thinking", "files"]) $(id).closest("label").hidden = !canChat();
-  const action = canChat() ? "Ask a question" : "Begin a text that the model continues";
+  const action = canChat() ? "Ask a question" : "Start a text for the model to continue";
   $("question").placeholder = action;
   $("invitation").textContent = `${action}.`;
   $("example").textContent = canChat() ? "Write a binary search in Python." : 'class Stack:\n    """A stack of items."""\n';

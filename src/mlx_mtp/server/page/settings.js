@@ -22,7 +22,7 @@ function keep(act) {
   try {
     return act();
   } catch (error) {
-    notify(`The browser does not keep the settings: ${error.message}`);
+    notify(`The browser could not save the settings: ${error.message}`);
   }
 }
 
