@@ -124,11 +124,10 @@ def show_as(page: Page, view: str) -> None:
 
 def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#description")).to_have_text("Demo model: completes Python only")
-    expect(page.locator(".button", has_text="Add image")).to_be_hidden()
     shot("welcome")
     page.click("#example")
     wait(page)
-    expect(page.locator(".answer > .text")).to_contain_text("def __init__(self")
+    expect(page.locator(".answer > .text")).to_contain_text("Return the position of a value")
     expect(page.locator("#welcome")).to_be_hidden()
     page.click("#new-chat")
     expect(page.locator("#welcome")).to_be_visible()
