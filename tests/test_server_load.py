@@ -6,6 +6,7 @@ import re
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,6 +244,7 @@ def client_of(generate, max_queue=None):
     """A client of a server whose generator does this."""
     flags = [] if max_queue is None else ["--max-queue", str(max_queue)]
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options_of(*flags), generate=generate)
+    generator.generate_all = partial(Frontend.generate_all, generator)
     return TestClient(make_app(generator, None, ["*"]))
 
 
