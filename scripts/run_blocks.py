@@ -52,6 +52,7 @@ mlx_mtp() {
   shift
   case $name in
     benchmark)
+      set -- "${@/#copying/MY_PROMPTS}"
       [[ "$*" == *--prompts* ]] || set -- "$@" --prompts MY_PROMPTS
       [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
       set -- "$@" --max-tokens 8 ;;
