@@ -12,51 +12,40 @@ from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import cache, doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
 from mlx_mtp.checkpoint.originals.fetch import folder_of
-from tests.support.checkpoints import configure, no_head
+from tests.support.checkpoints import configure, copied, no_head
+from tests.support.commands import run_command
 from tests.support.models import DATA
-
-
-def run(capsys, monkeypatch, call, *words):
-    """(exit status, stdout, stderr) of a command."""
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp", *words])
-    try:
-        status = call()
-    except SystemExit as e:
-        status = e.code
-    out, err = capsys.readouterr()
-    return status or 0, out, err
-
 
 # One command
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_help(name, capsys, monkeypatch):
-    status, out, err = run(capsys, monkeypatch, main, name, "--help")
+def test_every_command_has_a_help(name, capsys):
+    status, out, err = run_command(main, capsys, name, "--help")
     assert (status, err) == (0, "")
     assert out.startswith("usage: ")
 
 
-def test_help_lists_the_commands(capsys, monkeypatch):
-    _, out, _ = run(capsys, monkeypatch, main)
+def test_help_lists_the_commands(capsys):
+    _, out, _ = run_command(main, capsys)
     assert all(f"  {name} " in out for name in COMMANDS)
-    assert run(capsys, monkeypatch, main, "--help") == (0, out, "")
-    assert run(capsys, monkeypatch, main, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
+    assert run_command(main, capsys, "--help") == (0, out, "")
+    assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
     ("word", "hint"), [("genrate", "did you mean generate?"), ("xyz", "choose from demo, generate,")]
 )
-def test_an_unknown_command_is_one_line(word, hint, capsys, monkeypatch):
-    status, out, err = run(capsys, monkeypatch, main, word)
+def test_an_unknown_command_is_one_line(word, hint, capsys):
+    status, out, err = run_command(main, capsys, word)
     assert (status, out) == (2, "")
     assert err.startswith(f"mlx_mtp: error: There is no command {word}: {hint}")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_has_every_command_and_flag(shell, capsys, monkeypatch):
-    status, out, err = run(capsys, monkeypatch, main, "--print-completion", shell)
+def test_completion_has_every_command_and_flag(shell, capsys):
+    status, out, err = run_command(main, capsys, "--print-completion", shell)
     assert (status, err) == (0, "")
     for name, (module, _) in COMMANDS.items():
         assert name in out
@@ -64,8 +53,8 @@ def test_completion_has_every_command_and_flag(shell, capsys, monkeypatch):
             assert all(flag in out for flag in action.option_strings if flag.startswith("--"))
 
 
-def test_bash_completes_commands_flags_and_folders(capsys, monkeypatch, tmp_path):
-    script = run(capsys, monkeypatch, main, "--print-completion", "bash")[1]
+def test_bash_completes_commands_flags_and_folders(capsys, tmp_path):
+    script = run_command(main, capsys, "--print-completion", "bash")[1]
     (tmp_path / "a_model").mkdir()
     (tmp_path / "a_file").touch()
 
@@ -82,8 +71,8 @@ def test_bash_completes_commands_flags_and_folders(capsys, monkeypatch, tmp_path
     assert completed("mlx_mtp", "chat", "--model", "a_") == ["a_model"]
 
 
-def test_completion_of_an_unknown_shell_is_one_line(capsys, monkeypatch):
-    status, out, err = run(capsys, monkeypatch, main, "--print-completion", "cmd")
+def test_completion_of_an_unknown_shell_is_one_line(capsys):
+    status, out, err = run_command(main, capsys, "--print-completion", "cmd")
     assert (status, out) == (2, "")
     assert err.startswith("mlx_mtp: error: --print-completion takes a shell: bash, ")
 
@@ -130,13 +119,8 @@ def test_an_unknown_name_suggests_the_nearest():
 def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_mtp.checkpoint.load.measure_acceptance", lambda model, tokenizer: 0.8)
     model = published()["qwen3.5-0.8b-4bit"]
-    bare = DATA / "dense"
-    hub.publish(model.original, bare)
-    copy = tmp_path / "bare"
-    copy.mkdir()
-    for file in bare.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    no_head(copy)
+    hub.publish(model.original, DATA / "dense")
+    no_head(copy := copied(tmp_path))
     (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
     hub.publish(model.conversion, copy)
     assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
@@ -149,7 +133,7 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
 def test_models_lists_all(capsys, monkeypatch):
     monkeypatch.setattr(models, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
     monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
-    status, out, _ = run(capsys, monkeypatch, models.main, "--context", "65536")
+    status, out, _ = run_command(models.main, capsys, "--context", "65536")
     assert status == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("qwen", "bonsai"))}
     assert [*rows] == [model.base for model in published().values()]
@@ -157,47 +141,42 @@ def test_models_lists_all(capsys, monkeypatch):
     assert rows["qwen3-next-80b-a3b-instruct"][-4:] == ["from", "96", "GB", "-"]
     assert max(map(len, out.splitlines()[:15])) <= 80
     assert "65,536 tokens" in out
-    assert run(capsys, monkeypatch, models.main, "--context", "0")[0] == 2
+    assert run_command(models.main, capsys, "--context", "0")[0] == 2
 
 
-def test_cache_lists_and_removes_heads(hub, capsys, monkeypatch):
+def test_cache_lists_and_removes_heads(hub, capsys):
     head = folder_of("heads") / "org--original" / "0123456789"
     head.mkdir(parents=True)
     (head / "model.safetensors").write_bytes(bytes(2_500_000))
     (head / "config.json").write_text('{"mlx_mtp": {"source": "org/original", "revision": "0123456789"}}')
-    assert "org/original  01234567  2.5 MB" in run(capsys, monkeypatch, cache.main)[1]
-    status, _, err = run(capsys, monkeypatch, cache.main, "--remove", "org/other")
+    assert "org/original  01234567  2.5 MB" in run_command(cache.main, capsys)[1]
+    status, _, err = run_command(cache.main, capsys, "--remove", "org/other")
     assert (status, err) == (
         2,
         "mlx_mtp cache: error: There is no downloaded head of org/other: `mlx_mtp cache` lists the heads.\n",
     )
     assert (
-        run(capsys, monkeypatch, cache.main, "--remove", "org/original")[1]
-        == "Removed the head of org/original, 2.5 MB\n"
+        run_command(cache.main, capsys, "--remove", "org/original")[1] == "Removed the head of org/original, 2.5 MB\n"
     )
     assert not head.parent.exists()
-    assert "There are no downloaded heads." in run(capsys, monkeypatch, cache.main)[1]
+    assert "There are no downloaded heads." in run_command(cache.main, capsys)[1]
 
 
 def test_doctor_of_the_demo(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.94)
-    status, out, _ = run(capsys, monkeypatch, doctor.main)
+    status, out, _ = run_command(doctor.main, capsys)
     assert status == 0
     assert "Model:      Demo model: completes Python only" in out
     assert "Accepted:   94% of first drafts on built-in text" in out
     assert out.splitlines()[-1].startswith("Verdict:    ready: use --mtp")
     monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.1)
-    assert "Verdict:    the model rejects most drafts" in run(capsys, monkeypatch, doctor.main)[1]
+    assert "Verdict:    the model rejects most drafts" in run_command(doctor.main, capsys)[1]
 
 
-def test_doctor_of_a_model_that_does_not_draft(hub, tmp_path, capsys, monkeypatch):
-    copy = tmp_path / "bare"
-    copy.mkdir()
-    for file in (DATA / "dense").iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    no_head(copy)
+def test_doctor_of_a_model_that_does_not_draft(hub, tmp_path, capsys):
+    no_head(copy := copied(tmp_path))
     configure(copy, _name_or_path=None)
-    status, out, _ = run(capsys, monkeypatch, doctor.main, "--model", str(copy))
+    status, out, _ = run_command(doctor.main, capsys, "--model", str(copy))
     assert status == 0
     assert "Verdict:    no drafts: " in out.splitlines()[-1]
     assert "--mtp HEAD" in out

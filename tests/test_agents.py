@@ -212,9 +212,7 @@ def test_messages_become_those_of_a_chat_template():
             "role": "assistant",
             "content": "I read.",
             "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}},
-            ],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}],
         },
         {"role": "tool", "content": "Error: no file", "tool_call_id": "1"},
         {"role": "user", "content": "Well?"},

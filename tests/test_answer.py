@@ -14,13 +14,13 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def read(text: str, reason: str = "stop", tools=TOOLS, stop_words=()) -> tuple[str, str, str, str]:
-    """(reasoning, content, calls, finish reason), fed character by character."""
+def read(text: str, reason: str = "stop", tools=TOOLS, stop_words=(), n: int = 1) -> tuple[str, str, str, str]:
+    """(reasoning, content, calls, finish reason), fed n characters at a time."""
     tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
     reading = make_answer(tokenizer, True, tools, list(stop_words), is_chat=True, one_call=False)
     reasoning = content = calls = ""
-    for i, char in enumerate(text, 1):
-        events, finish_reason = reading.step(char, reason if i == len(text) else None)
+    for i in range(0, len(text), n):
+        events, finish_reason = reading.step(text[i : i + n], reason if i + n >= len(text) else None)
         for event in events:
             reasoning += event.text if isinstance(event, Reasoning) else ""
             content += event.text if isinstance(event, Text) else ""
@@ -44,6 +44,8 @@ def test_stop_words_end_the_content():
     assert read(text, stop_words=["!", "add"]) == ("A!B", "One\ntwo", 'add{"a": 1}', "tool_calls")
     assert read("</think>abcabd", stop_words=["abd", "xyz"]) == ("", "abc", "", "stop")
     assert read("</think>abcab", stop_words=["abd"], reason="length") == ("", "abcab", "", "length")
+    for n in (1, 1000):  # nothing follows one, though it was written in the same step
+        assert read(f"A!B</think>\nOne! two\n{CALL}", stop_words=["!"], n=n) == ("A!B", "One", "", "stop")
 
 
 def test_tools_are_refused_where_the_model_writes_calls_as_others_do():

@@ -87,12 +87,7 @@ def test_segments():
                 assert_goes_on(model, cache, tokens)
         for r in generated:
             texts.setdefault(r.uid, Text()).add(r)
-    assert shown == [
-        ((4, 9), False, False),
-        ((6, 9), True, False),
-        ((8, 9), True, False),
-        ((9, 9), True, True),
-    ]
+    assert shown == [((4, 9), False, False), ((6, 9), True, False), ((8, 9), True, False), ((9, 9), True, True)]
     assert texts[uid].tokens == plain([*range(1, 10)], model, max_tokens=5)
 
 

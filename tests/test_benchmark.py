@@ -1,7 +1,6 @@
 """The benchmark: its prompts, its arithmetic, what it prints, and its synthetic models."""
 
 import json
-import sys
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -23,6 +22,7 @@ from mlx_mtp.benchmark.report import percent, show, verdict
 from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, sum_counts
 from mlx_mtp.benchmark.synthetic import SHAPES, synthetic_model
 from mlx_mtp.decoding.counts import DraftCounts
+from tests.support.commands import run_command
 from tests.support.models import DATA
 from tests.support.published import ARCHITECTURES
 
@@ -65,11 +65,6 @@ def report():
 
 def small(name: str) -> dict:
     return SHAPES[name] | (SMALL_EXPERTS if "num_experts" in SHAPES[name] else SMALL_DENSE)
-
-
-def run(monkeypatch, *argv) -> None:
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.benchmark", *map(str, argv)])
-    benchmark.main()
 
 
 # Prompts
@@ -339,8 +334,9 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
     file, picture = tmp_path / "b.json", tmp_path / "b.png"
     common = ("--synthetic", "4b-4bit", "--repeat", 1, "-m", 12)
-    run(
-        monkeypatch,
+    _, out, _ = run_command(
+        benchmark.main,
+        capsys,
         *common,
         "--compare-depths",
         2,
@@ -353,7 +349,6 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
         "--context",
         40,
     )
-    out = capsys.readouterr().out
     assert "Acceptance was SET to 0.9, not measured" in out
     report = json.loads(file.read_text())
     exact, one = report["parts"]["exact"], report["parts"]["verify"][0]
@@ -397,14 +392,15 @@ def test_the_verdict_is_of_auto_on_all_prompts(report, rounds, line):
 def test_several_lengths(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")  # or a table goes on below
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
-    run(
-        monkeypatch,
+    _, out, _ = run_command(
+        benchmark.main,
+        capsys,
         *("--synthetic", "4b-4bit", "--repeat", 1, "-m", 8, "--compare-depths", 1, "--json", tmp_path / "b.json"),
         *("--context", 20, 50),
     )
     reports = json.loads((tmp_path / "b.json").read_text())
     assert [{r["prompt_tokens"] for r in report["results"]} for report in reports] == [{20}, {50}]
-    lines = capsys.readouterr().out.splitlines()
+    lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines[-3:]] == ["", "auto, --context 20", "auto, --context 50"]
     lines = lines[:-3]
     assert "no more than 1.250 of plain" in lines[-9]  # four layers
@@ -424,7 +420,7 @@ def test_several_lengths(monkeypatch, capsys, tmp_path):
         assert row[13] == f"{r['mtp_first_token'] / r['plain_first_token']:.3f}"
 
 
-def test_prompts_are_chosen_by_name(monkeypatch):
+def test_prompts_are_chosen_by_name(monkeypatch, capsys):
     asked = []
 
     def measure(model, prompts, *_, **__):
@@ -433,8 +429,7 @@ def test_prompts_are_chosen_by_name(monkeypatch):
 
     monkeypatch.setattr(benchmark, "measure", measure)
     for flags in ((), ("--prompts", "copying"), ("--prompts", "nine")):
-        with pytest.raises(SystemExit):
-            run(monkeypatch, *flags)
+        run_command(benchmark.main, capsys, *flags)
     assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING), list(prompts.KINDS)]
 
 
@@ -442,8 +437,8 @@ def test_prompts_are_chosen_by_name(monkeypatch):
 def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "p.txt").write_text("import os\n---\nclass A:\n")
-    run(monkeypatch, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)
-    lines = capsys.readouterr().out.splitlines()
+    _, out, _ = run_command(benchmark.main, capsys, "--prompts", tmp_path / "p.txt", "--repeat", 1, "-m", 4)
+    lines = out.splitlines()
     named = [line.partition(":")[0] for line in lines if ": plain" in line]
     assert named == ["prompt_1", "prompt_2", OVERALL]
     assert "SET" not in "".join(lines)
@@ -471,25 +466,25 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
         (["--context", "9", "-5"], "not -5"),
         (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot takes one length"),
         (["--context", "9", "10", "--tune"], "--tune takes one length"),
+        (["--tune", "--synthetic", "4b-4bit"], "remove --synthetic"),
+        (["--tune", "--compare-depths"], "remove --compare-depths"),
+        (["--tune", "--draft-vocab", "0"], "remove --draft-vocab"),
+        (["--tune", "--settings", "off"], "remove --settings"),
+        (["--tune", "--repeat", "1"], "--repeat 2 or more"),
         (["-m", "1"], "2 or more, not 1"),
         (["--repeat", "0"], "1 or more, not 0"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, argv, message):
-    with pytest.raises(SystemExit) as e:
-        run(monkeypatch, *argv)
-    assert e.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+def test_an_error_is_one_line_and_status_2(capsys, argv, message):
+    status, out, err = run_command(benchmark.main, capsys, *argv)
+    assert (status, out) == (2, "")
     assert message in err.splitlines()[-1]
 
 
 def test_a_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "--plot", "x.png", "--compare-depths")
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install matplotlib" in run_command(benchmark.main, capsys, "--plot", "x.png", "--compare-depths")[2]
 
 
 def test_a_plot_needs_a_fixed_depth(report):

@@ -12,6 +12,7 @@ from mlx_mtp import BatchGenerator, PromptStore, load, mtp_generate_step, stream
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import read_images
 from mlx_mtp.images.vision import Vision
+from tests.support.batches import run
 from tests.support.engine import Engine
 from tests.support.models import DATA, load_reference
 
@@ -92,11 +93,9 @@ def test_captions_are_the_same_however_they_are_decoded(usual):
     for image in images:
         prompt = read_images(model.vision, tokens, [image])
         uids += generator.insert([prompt.tokens], input_embeddings=[prompt.embed(model)], images=[prompt.images])
-    texts = {uid: [] for uid in uids}
-    while len(generator) > 0:
-        for r in generator.next()[1]:
-            texts[r.uid] += [r.token] if r.finish_reason != "stop" else []
-    assert [tokenizer.decode(texts[uid]) for uid in uids] == want
+    texts = run(generator)
+    ends = tokenizer.eos_token_ids
+    assert [tokenizer.decode([t for t in texts[uid].tokens if t not in ends]) for uid in uids] == want
 
 
 def test_the_server_says_the_same(folder, usual):

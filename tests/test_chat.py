@@ -22,7 +22,7 @@ from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation
 from mlx_mtp.generate import GenerationResponse
-from tests.support.commands import run_command
+from tests.support.commands import assert_refused, run_command
 from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED
 
@@ -140,9 +140,7 @@ def test_copies_have_figures_of_their_own(capsys):
     ],
 )
 def test_an_error_is_one_line_and_status_2(capsys, flags, message):
-    status, out, err = run(capsys, *flags.split())
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    assert_refused(main, capsys, "--model", TRAINED, *flags.split(), message=message)
 
 
 # Ctrl-C

@@ -12,14 +12,14 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
-from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.sequence import without_images
 from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
-from tests.support.decoding import STOPS, assert_cache_of, mtp, plain
+from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
 from tests.support.scripted import script_copies
 from tests.support.ways import WAYS, alone_and_beside_others, company_of, generate
@@ -115,32 +115,6 @@ def test_learns_how_often_copies_are_right_without_drafting():
 
 
 # The loop
-
-
-@pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("n_copies", [3, 16])
-def test_resumes_after_any_stop_as_from_a_cold_start(n_copies, stops, monkeypatch):
-    """The copies too are those of a cold start: the cache brings the text along."""
-    model = model_of("qwen3_5", 1)
-    truth = plain(REPEATS, model, max_tokens=80)
-    options = dict(num_draft_tokens=2, copy_drafts=n_copies)
-    for n in stops:
-        prompt_cache = make_prompt_cache(model)
-        with monkeypatch.context() as m:
-            script_copies(m, [REPEATS + truth], lambda i: i % 7 != 0)
-            steps = mtp_generate_step(mx.array(REPEATS), model, max_tokens=-1, prompt_cache=prompt_cache, **options)
-            assert [next(steps)[0] for _ in range(n)] == truth[:n]
-            steps.close()
-        assert_cache_of(model, prompt_cache, len(REPEATS) + n)
-        more = REPEATS[:5]
-        counts = DraftCounts()
-        cold = list(
-            mtp_generate_step(mx.array(REPEATS + truth[:n] + more), model, max_tokens=6, counts=counts, **options)
-        )
-        warm = list(mtp_generate_step(mx.array(more), model, max_tokens=6, prompt_cache=prompt_cache, **options))
-        assert sum(counts.copied) > 0
-        assert [(t, d) for t, _, d in warm] == [(t, d) for t, _, d in cold]
-        assert [t for t, _, _ in warm] == plain(REPEATS + truth[:n] + more, model, max_tokens=6)
 
 
 def test_a_saved_cache_keeps_the_text(tmp_path):

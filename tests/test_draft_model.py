@@ -7,7 +7,7 @@ import weakref
 import mlx.core as mx
 import mlx_lm
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
@@ -19,6 +19,7 @@ from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.decoding import plain
 from tests.support.models import FAMILIES, model_of, tiny_model
+from tests.support.profiles import examples
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
@@ -37,7 +38,7 @@ def make_caches(draft_model):
     return stock_make_prompt_cache(draft_model.target) + stock_make_prompt_cache(draft_model)
 
 
-@settings(max_examples=7)
+@examples(5)
 @given(
     family=st.sampled_from(FAMILIES),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections import Counter
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from mlx_mtp.checkpoint.vocabulary import LIST_FILE, always_in, cheapen_drafts
 from mlx_mtp.draft_vocab import count_tokens, draft_vocab, main, rank
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.draft_lm_head import BITS, DraftLMHead
+from tests.support.commands import assert_refused, run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, arrays_equal, tiny_model
 
@@ -344,14 +344,13 @@ def test_counts_a_long_text_in_chunks_of_lines(tmp_path, monkeypatch):
         assert len(pieces) == pytest.approx(2 * n_pieces, abs=6)
 
 
-def test_command_writes_the_list_that_load_uses(tmp_path, monkeypatch, capsys):
+def test_command_writes_the_list_that_load_uses(tmp_path, capsys):
     folder = shutil.copytree(DATA / "dense", tmp_path / "model")
     corpus = tmp_path / "corpus.py"
     corpus.write_text("def read(path):\n    with open(path) as f:\n        return f.read()\n" * 2000)
     flags = ["--model", str(folder), "--corpus", str(corpus), "--size", "256"]
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.draft_vocab", *flags])
-    main()
-    assert capsys.readouterr().err == ""
+    status, _, err = run_command(main, capsys, *flags)
+    assert (status, err) == (0, "")
     model, tokenizer = mlx_mtp.load(str(folder))
     assert model.drafting.lm_head.ids.size == 256
     assert set(tokenizer.encode("    return f.read()")) <= set(model.drafting.lm_head.ids.tolist())
@@ -401,12 +400,7 @@ def test_bad_input_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
     names = {"MODEL": tmp_path / "model", "GOOD": tmp_path / "good.txt", "EMPTY": tmp_path / "empty"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.draft_vocab", *(str(names.get(flag, flag)) for flag in flags)])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    error = capsys.readouterr().err
-    assert (exit.value.code, error.count("\n")) == (2, 1)
-    assert message in error
+    assert_refused(main, capsys, *(names.get(flag, flag) for flag in flags), message=message)
     assert not (tmp_path / "model" / LIST_FILE).exists()
 
 
@@ -422,10 +416,7 @@ LOAD_ERRORS = [
     ({"draft_vocab": [[1]]}, "draft_vocab has no list of token ids"),
     ({"draft_vocab": [3, 512]}, "draft_vocab has the token id 512, and this model has 512"),
     ({"draft_vocab": [-3]}, "draft_vocab has the token id -3"),
-    (
-        {"draft_vocab": "none.json"},
-        "There is no draft vocabulary none.json: write it with `mlx_mtp draft_vocab",
-    ),
+    ({"draft_vocab": "none.json"}, "There is no draft vocabulary none.json: write it with `mlx_mtp draft_vocab"),
     ({"mtp_bits": 7}, "mtp_bits is 7; MLX quantizes to 2, 3, 4, 5, 6, 8 bits"),
     ({"draft_head_bits": 16}, "draft_head_bits is 16; MLX quantizes to"),
     ({"mtp": False, "draft_vocab": 64}, "require the MTP head"),
@@ -480,22 +471,19 @@ def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
 
     def run(*flags):
         common = ["--model", DATA / "dense", "--prompt", "def f(x):", "-m", 12, "--verbose", "False"]
-        monkeypatch.setattr(sys, "argv", ["mlx_mtp.generate", *map(str, common), *flags])
-        generate.main()
-        return capsys.readouterr().out
+        return run_command(generate.main, capsys, *common, *flags)
 
     monkeypatch.setattr(generate, "load", load)
     plain = run()
-    assert plain.strip()
+    assert plain[1].strip()
     assert run("--mtp") == plain
     assert run("--mtp", "--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4") == plain
     model = loaded[-1][0]
     assert model.drafting.lm_head.ids.tolist() == list(range(64))
     assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
     for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"], ["--mtp", "--draft-vocab", "none.json"]):
-        with pytest.raises(SystemExit) as exit:
-            run(*flags)
-        assert (exit.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+        status, _, err = run(*flags)
+        assert (status, err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

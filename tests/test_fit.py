@@ -31,6 +31,7 @@ from mlx_mtp.fit.texts import Text, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import tensors, write
+from tests.support.commands import assert_refused
 from tests.support.decoding import plain
 from tests.support.models import PACK, tiny_config, tiny_model
 
@@ -166,12 +167,7 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
         run(ended, folder, "same", *flags)
     out, err = capsys.readouterr()
     assert n_measured == 1
-    parts = (
-        "Answering: 0 of ",
-        "Measuring: 0 of ",
-        "Recording train: 0 of",
-        "Training: 0 of 1 iterations",
-    )
+    parts = ("Answering: 0 of ", "Measuring: 0 of ", "Recording train: 0 of", "Training: 0 of 1 iterations")
     assert [part for part in parts if f"[INFO] {part}" not in err] == []
     assert re.search(r"^\[INFO\] Training: 1 of 1 iterations, [\d:]+ elapsed, [\d:]+ left$", err, re.M)
     assert "train_loss" in out
@@ -573,15 +569,8 @@ def other_arguments(folder, tmp_path):
         (lambda folder, _: ["--mlx-path", folder / "model"], "already exists"),
     ],
 )
-def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys, flags, message):
-    argv = ["mlx_mtp.fit", "--model", folder / "model", "--mlx-path", tmp_path / "out", *flags(folder, tmp_path)]
-    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+def test_errors_are_one_line(folder, tmp_path, capsys, flags, message):
+    argv = ["--model", folder / "model", "--mlx-path", tmp_path / "out", *flags(folder, tmp_path)]
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mlx_mtp fit: error: ")
-    assert message in error
-    assert error.count("\n") == 1
+    assert_refused(command.main, capsys, *argv, message=message)
     assert not (tmp_path / "out").exists()

@@ -181,23 +181,8 @@ def test_refuses_by_name(body, message):
 
 # Shapes of schemas, through the app
 
-BROKEN = [
-    {"parameters": 5},
-    {"parameters": []},
-    {"parameters": {"properties": 5}},
-    {"parameters": {"properties": {"x": 5}}},
-    {"parameters": {"required": "x"}},
-    {"parameters": {"required": [1]}},
-    {"parameters": {"type": 5}},
-    {"parameters": {"type": "string"}},
-    {"parameters": {"properties": {"x": {"enum": 5}}}},
-    {"parameters": {"properties": {"x": {"anyOf": {}}}}},
-    {"parameters": {"properties": {"x": {"$ref": 5}}}},
-    {"parameters": {"properties": {"x": {"pattern": 5}}}},
-    {"parameters": {"properties": {"x": {"minimum": "a"}}}},
-    {"parameters": {"properties": {"x": {"items": 5}}}},
-]
-NULLS = [{"properties": None}, {"required": None}, {"properties": {"x": {"enum": None}}}, {"$defs": None}, None]
+BROKEN = [{"parameters": 5}, {"parameters": {"properties": {"x": {"enum": 5}}}}]  # more in test_schema.py
+NULLS = [{"properties": {"x": {"enum": None}}}, None]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -5,7 +5,7 @@ import re
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler
@@ -14,6 +14,7 @@ from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
 from tests.support.models import model_of
+from tests.support.profiles import examples
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
 TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
@@ -46,7 +47,7 @@ def follows(lark, tokens):
 
 
 @alone_and_beside_others
-@settings(max_examples=10)
+@examples(7)
 @given(
     lark=st.sampled_from(LARKS),
     family=st.sampled_from(["qwen3_5", "qwen3_next"]),

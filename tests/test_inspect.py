@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import mlx.core as mx
 import pytest
@@ -14,6 +13,7 @@ from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.images.tower import split_tower
 from mlx_mtp.layers.mtp import split_head
 from tests.support.checkpoints import BAD, BAD_IDS, configure, copied, tensors
+from tests.support.commands import run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower
 from tests.support.models import DATA
@@ -110,20 +110,14 @@ def test_reports_the_error_of_loading(spoil, tmp_path):
     assert tail in said or ("index" in said and "index" in str(loading.value)), said
 
 
-def test_command(monkeypatch, capsys, hub, tmp_path):
+def test_command(capsys, hub, tmp_path):
     shutil.copy(DATA / "dense" / "config.json", tmp_path)
     for args, want in [
         (["--inspect", str(DATA / "dense")], None),
         (["--inspect", "no/such-model"], "no/such-model is not a folder, and the hub has no repository"),
         (["--inspect", str(tmp_path)], "No safetensors found"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", *args])
-        try:
-            main()
-            status = 0
-        except SystemExit as e:
-            status = e.code
-        out, err = capsys.readouterr()
+        status, out, err = run_command(main, capsys, *args)
         if want is None:
             assert (status, err, report(out)["--mtp"]) == (0, "", "ready")
         else:

@@ -15,7 +15,7 @@ from mlx_mtp.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.caches import recurrent as cache
 from mlx_mtp.caches import single
 from mlx_mtp.decoding import decoder, drafter, head_cache, loop, prefill, sequence
-from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
+from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted
 
@@ -56,19 +56,6 @@ class Interrupts:
                 self.came = True
                 raise KeyboardInterrupt
         return self._line
-
-
-def head_rows(prompt_cache):
-    """The head's keys and values, and the hidden state that it waits with."""
-    head, (last_hidden, *_) = prompt_cache[-2], prompt_cache[-1].cache
-    return [] if head.keys is None else [*(x[:, :, : head.offset] for x in (head.keys, head.values)), last_hidden]
-
-
-def assert_head_rows(prompt_cache, want):
-    """They are these, up to rounding."""
-    rows = head_rows(prompt_cache)
-    assert [x.shape for x in rows] == [x.shape for x in want]
-    assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(rows, want))
 
 
 def uninterrupted(model, text):
@@ -137,10 +124,7 @@ def begun(prompt_cache, n_tokens):
 
 @pytest.mark.parametrize(
     ("n_tokens", "stride"),
-    [
-        *((n, 11) for n in (1, 3, 6)),
-        *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(1, 12)),
-    ],
+    [*((n, 11) for n in (1, 3, 6)), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(1, 12))],
 )
 def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
     """It is finished all the same; but for a line before it begins, where the cache says that it is lost."""

@@ -33,26 +33,6 @@ def rows_of(n_repeats: int, n_rows: int, dtype=mx.float32) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(2)).astype(dtype).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("n_repeats", [1, 2, 8])
-def test_products_of_several_rows_with_grouped_heads(bits, n_repeats):
-    """Both products of attention: with the keys' transpose and with the values."""
-    for n_cached in (1, 31, 64, 257):
-        (keys, values), (plain_keys, plain_values) = keys_and_values(n_cached, bits)
-        keys, values = ([x[:, :, None] for x in held] for held in (keys, values))  # [B, KV_HEADS, 1, n_cached, ...]
-        for n_rows in (1, 2, 3, 5, 9):
-            queries = rows_of(n_repeats, n_rows).reshape(B, KV_HEADS, n_repeats, n_rows, HEAD_DIM)
-            scores = mx.quantized_matmul(queries, *keys, transpose=True, group_size=32, bits=bits)
-            out = mx.quantized_matmul(scores, *values, transpose=False, group_size=32, bits=bits)
-            assert mx.allclose(scores, queries @ plain_keys[:, :, None].swapaxes(-1, -2), rtol=1e-4, atol=1e-3)
-            assert mx.allclose(out, scores @ plain_values[:, :, None], rtol=1e-4, atol=1e-3 * n_cached)
-            for i in range(n_rows):
-                one = mx.quantized_matmul(queries[..., i : i + 1, :], *keys, transpose=True, group_size=32, bits=bits)
-                assert mx.allclose(scores[..., i : i + 1, :], one, rtol=1e-4, atol=1e-4)
-                one = mx.quantized_matmul(scores[..., i : i + 1, :], *values, transpose=False, group_size=32, bits=bits)
-                assert mx.allclose(out[..., i : i + 1, :], one, rtol=1e-4, atol=1e-4 * n_cached)
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("n_repeats", [1, 2, 8])

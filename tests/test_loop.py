@@ -5,12 +5,10 @@ import json
 from functools import cache
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import StopSequences, generate_step
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
@@ -20,10 +18,11 @@ from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
-from tests.support.decoding import PROMPT, STOPS, assert_cache_of, mtp, plain
+from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import DATA, FAMILIES, load_reference, model_of, tiny_model
+from tests.support.profiles import examples
 from tests.support.scripted import Scripted
-from tests.support.ways import WAYS, alone_and_beside_others, every_way, generate
+from tests.support.ways import alone_and_beside_others, every_way, generate
 
 
 @cache
@@ -36,7 +35,7 @@ def text_of_plain(family: str, seed: int = 0, max_tokens: int = 100) -> list[int
 
 
 @every_way
-@settings(max_examples=6)
+@examples(5)
 @given(
     family=st.sampled_from(FAMILIES),
     right=st.lists(st.booleans(), min_size=1, max_size=12),
@@ -84,14 +83,6 @@ def test_prompt_lengths_around_the_cache_step(length, way, prefill):
     assert generate(way, prompt, model, num_draft_tokens=3, **options).tokens == plain(prompt, model, **options)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(mx.bfloat16, None), (mx.float32, 4), (mx.bfloat16, 4)])
-def test_greedy_in_other_precisions(dtype, bits):
-    model = tiny_model("qwen3_5", 1, dtype=dtype)
-    if bits is not None:
-        nn.quantize(model, 32, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp" not in path)
-    assert mtp(PROMPT, model, max_tokens=30, num_draft_tokens=4) == plain(PROMPT, model, max_tokens=30)
-
-
 def test_logprobs_are_mlx_lms():
     model = model_of("qwen3_5")
     ours = list(mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=3))
@@ -102,11 +93,7 @@ def test_logprobs_are_mlx_lms():
 
 
 @pytest.mark.parametrize(
-    ("longest", "floors"),
-    [
-        (24, (0.91, 0.90, 0.86)),
-        pytest.param(320, (0.91, 0.845, 0.80), marks=pytest.mark.slow),
-    ],
+    ("longest", "floors"), [(24, (0.91, 0.90, 0.86)), pytest.param(320, (0.91, 0.845, 0.80), marks=pytest.mark.slow)]
 )
 def test_acceptance_on_a_trained_checkpoint(longest, floors):
     """128 tokens after each prompt, of the first one, two and three drafts.
@@ -126,16 +113,6 @@ def test_acceptance_on_a_trained_checkpoint(longest, floors):
 # Samplers and processors
 
 
-def second_best(logprobs):
-    return mx.argsort(logprobs, axis=-1)[..., -2]
-
-
-@pytest.mark.parametrize(("way", "family"), [*zip(WAYS, FAMILIES)])
-def test_custom_sampler(way, family):
-    model, options = model_of(family), dict(max_tokens=30, sampler=second_best)
-    assert generate(way, PROMPT, model, num_draft_tokens=3, **options).tokens == plain(PROMPT, model, **options)
-
-
 @alone_and_beside_others
 def test_calls_samplers_and_processors_as_mlx_lm(way):
     model = model_of("qwen3_5")
@@ -143,7 +120,7 @@ def test_calls_samplers_and_processors_as_mlx_lm(way):
 
     def sampler(logprobs):
         shapes.add(logprobs.shape)
-        return mx.argmax(logprobs, axis=-1)
+        return mx.argsort(logprobs, axis=-1)[..., -2]
 
     def shown(run):
         calls = {}
@@ -170,17 +147,7 @@ def test_calls_samplers_and_processors_as_mlx_lm(way):
         assert ours[history][0] == pytest.approx(theirs[history][0], abs=tolerance)
 
 
-@pytest.mark.parametrize(("way", "depth"), [("alone", 1), ("batch of three", 2), ("alone", 5)])
-def test_penalties_that_write_in_place(way, depth):
-    model = model_of("qwen3_5", 2)
-    processors = make_logits_processors(
-        logit_bias={5: 1.5}, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
-    )
-    options = dict(max_tokens=40, logits_processors=processors)
-    assert generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens == plain(PROMPT, model, **options)
-
-
-@settings(max_examples=8)
+@examples(6)
 @given(
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 99),
@@ -227,67 +194,6 @@ def test_rejection_sampling_is_reproducible_at_a_fixed_depth():
 # Stopping and going on
 
 
-def stop_by_max_tokens(way, model, text, n, **options):
-    return generate(way, PROMPT, model, text=text, right=is_right, max_tokens=n, **options).last.prompt_cache, n
-
-
-def stop_by_a_sequence(way, model, text, n, **options):
-    """Of the last two tokens, which may come earlier."""
-    text_before, ending = text[len(PROMPT) :], text[len(PROMPT) : len(PROMPT) + n][-2:]
-    first = next(i for i in range(len(ending), n + 1) if text_before[i - len(ending) : i] == ending)
-    stop = StopSequences([ending])
-    stopped = generate(way, PROMPT, model, text=text, right=is_right, max_tokens=60, stop_sequences=stop, **options)
-    assert (stopped.finish_reason, len(stopped.tokens)) == ("stop", first)
-    return stopped.last.prompt_cache, first
-
-
-def stop_by_closing(way, model, text, n, **options):
-    prompt_cache = make_prompt_cache(model)
-    head = Scripted(model, text, is_right)
-    steps = mtp_generate_step(PROMPT, head, max_tokens=-1, prompt_cache=prompt_cache, **options)
-    assert [next(steps)[0] for _ in range(n)] == text[len(PROMPT) :][:n]
-    steps.close()
-    return prompt_cache, n
-
-
-def is_right(i):
-    return i % 5 < 4
-
-
-@pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize(
-    ("stop", "way", "depth"),
-    [
-        (stop_by_max_tokens, "batch of three", 3),
-        (stop_by_a_sequence, "batch of one", 4),
-        (stop_by_closing, "alone", 4),
-    ],
-)
-def test_resumes_after_any_stop_as_from_a_cold_start(stop, way, depth, stops):
-    """Also in the middle of a window, while others go on."""
-    model, text, more = model_of("qwen3_5", 1), text_of_plain("qwen3_5", 1), [7, 2, 9]
-    for n in stops:
-        prompt_cache, n_tokens = stop(way, model, text, n, num_draft_tokens=depth)
-        assert_cache_of(model, prompt_cache, len(PROMPT) + n_tokens)
-        history, options = [*text[: len(PROMPT) + n_tokens], *more], dict(max_tokens=6, num_draft_tokens=depth)
-        cold = generate("alone", history, model, **options)
-        warm = generate("alone", more, model, prompt_cache=prompt_cache, **options)
-        # The drafts too are those of a cold start: the head's rows are right.
-        assert (warm.tokens, warm.from_draft) == (cold.tokens, cold.from_draft)
-        assert warm.tokens == plain(history, model, max_tokens=6)
-
-
-def test_resumes_from_a_saved_cache(tmp_path):
-    model = model_of("qwen3_next")
-    prompt_cache = make_prompt_cache(model)
-    tokens = mtp(PROMPT, model, max_tokens=9, num_draft_tokens=3, prompt_cache=prompt_cache)
-    save_prompt_cache(str(tmp_path / "cache.safetensors"), prompt_cache)
-    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
-    assert mtp([4, 2], model, max_tokens=12, num_draft_tokens=3, prompt_cache=loaded) == plain(
-        PROMPT.tolist() + tokens + [4, 2], model, max_tokens=12
-    )
-
-
 def test_unstarted_generator_leaves_the_cache_alone():
     model = model_of("qwen3_5")
     prompt_cache = make_prompt_cache(model)
@@ -297,8 +203,7 @@ def test_unstarted_generator_leaves_the_cache_alone():
     assert_cache_of(model, prompt_cache, len(PROMPT))
 
 
-@pytest.mark.parametrize("layer", [0, 2, 3])
-@pytest.mark.parametrize("n_calls", [1, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(("layer", "n_calls"), [(0, 1), (2, 3), (3, 4), (0, 5), (2, 6), (3, 8), (0, 8)])
 def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
     """Three calls prefill; the first verify pass is the fourth."""
     model = model_of("qwen3_5", num_hidden_layers=4)
@@ -334,9 +239,15 @@ def test_failing_pass_keeps_the_yielded_tokens(layer, n_calls, monkeypatch):
 
 @pytest.mark.parametrize("start", [0, 5, 14, 23, 1000])
 def test_quantizes_keys_and_values_where_mlx_lm_does(start):
+    """Between two tokens, never within a window: few bits, and drafts that are right, show what is read too early."""
     model = model_of("qwen3_5")
-    options = dict(max_tokens=30, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
-    assert mtp(PROMPT, model, num_draft_tokens=4, **options) == plain(PROMPT, model, **options)
+    options = dict(max_tokens=30, kv_bits=2, kv_group_size=32, quantized_kv_start=start)
+    truth = list(generate_step(PROMPT, model, **options))
+    scripted = Scripted(model, PROMPT.tolist() + [token for token, _ in truth] + [0] * 10, lambda i: True)
+    steps = mtp_generate_step(PROMPT, scripted, num_draft_tokens=4, **options)
+    for (token, logprobs, _), (want, want_logprobs) in zip(steps, truth, strict=True):
+        assert token == want
+        assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=1e-4)
 
 
 def test_one_token_prompt_reads_an_unquantized_cache():

@@ -3,10 +3,7 @@
 ``scripts/upstream.py`` runs mlx-lm's own tests in full.
 """
 
-import concurrent.futures
-
 import mlx.core as mx
-import mlx_lm
 import pytest
 from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
@@ -81,25 +78,3 @@ def test_rejects_a_recorded_window_in_a_batch():
         assert all(mx.array_equal(a, b) for a, b in zip(merged.extract(i).cache, cache[0].cache))
     merged.filter([1])
     assert all(mx.array_equal(a, b) for a, b in zip(merged.cache, caches[1][0].cache))
-
-
-def test_on_another_thread(trained, prompts):
-    model, tokenizer = trained
-
-    def run(**kwargs):
-        return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompts[0], 8, **kwargs)]
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        assert pool.submit(run).result() == run() == run(mtp=False)
-
-
-def test_input_embeddings(trained, prompts):
-    model, tokenizer = trained
-    embeddings = model.model.embed_tokens(mx.array(prompts[1]))
-    calls = []
-    responses = mlx_lm.stream_generate(
-        model, tokenizer, prompts[1], 8, input_embeddings=embeddings, prefill_step_size=5,
-        prompt_progress_callback=lambda *progress: calls.append(progress),
-    )  # fmt: skip
-    assert [r.token for r in responses] == plain(prompts[1], model, max_tokens=8)
-    assert (calls[0], calls[-1]) == ((0, len(prompts[1])), (len(prompts[1]), len(prompts[1])))

@@ -6,7 +6,6 @@ What all families have in common is tested with the others': ``FAMILIES`` in ``s
 import json
 import re
 import shutil
-import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -27,6 +26,7 @@ from mlx_mtp.fit import fit
 from mlx_mtp.models.shard import check_shard
 from tests.support.batches import run
 from tests.support.checkpoints import configure, edit, tensors, write
+from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config, tiny_model
 from tests.support.published import ARCHITECTURES
@@ -183,14 +183,11 @@ def test_fit(hub, original, bare, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags", [(), ("-q",), ("--dequantize",), ("--dtype", "bfloat16"), ("--no-mtp",), ("--mtp-bits", "4")]
 )
-def test_nothing_of_a_pack_is_converted(grafted, tmp_path, monkeypatch, capsys, flags):
+def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys, flags):
     target = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", "--hf-path", str(grafted), "--mlx-path", str(target), *flags])
-    with pytest.raises(SystemExit) as end:
-        main()
-    error = capsys.readouterr().err
-    assert (end.value.code, error.count("\n"), target.exists()) == (2, 1, False)
-    assert f"{grafted} is packed, and nothing in a model of type {PACK} can be converted" in error
+    message = f"{grafted} is packed, and nothing in a model of type {PACK} can be converted"
+    status, _, err = run_command(main, capsys, "--hf-path", grafted, "--mlx-path", target, *flags)
+    assert (status, err.count("\n"), message in err, target.exists()) == (2, 1, True, False)
 
 
 def test_ranks_have_layers_of_their_own_but_no_parts_of_layers(models):

@@ -17,6 +17,7 @@ from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.drafter import HeadDrafter
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers.mtp import run_head
+from tests.support.batches import run
 from tests.support.decoding import STOPS
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 
@@ -192,20 +193,12 @@ def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
     alone, generator = make_prompt_cache(model), BatchGenerator(model, num_draft_tokens=2)
     want = [t for t, *_ in mtp_generate_step(mx.array(tokens), model, max_tokens=4, prompt_cache=alone, **options)]
     uids = generator.insert(
-        [[5, 6, 7], tokens],
-        max_tokens=[9, 4],
-        input_embeddings=[None, embeddings],
-        images=[[], p.images],
+        [[5, 6, 7], tokens], max_tokens=[9, 4], input_embeddings=[None, embeddings], images=[[], p.images]
     )
-    last = {}
-    texts = {uid: [] for uid in uids}
-    while len(generator) > 0:
-        for r in generator.next()[1]:
-            texts[r.uid].append(r.token)
-            last[r.uid] = r.prompt_cache
-    assert texts[uids[1]] == want
+    text = run(generator)[uids[1]]
+    assert text.tokens == want
     for name in ("keys", "values"):
-        ours, theirs = (getattr(c[-2], name)[:, :, : n + 3] for c in (last[uids[1]], alone))
+        ours, theirs = (getattr(c[-2], name)[:, :, : n + 3] for c in (text.last.prompt_cache, alone))
         assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -253,12 +246,7 @@ def test_an_interrupted_prompt_keeps_the_images_that_were_read(n_read):
 
     with pytest.raises(KeyboardInterrupt):
         prefill(
-            p.tokens,
-            model,
-            prompt_cache=cache,
-            prefill_step_size=1,
-            prompt_progress_callback=interrupt,
-            **p.options,
+            p.tokens, model, prompt_cache=cache, prefill_step_size=1, prompt_progress_callback=interrupt, **p.options
         )
     held = PromptCache(cache, len(model.layers))
     assert held.images == [i for i in p.images if i.start < held.n_tokens]
@@ -288,19 +276,14 @@ def test_a_batch(together, depth):
             [p.tokens.tolist()], max_tokens=[n], input_embeddings=[p.embeddings], images=[p.images]
         )
     (plain,) = generator.insert([[5, 6, 7]], max_tokens=[30])
-    texts, caches = {uid: [] for uid in [*uids, plain]}, {}
-    while len(generator) > 0:
-        for r in generator.next()[1]:
-            texts[r.uid].append(r.token)
-            if r.prompt_cache is not None:
-                caches[r.uid] = r.prompt_cache
-    assert texts[plain] == [t for t, *_ in mtp_generate_step(mx.array([5, 6, 7]), model, max_tokens=30)]
+    texts = run(generator)
+    assert texts[plain].tokens == [t for t, *_ in mtp_generate_step(mx.array([5, 6, 7]), model, max_tokens=30)]
     for uid, j, n in zip(uids, together, lengths):
         want = VALUES[f"greedy_{j}"].tolist()
-        assert texts[uid] == want[:n]
-        held = PromptCache(caches[uid], len(model.layers))
-        assert held.images == image_prompt(j).images
-        assert texts[uid] + rest_of(want, caches[uid], n) == want
+        tokens, cache = texts[uid].tokens, texts[uid].last.prompt_cache
+        assert tokens == want[:n]
+        assert PromptCache(cache, len(model.layers)).images == image_prompt(j).images
+        assert tokens + rest_of(want, cache, n) == want
 
 
 @pytest.mark.parametrize("j", PROMPTS)

@@ -4,7 +4,7 @@ import functools
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -13,6 +13,7 @@ from mlx_mtp.sampling.processors import keeps_state
 from tests.support.batches import Fault
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import DATA, load_reference, model_of
+from tests.support.profiles import examples
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -45,7 +46,7 @@ def run(processors, way="alone", model=None, **options):
 
 
 @every_way
-@settings(max_examples=7)
+@examples(5)
 @given(
     kind=st.sampled_from([Alternating, Copied, RolledBack]),
     depth=st.integers(0, 6),

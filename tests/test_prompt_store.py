@@ -6,7 +6,7 @@ import threading
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as stock
 
@@ -18,6 +18,7 @@ from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store import PromptStore
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, arrays_equal, tiny_model
+from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same, assert_same_next, held, model_of, names, read
 
 
@@ -111,27 +112,16 @@ def test_a_text_that_was_read_otherwise_keeps_its_own_rows():
     assert sum(arrays_equal(held(fetched)[:-1], held(c)[:-1]) for c in candidates) == 1
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(data=st.data())
 def test_random_trees(data):
-    check_random_tree(data, n_steps=6)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_many_random_trees(data):
-    check_random_tree(data, n_steps=20)
-
-
-def check_random_tree(data, n_steps):
     """Texts that are edited, read on and given up: what comes back is what went in, and is never longer than the prefix."""
     draw = data.draw
     model = model_of(draw(st.sampled_from(FAMILIES)))
     kv = draw(st.sampled_from([None, KV]))
     store = PromptStore(model, 1 << 30)
     inserted, texts = {}, [[]]
-    for _ in range(n_steps):
+    for _ in range(20 if LONG else 6):
         base = draw(st.sampled_from(texts))
         text = base[: draw(st.integers(0, len(base)))] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
         prompt_cache, n, handle = store.fetch(text[:-1], kv)

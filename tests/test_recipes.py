@@ -1,6 +1,5 @@
 """Recipes: each states the size that the model's own classes give, and is listed in the README."""
 
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.convert.quantization import backbone_predicate
 from mlx_mtp.convert.recipe import named_recipes, read_recipe, recipe_flags
+from tests.support.commands import assert_refused, run_command
 from tests.support.models import DATA
 from tests.support.published import ARCHITECTURES, model_of
 
@@ -114,18 +114,12 @@ memory-gb = 8
 """
 
 
-def run(monkeypatch, *flags) -> None:
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.convert", *map(str, flags)])
-    main()
-
-
-def test_flags_override_the_recipe_file(tmp_path, monkeypatch, capsys):
+def test_flags_override_the_recipe_file(tmp_path, capsys):
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE.format(source=DATA / "dense", target=tmp_path / "by-recipe"))
-    run(monkeypatch, "--recipe", file)
-    assert f"{file}: the result takes 0.1 GB on disk" in capsys.readouterr().out
-    run(monkeypatch, f"--mlx-path={tmp_path / 'before'}", "--q-bits=4", "--recipe", file)
-    run(monkeypatch, "--recipe", file, f"--mlx-path={tmp_path / 'after'}", "--q-bits=4")
+    assert f"{file}: the result takes 0.1 GB on disk" in run_command(main, capsys, "--recipe", file)[1]
+    run_command(main, capsys, f"--mlx-path={tmp_path / 'before'}", "--q-bits=4", "--recipe", file)
+    run_command(main, capsys, "--recipe", file, f"--mlx-path={tmp_path / 'after'}", "--q-bits=4")
     for name, bits in (("by-recipe", 8), ("before", 4), ("after", 4)):
         model, _, config = mlx_mtp.load(str(tmp_path / name), return_config=True)
         assert (config["quantization"]["bits"], config["quantization"]["group_size"]) == (bits, 32)
@@ -157,20 +151,14 @@ def test_rejects_a_bad_recipe(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["q-mode = 'int4'", "dtype = 'int8'"])
-def test_rejects_a_bad_value_like_the_flag(value, tmp_path, monkeypatch, capsys):
+def test_rejects_a_bad_value_like_the_flag(value, tmp_path, capsys):
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE.replace('dtype = "float16"', value).format(source=DATA / "dense", target=tmp_path / "out"))
-    with pytest.raises(SystemExit) as exit:
-        run(monkeypatch, "--recipe", file)
-    assert exit.value.code == 2
-    assert f"--{value.partition(' ')[0]}: invalid choice" in capsys.readouterr().err
+    status, _, err = run_command(main, capsys, "--recipe", file)
+    assert (status, f"--{value.partition(' ')[0]}: invalid choice" in err) == (2, True)
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_recipe_lists_the_known(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run(monkeypatch, "--recipe", tmp_path / "none.toml")
-    assert exit.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "give a TOML file, or one of qwen3.5-0.8b-4bit, " in err
+def test_unknown_recipe_lists_the_known(tmp_path, capsys):
+    message = "give a TOML file, or one of qwen3.5-0.8b-4bit, "
+    assert_refused(main, capsys, "--recipe", tmp_path / "none.toml", message=message)

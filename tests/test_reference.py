@@ -47,8 +47,10 @@ def test_head_logits_and_draft_chain(case):
             logits, out = model.mtp_forward(out, mx.array([[draft]]), head_cache)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["kv", "quantized kv"])
-@pytest.mark.parametrize("chunk", [2, 5])
+@pytest.mark.parametrize(
+    ("quantized", "chunk"),
+    [(False, 2), (True, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 5), (True, 2)))],
+)
 def test_the_last_row_alone(case, chunk, quantized):
     """It is what it would be if the rows before it had been computed to the end."""
     model, values, prompts = case

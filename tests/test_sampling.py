@@ -6,7 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.sampling.acceptance import RejectionSampling, accept, log_residual, n_leading
 from tests.support import distribution
 from tests.support.chi_square import p_value
-from tests.support.profiles import LONG
+from tests.support.profiles import LONG, examples
 
 LEVEL = 1e-5  # of each chi-square test
 # Draws of each case.
@@ -44,7 +44,7 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 # In closed form
 
 
-@settings(max_examples=200)
+@examples(60)
 @given(p=probabilities, q=probabilities)
 def test_accepts_with_probability_p_over_q(p, q):
     for x in np.flatnonzero(q):
@@ -55,7 +55,7 @@ def test_accepts_with_probability_p_over_q(p, q):
         assert accepted.tolist() == [bound > 0, bound == 1]
 
 
-@settings(max_examples=200)
+@examples(60)
 @given(p=probabilities, q=probabilities)
 def test_accepted_and_residual_add_up_to_p(p, q):
     accepted = np.minimum(p, q)
@@ -144,6 +144,16 @@ def test_draft_and_target_share_the_uniform_number_of_xtc():
         drafts, records = zip(*(acceptance.draft(row, 0) for row in rows))
         verdict = acceptance.accept([*rows, rows[0]], mx.concatenate(drafts), records, 0)
         assert all(verdict.accepted.tolist())
+
+
+def test_a_rejected_copy_is_replaced_by_another_token():
+    """The residual of a proposal of probability one has all tokens but that one."""
+    acceptance, n = RejectionSampling(mlx_mtp.make_sampler(temp=1.0)), 4000
+    mx.random.seed(4)
+    copies = mx.arange(n) % len(TARGET)
+    tokens, accepted, _ = acceptance.accept([log(TARGET)[None]] * n, copies, [None] * n, 0)
+    assert mx.array_equal(tokens == copies, accepted)
+    assert_drawn_from(TARGET, tokens)
 
 
 def test_temp_0_is_greedy():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
@@ -15,6 +15,7 @@ from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.text.schema import Schema, document
 from mlx_mtp.text.tool_calls import CallArguments, ToolCallParser
+from tests.support.profiles import examples
 from tests.support.tool_texts import THINKING, make_model, render
 
 INTEGER, STRING, BOOLEAN = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
@@ -238,7 +239,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.booleans(), st.booleans())
-@settings(max_examples=150)
+@examples(80)
 def test_any_json_is_a_schema_or_refused(tokenizer, schema, strict, in_properties):
     parameters = {"properties": {"x": schema}} if in_properties else schema
     try:
@@ -304,7 +305,7 @@ def parameters(draw):
     st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from(VALUES), max_size=3), min_size=4, max_size=10),
     st.booleans(),
 )
-@settings(max_examples=250)
+@examples(120)
 def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema, calls, strict):
     try:
         grammar = grammar_of(tokenizer, schema, strict)

@@ -62,6 +62,10 @@ def test_uniform_number_is_independent_of_the_noise():
     assert independence(table) > LEVEL
 
 
+def test_each_seed_and_position_has_a_uniform_number_of_its_own():
+    assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+
+
 def test_noise_is_exact_in_its_tail(monkeypatch):
     """At the ends of MLX's uniform numbers too: small ones make the large noise that rare tokens need."""
     u = np.array([0.0, 2.0**-32, 2.0**-31, 1e-7, 1e-3, 0.5, 0.999, 0.9999], np.float32)

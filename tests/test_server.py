@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import re
 import signal
 import socket
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
-from shutil import copytree
 from types import SimpleNamespace
+from unittest import mock
 
 import mlx.core as mx
 import openai
@@ -29,6 +31,7 @@ from mlx_mtp.memory.account import Account
 from mlx_mtp.server import __main__ as command
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support import decoding
+from tests.support.checkpoints import configure, copied
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
 from tests.support.server_process import ROOT, Server, serve, serve_here
@@ -41,11 +44,18 @@ PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in r
 OTHER = str(DEMO)
 
 
+@contextmanager
+def log_of_its_own():
+    """What a server logs goes to its own file, and to that of no other one that runs."""
+    with mock.patch.object(logging.root, "handlers", []):
+        yield
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # At a fixed depth: whether auto drafts in so short a text depends on the machine's load.
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--model", TRAINED, "--mtp", "--num-draft-tokens", "3") as s:
+    with serve_here(log, "--model", TRAINED, "--mtp", "--num-draft-tokens", "3") as s:
         yield s
         assert "Traceback" not in s.log.read_text()
 
@@ -171,9 +181,10 @@ def test_readme_examples(server, alone, capsys):
 
 
 def test_concurrent_requests_equal_single_ones(server, alone):
-    with ThreadPoolExecutor(4) as pool:
+    with begin(server, max_tokens=5000), ThreadPoolExecutor(4) as pool:  # all beside this one, at least
         answers = [pool.submit(text_from, server, prompt=p, max_tokens=12 * (i + 1)) for i, p in enumerate(PROMPTS)]
         texts = [answer.result() for answer in answers]
+    server.until_idle()
     assert texts == [alone(p, 12 * (i + 1)) for i, p in enumerate(PROMPTS)]
     metrics = server.metrics()
     assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
@@ -202,7 +213,7 @@ def test_match_draws_the_tokens_of_mlx_lm(tmp_path, trained, text_of):
     mx.random.seed(7)
     want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=sample_utils.make_sampler(1.0)))
     with (
-        serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--acceptance", "match") as s,
+        serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--acceptance", "match") as s,
         ThreadPoolExecutor(3) as pool,
     ):
         seeded = [pool.submit(text_from, s, temperature=1.0, seed=7) for _ in range(2)]
@@ -285,14 +296,22 @@ def test_hang_up_stops_generation(server):
 @pytest.mark.parametrize(
     ("how", "streams"), [pytest.param(signal.SIGINT, [True], marks=pytest.mark.slow), (signal.SIGTERM, [False, True])]
 )
-def test_interrupt_completes_open_answers(tmp_path, how, streams):
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp") as s:
-        with ThreadPoolExecutor(2) as pool:
+def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
+    """A signal completes the open answers. A chat template that takes for ever delays neither them nor the end."""
+    for_ever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = '{% if messages[0].content == "slow" %}' + for_ever + "{% endif %}{{ messages[0].content }}"
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--chat-template", template) as s:
+        assert_says_what_it_is(s)
+        assert_answers_at_once(s, 500)
+        with ThreadPoolExecutor(3) as pool:
+            slow = pool.submit(s.request, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
             bodies = [{"prompt": PROMPT, "max_tokens": 8000, "stream": stream} for stream in streams]
             answers = [pool.submit(s.request, "/v1/completions", body) for body in bodies]
             while s.metrics()["mlx_mtp_time_to_first_token_seconds_count"] < len(bodies):
                 time.sleep(0.02)
+            assert not slow.done()
             assert s.stop(how) == 0
+            assert slow.result()[0] == 500
             for answer, stream in zip(answers, streams):
                 status, content = answer.result()
                 assert status == 200
@@ -301,11 +320,20 @@ def test_interrupt_completes_open_answers(tmp_path, how, streams):
                     assert done == "[DONE]"
                     content = json.loads(last)
                 assert content["choices"][0]["finish_reason"] == "length"
-        assert "Traceback" not in s.log.read_text()
+        assert s.log.read_text().count("Exception in ASGI application") == 1  # that of the chat
 
 
-def test_answers_500_connections_at_once(server):
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(500)]
+def assert_says_what_it_is(server):
+    log, url = server.log.read_text(), f"http://127.0.0.1:{server.port}"
+    assert log.count("Model: dense, with drafts of its MTP head and copies\n") == 1
+    assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
+    assert log.count("Limits: context of 8192 tokens, ") == 1
+    assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
+    assert "--api-key-file" not in log  # only this machine reaches it
+
+
+def assert_answers_at_once(server, n):
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(n)]
     for c in connections:
         c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for c in connections:
@@ -381,6 +409,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         assert s.request("/v1/completions", body, headers)[0] == 404
 
 
+@log_of_its_own()
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     # The environment names the hub's cache once, when huggingface_hub is imported.
     monkeypatch.setattr(hub, "scan_cache_dir", partial(hub.scan_cache_dir, tmp_path / "none"))
@@ -460,16 +489,6 @@ def test_rejects_invalid_sizes(size, capsys):
     assert "--prompt-cache-bytes" in capsys.readouterr().err
 
 
-def test_start_says_where_and_how(server):
-    log = server.log.read_text()
-    assert log.count("Model: dense, with drafts of its MTP head\n") == 1
-    assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
-    assert log.count("Limits: context of 8192 tokens, ") == 1
-    url = f"http://127.0.0.1:{server.port}"
-    assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
-    assert "--api-key-file" not in log  # only this machine reaches it
-
-
 def test_each_request_is_one_line_of_the_log(server):
     """Its tokens, times and drafts, and no other line; a path cannot begin a line of its own."""
     before = len(server.log.read_text())
@@ -547,6 +566,7 @@ def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address
     ],
     ids=lambda x: str(x)[:40],
 )
+@log_of_its_own()
 def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
     flags = [str(server.port) if flag is None else flag for flag in flags]
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", *flags])
@@ -560,10 +580,9 @@ def test_start_fails_in_one_line(server, monkeypatch, capsys, flags, message):
 
 
 @pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+@log_of_its_own()
 def test_a_model_of_another_family_is_refused_in_one_line(tmp_path, monkeypatch, capsys, mtp):
-    folder = copytree(TRAINED, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    configure(folder := copied(tmp_path), model_type="llama")
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", "--model", str(folder), *mtp])
     with pytest.raises(SystemExit) as end:
         command.main()

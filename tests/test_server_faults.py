@@ -3,9 +3,7 @@
 import contextlib
 import json
 import random
-import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,7 @@ from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
-from tests.support.server_process import serve, serve_here
+from tests.support.server_process import serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -253,27 +251,6 @@ def test_tokenizes_little_of_a_long_prompt(demo):
     tokens = tokenizer.encode(text)
     assert len(text) > 5 * len(tokens)
     assert BoundedTokenizer(tokenizer, len(tokens)).encode(text) == tokens
-
-
-TEMPLATE = (
-    '{% if messages[0].content == "slow" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}'
-    "{% endif %}{{ messages[0].content }}{{ more }}"
-)
-
-
-def test_slow_template_delays_neither_requests_nor_the_end(tmp_path):
-    with (
-        serve(tmp_path / "log", "--model", TRAINED, "--mtp", "--chat-template", TEMPLATE) as s,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        slow = pool.submit(s.request, CHAT, {"messages": [{"role": "user", "content": "slow"}]})
-        text = s.request(TEXT, GOOD)[1]["choices"][0]["text"]
-        messages = [{"role": "user", "content": "import"}]
-        body = {"messages": messages, "max_tokens": 2, "chat_template_kwargs": {"more": " os\n"}}
-        assert s.request(CHAT, body)[1]["choices"][0]["message"]["content"] == text
-        assert not slow.done()
-        assert s.stop(signal.SIGTERM) == 0
-        assert slow.result()[0] == 500
 
 
 def test_failed_generation_affects_no_other(tmp_path):

@@ -7,8 +7,9 @@ import signal
 import socket
 import sqlite3
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from shutil import copytree
 from types import SimpleNamespace
 
@@ -63,9 +64,7 @@ def server(request, tmp_path_factory, checkpoint):
         log, "--model", checkpoint, *FLAGS, *request.param, module="tests.support.scripted_server", ranks=2
     ) as s:
         yield s
-        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
-            unfinished.sendall(stream_request(5000))
-            assert unfinished.recv(4).startswith(b"HTTP")
+        with beginning(s, 5000) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = b""
             while chunk := unfinished.recv(65536):
@@ -87,6 +86,15 @@ def stream_request(max_tokens: int) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
+@contextmanager
+def beginning(server: Server, max_tokens: int = 3000) -> Iterator[socket.socket]:
+    """The connection of a stream that has begun, and goes on until it is left."""
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(stream_request(max_tokens))
+        assert s.recv(4).startswith(b"HTTP")
+        yield s
+
+
 def sampled(i: int) -> dict:
     """Every third request is sampled."""
     return {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
@@ -101,8 +109,9 @@ def test_six_at_once(server, alone):
     def answer(i: int) -> str:
         return text_from(server, PROMPTS[i], 4 * i + 12, **sampled(i))
 
-    with ThreadPoolExecutor(6) as pool:
+    with beginning(server), ThreadPoolExecutor(6) as pool:  # all beside this one, at least
         assert list(pool.map(answer, range(6))) == [alone(PROMPTS[i], 4 * i + 12, **sampled(i)) for i in range(6)]
+    server.until_idle()
     metrics = server.metrics()
     assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
@@ -124,9 +133,7 @@ def test_next_turn_reuses_the_cache(server, alone):
 
 def test_hang_up_ends_the_request_alone(server, alone):
     before = server.metrics()["mlx_mtp_generated_tokens_total"]
-    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", server.port)) as s:
-        s.sendall(stream_request(3000))
-        assert s.recv(4).startswith(b"HTTP")
+    with ThreadPoolExecutor(1) as pool, beginning(server) as s:
         other = pool.submit(text_from, server, PROMPTS[2], 30)
         s.close()
         assert other.result() == alone(PROMPTS[2], 30)
@@ -267,9 +274,7 @@ def test_refuses_what_ranks_cannot_serve(monkeypatch, flags, message):
 @pytest.mark.slow
 def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s, ThreadPoolExecutor(1) as pool:
-        with socket.create_connection(("127.0.0.1", s.port)) as unfinished:
-            unfinished.sendall(stream_request(5000))
-            assert unfinished.recv(4).startswith(b"HTTP")
+        with beginning(s, 5000) as unfinished:
             whole = pool.submit(s.request, "/v1/completions", {"prompt": PROMPTS[1], "max_tokens": 5000})
             while s.metrics()["mlx_mtp_requests_in_flight"] < 2:
                 time.sleep(0.02)

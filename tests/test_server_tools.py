@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from openai import OpenAI
 
 from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
@@ -112,16 +111,6 @@ def test_what_is_no_call_is_content(server, text):
     assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
 
 
-def test_without_tools_no_text_is_a_call(server):
-    assert say(server, ADD, tools=None)["message"] == {"role": "assistant", "content": ADD}
-
-
-def test_wrong_values_are_strings(server):
-    text = ADD.replace("\n1\n", "\nabc\n").replace("\n2\n", "\n1e400\n") + render("set", {"options": "{1,2}"})
-    want = [("add", {"a": "abc", "b": "1e400"}), ("set", {"options": "{1,2}"})]
-    assert calls_in(say(server, text)) == want
-
-
 def test_cut_call_keeps_what_was_written(server):
     text = render("write", {"path": "a", "content": "import os\n" * 30})
     choice = say(server, text, max_tokens=60)
@@ -146,36 +135,6 @@ def test_call_in_reasoning_that_is_not_closed(server):
     assert choice["message"]["reasoning"] == f"I shall add.\n\n{ADD}"
     choice = say(server, f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", thinking=True)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "No.")
-
-
-def test_stop_words_end_the_content_alone(server):
-    text = f"One.\nTwo.</think>\n\n{ADD}\nThree, four.\nFive."
-    choice = say(server, text, thinking=True, stop="\n")
-    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three, four.")
-    assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
-    choice = say(server, text, thinking=True, stop=["\n\n", "four", "</parameter>", "One"])
-    assert choice["message"]["content"] == "Three, "
-    assert say(server, "A word and a wor", stop=["word!"])["message"]["content"] == "A word and a wor"
-
-
-def test_in_the_loop_of_mlx_lm(tmp_path, model):
-    """The same answers, where a request is generated alone."""
-    flags = ["--model", model, "--kv-bits", "8", "--kv-group-size", "32"]
-    with serve_scripted(tmp_path / "log", *flags) as s:
-        choice = say(s, f"One.\nTwo.</think>\n\n{ADD}\nThree.\nFour.", thinking=True, stop="\n")
-        assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("One.\nTwo.", "Three.")
-        assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
-        assert "Traceback" not in s.log.read_text()
-
-
-def test_openai_client_gets_the_calls(server):
-    client = OpenAI(base_url=server.url, api_key="none", max_retries=0)
-    messages = [{"role": "user", "content": "a"}]
-    extra = {"chat_template_kwargs": {"say": ADD, "enable_thinking": False}}
-    stream = {"model": "default_model", "messages": messages, "tools": TOOLS, "extra_body": extra}
-    with client.chat.completions.stream(**stream) as events:
-        (call,) = events.get_final_completion().choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(

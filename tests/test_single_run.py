@@ -31,7 +31,7 @@ MAX_TOKENS = 300 if LONG else 10
 DEPTHS = range(1, 9) if LONG else [3]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4-bit"] if LONG else ["bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4-bit"] if LONG else ["4-bit"])
 def test_a_trained_model_at_every_depth(precision):
     """With the head that it has, and with one that is right, wrong, or right most of the time."""
     model, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO) if LONG else TRAINED)

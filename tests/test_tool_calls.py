@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_mtp.text.schema import Schema
 from mlx_mtp.text.tool_arguments import is_string, to_json
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
+from tests.support.profiles import examples
 from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 
@@ -123,21 +124,17 @@ def answers(draw) -> tuple[str, list, dict, str]:
     return content, calls, schemas, rendered(content, calls, draw(st.booleans()))
 
 
-def reads_what_the_template_writes(answer, sizes):
+sizes_ = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+laws = {"suppress_health_check": [HealthCheck.too_slow]}
+
+
+@settings(examples(40), **laws)
+@given(answers(), sizes_)
+def test_reads_what_the_template_writes(answer, sizes):
     content, calls, schemas, text = answer
     found, read = calls_of(text, sizes, schemas)
     assert read == calls
     assert found.strip() == content
-
-
-sizes_ = st.lists(st.integers(1, 30), min_size=1, max_size=5)
-laws = settings(suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-test_reads_what_the_template_writes = settings(laws, max_examples=50)(
-    given(answers(), sizes_)(reads_what_the_template_writes)
-)
-test_reads_2000_answers = pytest.mark.slow(
-    settings(laws, max_examples=2000)(given(answers(), sizes_)(reads_what_the_template_writes))
-)
 
 
 # Any text
@@ -176,7 +173,9 @@ def any_texts(draw) -> tuple[str, list[str]]:
     return "".join(parts), marks
 
 
-def loses_nothing(texts, sizes, cut):
+@settings(examples(100), **laws)
+@given(any_texts(), sizes_, st.booleans())
+def test_loses_nothing(texts, sizes, cut):
     text, marks = texts
     found = parse(text, sizes, cut)
     assert found == parse(text, [len(text) + 1], cut)
@@ -188,12 +187,6 @@ def loses_nothing(texts, sizes, cut):
         if type(f) is list and not f[2]:
             with pytest.raises(ValueError, match="Unterminated string"):
                 json.loads(f[1])
-
-
-test_loses_nothing = settings(laws, max_examples=150)(given(any_texts(), sizes_, st.booleans())(loses_nothing))
-test_loses_nothing_of_2000_texts = pytest.mark.slow(
-    settings(laws, max_examples=2000)(given(any_texts(), sizes_, st.booleans())(loses_nothing))
-)
 
 
 # Cases
@@ -400,7 +393,7 @@ starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])
 
 
 @given(starts, st.text(max_size=6), st.sampled_from([schema for schema, _ in TYPED]))
-@settings(laws, max_examples=200)
+@settings(examples(100), **laws)
 def test_what_is_known_to_be_a_string_is_one(start, rest, schema):
     allowed = types(schema, {"count": INTEGER})
     if is_string(start, allowed):

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 
 import mlx.core as mx
 import pytest
@@ -20,6 +19,7 @@ from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.vocabulary import LIST_FILE
 from mlx_mtp.layers.drafting import Settings
+from tests.support.commands import run_command
 from tests.support.models import DATA, arrays_equal, tiny_model
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
@@ -175,35 +175,11 @@ def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
     assert lines[-1] == f"Recommended: {recommend(measured).settings}"
 
 
-def run(monkeypatch, *argv) -> None:
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.benchmark", *map(str, argv)])
-    benchmark.main()
-
-
 @pytest.mark.parametrize("best", [OFF, Settings("auto", draft_vocab=512, seconds={0: 0.1, 1: 0.2})], ids=str)
 def test_command_writes_its_recommendation(monkeypatch, capsys, tmp_path, best):
     monkeypatch.setattr(tune, "tune", lambda *args, **kwargs: [Measured(OFF, [1.0, 1.0]), Measured(best, [1.1, 1.2])])
     file = tmp_path / "new" / "s.json"
-    run(monkeypatch, "--tune", file, "--json", tmp_path / "m.json")
-    out = capsys.readouterr().out
-    assert str(file) in out
+    assert str(file) in run_command(benchmark.main, capsys, "--tune", file, "--json", tmp_path / "m.json")[1]
     assert settings.read(file) == (settings.key_of(DEMO), best)
     assert mlx_mtp.load(str(DEMO), settings=file)[0].drafting.tuned == best
     assert [m["ratios"] for m in json.loads((tmp_path / "m.json").read_text())] == [[1.0, 1.0], [1.1, 1.2]]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--synthetic", "4b-4bit"], "remove --synthetic"),
-        (["--compare-depths"], "remove --compare-depths"),
-        (["--draft-vocab", "0"], "remove --draft-vocab"),
-        (["--settings", "off"], "remove --settings"),
-        (["--repeat", "1"], "--repeat 2 or more"),
-    ],
-)
-def test_refuses_flags_that_do_not_go_together(monkeypatch, capsys, argv, message):
-    with pytest.raises(SystemExit) as e:
-        run(monkeypatch, "--tune", *argv)
-    assert e.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -15,8 +15,14 @@ def run_command(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "
         patch.setattr(sys, "argv", [name, *map(str, argv)])
         patch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
-            main()
-            status = 0
+            status = main() or 0
         except SystemExit as e:
             status = e.code
     return status, *capsys.readouterr()
+
+
+def assert_refused(main: Callable[[], Any], capsys: Any, *argv: Any, message: str, stdin: str = "") -> None:
+    """The command ends with status 2 and one line that says this, and prints nothing else."""
+    status, out, err = run_command(main, capsys, *argv, stdin=stdin)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert message in err

@@ -4,8 +4,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_mtp import mtp_generate_step
+from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.sampling.sampler import for_one_text
 
 # Where a generation is stopped: at every length up to 40 with `-m slow`, at those that differ most by default.
@@ -49,7 +50,24 @@ def assert_cache_of(model, prompt_cache, n_tokens):
     assert last_hidden[0].shape[1] == 1
 
 
+def head_rows(prompt_cache):
+    """The head's keys and values, and the hidden state that it waits with."""
+    head, (last_hidden, *_) = prompt_cache[-2], prompt_cache[-1].cache
+    return [] if head.keys is None else [*(x[:, :, : head.offset] for x in (head.keys, head.values)), last_hidden]
+
+
+def assert_head_rows(prompt_cache, want):
+    """They are these, up to rounding."""
+    rows = head_rows(prompt_cache)
+    assert [x.shape for x in rows] == [x.shape for x in want]
+    assert all(mx.allclose(x, y, rtol=1e-3, atol=1e-3) for x, y in zip(rows, want))
+
+
 def assert_goes_on(model, prompt_cache, tokens):
-    """A complete prompt cache, which goes on as these tokens do."""
+    """A complete prompt cache of these tokens, from which the text and the drafts go on as from a cold start."""
     assert_cache_of(model, prompt_cache, len(tokens))
+    cold = make_prompt_cache(model)
+    prefill(mx.array(tokens), model, prompt_cache=cold)
+    assert_head_rows(prompt_cache, head_rows(cold))
+    assert prompt_cache[-1][2].tolist() == tokens  # for copies
     assert mtp([7], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=4)

@@ -37,7 +37,7 @@ PENALTIES: list[dict[str, Any]] = [
     {},
     {},
     {"repetition_penalty": 1.3},
-    {"logit_bias": {3: 2.0}, "presence_penalty": 0.4},
+    {"logit_bias": {3: 2.0}, "presence_penalty": 0.4, "frequency_penalty": 0.2},
 ]
 # Calls of ``insert`` that are refused.
 REFUSED: list[dict[str, Any]] = [
@@ -200,12 +200,7 @@ def _asks() -> st.SearchStrategy[Ask]:
 
 
 ALONE = st.fixed_dictionaries(
-    {},
-    optional={
-        "exact": st.just(True),
-        "draft_p_min": st.sampled_from([0.2, 0.9]),
-        "kv_bits": st.just(8),
-    },
+    {}, optional={"exact": st.just(True), "draft_p_min": st.sampled_from([0.2, 0.9]), "kv_bits": st.just(8)}
 )
 
 
