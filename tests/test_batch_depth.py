@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.pacing.batch_depth import BatchDepth, BatchTimes, joint
-from mlx_mtp.pacing.depth import expected_tokens
+from mlx_mtp.pacing.depth import Depth, expected_tokens
 from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import run
 from tests.support.models import tiny_model
@@ -70,14 +70,28 @@ def test_rows_of_different_texts_share_a_depth():
 
 
 @pytest.mark.parametrize("slower", [1, 3])
-def test_a_new_size_begins_with_what_is_known(slower):
+def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
     depth = BatchDepth(BatchTimes())
     simulate(depth, linear, [0.9] * 2, 100)
     asked = simulate(depth, lambda B, k: slower * linear(B, k), [0.9] * 3, 10)
-    assert asked.count(0) <= 1
+    assert asked[:6] == [*Depth.FIRST_DEPTHS]
+    assert 0 not in asked[6:]
     # And comes back to a size as it left it.
     assert depth.next(2, [[0.9] * 8] * 2) > 0
+
+
+@pytest.mark.parametrize("pause", range(8))
+def test_a_pause_in_a_new_size_does_not_make_it_draft(pause):
+    """Drafts pay in the batch of two and cost in that of sixteen, where a step at the beginning takes five times as long."""
+
+    def seconds(B, k):
+        return 1 + (0.1 if B == 2 else 1.0) * k
+
+    depth, steps = BatchDepth(BatchTimes()), iter(range(1000))
+    simulate(depth, seconds, [0.9] * 2, 100)
+    asked = simulate(depth, lambda B, k: seconds(B, k) * (5 if next(steps) == pause else 1), [0.9] * 16, 100)
+    assert asked[30:].count(0) > 50
 
 
 def test_times_are_kept_from_one_batch_to_the_next(equal_steps):

@@ -53,11 +53,21 @@ class BatchSizeDepth(Depth):
 
     In a large batch a draft costs nearly as much as a token, so drafts gain little at best. Estimates over many sequences that
     come and go have larger errors than those of one. And sequences that gain differently end at different times, the last ones
-    in a small batch.
+    in a small batch. So the margin grows with the batch.
+
+    Args:
+        batch_size (int): The number of sequences.
+        times (StepTimes): The times of their steps.
+        rates (Rates): Their joint acceptance rates.
     """
 
-    MARGIN = 0.15
-    PROBING, FIRST_LOSS = 0.01, 0.5  # a step verifies a draft of each sequence
+    MOST_MARGIN = 0.15
+    # Within the margin a probe seems to lose nothing; plain steps behind it bound its cost, and the last of them is timed.
+    PLAIN_AFTER_PROBE = 3
+
+    def __init__(self, batch_size: int, times: StepTimes, rates: Rates):
+        super().__init__(MAX_DRAFT_TOKENS, times=times, rates=rates)
+        self.MARGIN = min(batch_size * Depth.MARGIN, self.MOST_MARGIN)
 
 
 class BatchTimes:
@@ -121,6 +131,7 @@ class BatchDepth:
     def of(self, batch_size: int) -> Depth:
         """The depth that chooses for this many sequences, and observes their steps."""
         if batch_size not in self.by_size:
-            kind = Depth if batch_size == 1 else BatchSizeDepth
-            self.by_size[batch_size] = kind(MAX_DRAFT_TOKENS, times=self.times.of(batch_size), rates=self.rates)
+            times, rates = self.times.of(batch_size), self.rates
+            one = Depth(MAX_DRAFT_TOKENS, times=times, rates=rates) if batch_size == 1 else None
+            self.by_size[batch_size] = one or BatchSizeDepth(batch_size, times, rates)
         return self.by_size[batch_size]

@@ -1,4 +1,4 @@
-"""The number and the source of the next drafts: those with the most expected tokens per second, by the steps observed so far.
+"""Choose the number and the source of the next drafts: the most expected tokens per second, by the steps observed so far.
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
 that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
@@ -52,13 +52,13 @@ class Depth:
     Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
     the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
 
-    How long a step with two drafts takes is a guess until it is tried. Where a pass over two tokens takes much longer than one
-    over one, a third token often adds little. So where the best depth is 0 or 1, it tries two if they would pay were the second
-    free.
+    The time of a step with two drafts is a guess until one is tried. If a pass over two tokens takes much longer than a pass
+    over one, a third token often adds little. So if the best depth is 0 or 1, it tries two drafts if they would be faster with
+    the second one free.
 
-    Where another source offers drafts, such as copies where the text repeats itself, it compares them with the head's. Their
-    acceptance rate is known without drafting any. The time of a step with many of them is not: it begins with few, and doubles
-    them when all were accepted.
+    If another source offers drafts, such as copies of repeated text, it compares them with the head's. Their acceptance rate is
+    known without drafting, but the time of a step with many of them is not: it begins with few, and doubles the number when all
+    were accepted.
 
     Args:
         most (int): The greatest depth.
@@ -67,8 +67,8 @@ class Depth:
           ``seconds``.
         only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
           ``None``.
-        rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, those
-          of a new text.
+        rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, the
+          rates of a new text.
     """
 
     # The first step at a depth is not counted, and the others show whether it was slow.
@@ -78,6 +78,7 @@ class Depth:
     MARGIN = (
         0.03  # the gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors
     )
+    PLAIN_AFTER_PROBE = 0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(
@@ -105,13 +106,13 @@ class Depth:
     def _begin(self) -> None:
         """Plan the first steps, by the times at this moment: several ranks agree on them after construction."""
         self.has_begun = True
-        self.unconfirmed = set() if self.times.is_guess else set(self.times.seconds)
+        self.unconfirmed = set(self.times.seconds) - self.times.guessed
         self.planned = self._first_steps()
 
     def _first_steps(self) -> list[Plan]:
         if self.only is not None:
             return []
-        if len(self.times.seconds) < 2:  # the cost of a draft is unknown
+        if len(self.times.seconds) - len(self.times.guessed) < 2:  # the cost of a draft is unknown
             return [Plan(k) for k in self.FIRST_DEPTHS]
         return [] if self.rates.has_counts else [Plan(k) for k in self.FIRST_DEPTHS if k > 0]
 
@@ -141,7 +142,7 @@ class Depth:
             is_safe = self._is_safe(tokens / seconds[best] * plain)
             return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
         if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
-            return self._trial(best, seconds) or [Plan(1)]
+            return self._trial(best, seconds) or [Plan(1), *[PLAIN_PLAN] * self.PLAIN_AFTER_PROBE]
         return [PLAIN_PLAN]
 
     def _is_safe(self, gain: float) -> bool:

@@ -39,10 +39,11 @@ class StepTimes:
     Args:
         n (int): The greatest depth.
         seconds (Mapping[int, float], optional): Times measured before, by depth.
-        is_guess (bool): Whether only the ratios of ``seconds`` are relied on: the first step that is timed scales them all.
-          Default: ``False``.
+        is_guess (bool): Whether ``seconds`` are a guess: the first measured time scales them all, and they are dropped once two
+          depths were measured. Default: ``False``.
 
     Attributes:
+        guessed (set[Plan]): The plans whose time is a guess.
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
     """
 
@@ -57,7 +58,7 @@ class StepTimes:
         self._begin(seconds or {}, is_guess)
 
     def forget(self) -> None:
-        """Measure all times anew: another context, or another state of the machine."""
+        """Drop all times, after a change of the context or of the machine's state."""
         self._begin({})
 
     def copy_from(self, other: "StepTimes") -> None:
@@ -65,11 +66,11 @@ class StepTimes:
         vars(self).update(vars(other))
 
     def _begin(self, seconds: Mapping[int, float], is_guess: bool = False) -> None:
-        self.is_guess = is_guess
         self.n_drafting = 0  # steps with drafts
         self.seconds = {Plan(k): t for k, t in seconds.items()}
+        self.guessed = set(self.seconds) if is_guess else set()
         self.warm: set[Plan] = set()  # the plans that were used at least once
-        self.n_counted = dict.fromkeys(self.seconds, 1)
+        self.n_counted = dict.fromkeys(self.seconds, 0 if is_guess else 1)
         self.last_used = dict.fromkeys(self.seconds, 0)
         self.n_fast = 0  # steps in a row that were far shorter than expected
         self._update()
@@ -77,12 +78,24 @@ class StepTimes:
     def observe(self, plan: Plan, seconds: float | None) -> None:
         self.n_drafting += plan.k > 0
         if seconds is not None and plan in self.warm:
-            if self.is_guess:
-                ratio = seconds / self.of(plan)
-                self.seconds, self.is_guess = {known: ratio * t for known, t in self.seconds.items()}, False
-                self._update()
+            self._confirm_guess(plan, seconds)
             self._count(plan, seconds)
         self.warm.add(plan)
+        self._update()
+
+    def _confirm_guess(self, plan: Plan, seconds: float) -> None:
+        """Scale a guess by the first measured time, and drop it when another depth is measured."""
+        if not self.guessed:
+            return
+        measured = self.seconds.keys() - self.guessed
+        if not measured:
+            ratio = seconds / self.of(plan)
+            self.seconds = {known: ratio * t for known, t in self.seconds.items()}
+        elif measured - {plan}:
+            self.seconds = {known: self.seconds[known] for known in measured}
+            self.n_counted = {known: n for known, n in self.n_counted.items() if known in measured}
+            self.guessed = set()
+        self.guessed.discard(plan)
         self._update()
 
     def by_depth(self) -> dict[int, float]:
