@@ -154,7 +154,7 @@ def test_a_last_message_of_the_assistant_is_continued(server, claude):
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     status, content = server.request("/v1/messages", {**options, "output_format": schema})
     assert (status, content["error"]["type"]) == (400, "invalid_request_error")
-    assert "output_format does not go with a last message of the assistant" in content["error"]["message"]
+    assert "output_format cannot be combined with a last message of the assistant" in content["error"]["message"]
 
 
 def test_message_usage_tells_what_was_cached(claude):

@@ -157,11 +157,11 @@ def test_each_api_reads_its_own():
         ({"response_format": "json"}, "response_format must be text, json_object or json_schema with a schema"),
         (
             {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-            "response_format does not go with guided_regex",
+            "response_format cannot be combined with guided_regex",
         ),
         (
             {"tool_choice": "required", "tools": OPENAI_TOOLS, "guided_regex": "a"},
-            "tool_choice does not go with guided_regex",
+            "tool_choice cannot be combined with guided_regex",
         ),
         ({"tool_choice": "required"}, "requires a call, but the request has no tools"),
         (

@@ -102,7 +102,7 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
     assert len(after) > 8
 
 
-NOT_KNOWN = "The content of this prompt cache is not known.*Make a new one"
+NOT_KNOWN = "The content of this prompt cache is unknown.*Make a new one"
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(monkeypatch, tmp_path
     earlier = copy.deepcopy(prompt_cache)
     save_prompt_cache(file, prompt_cache)
     for entries in (prompt_cache, earlier):
-        with pytest.raises(ValueError, match="A generation is open"):
+        with pytest.raises(ValueError, match="A generation is still open"):
             mtp([7, 2], model, prompt_cache=entries)
 
     def interrupt(self):

@@ -121,6 +121,20 @@ def test_an_array_is_held_until_it_is_dropped():
     assert account.cache_budget == pytest.approx(account.left / 2, rel=0.01)
 
 
+def test_room_is_kept_for_what_python_will_take(monkeypatch):
+    """Arrays may not take it, and it is not counted twice when Python has."""
+    monkeypatch.setattr(account_of, "EVERY", 0)
+    account, n = Account(), 1 << 26
+    left = account.left - n
+    account.expect_growth(n)
+    assert account.left == pytest.approx(left, abs=0.2 * n)
+    taken = b"x" * n
+    assert account.left == pytest.approx(left, abs=0.2 * n)
+    taken += b"x" * n  # more than expected
+    assert account.left == pytest.approx(left - n, abs=0.2 * n)
+    assert len(taken) == 2 * n
+
+
 def test_a_limit_is_mlx_s_too(unlimited):
     account = Account(1 << 40)
     assert 0 < mx.set_memory_limit(1 << 41) < 1 << 40  # less what Python holds

@@ -12,6 +12,7 @@ GB = 1e9
 CACHE_SHARE = (
     0.5  # of the memory beside a model may be caches; the rest is for what passes compute, and for other programs
 )
+GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran (scripts/serve_limited.py)
 EVERY = 0.05  # seconds between two questions to the system, which takes longer to answer than MLX
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # of Metal, of CUDA, of either
 
@@ -40,7 +41,7 @@ class Account:
     def __init__(self, limit: int | None = None):
         self._process = psutil.Process()
         self._asked = -math.inf
-        self._host = self._least_host = 0
+        self._host = self._least_host = self._most_host = 0
         self._host = self._least_host = self.held - self.active - self.buffers
         self.limit = usable_memory()
         if limit is not None:
@@ -52,6 +53,14 @@ class Account:
         """
         self.limit = limit
         mx.set_memory_limit(max(limit - self._host, 0))
+
+    def expect_growth(self, n_bytes: int = GROWTH) -> None:
+        """Keep this many bytes for Python and the libraries around MLX, less what they take from now on.
+
+        Args:
+            n_bytes (int): Default: what a server's requests were seen to take.
+        """
+        self._most_host = self._host + n_bytes
 
     @property
     def active(self) -> int:
@@ -74,8 +83,9 @@ class Account:
 
     @property
     def left(self) -> int:
-        """The bytes that may be allocated; below 0 where more is held than may be."""
-        return self.limit - self.held
+        """The bytes that arrays may take; below 0 where more is held than may be."""
+        held = self.held
+        return self.limit - held - max(self._most_host - self._host, 0)
 
     @property
     def cache_budget(self) -> int:

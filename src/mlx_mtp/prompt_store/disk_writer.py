@@ -103,7 +103,7 @@ class DiskWriter:
             own = found.pop("tokens", None)
             is_meant = metadata == {"model": model, "parent": parent}
             if not is_meant or (tokens is not None and not np.array_equal(np.array(own), tokens)):
-                raise ValueError(f"{self.folder.path}/{name} is another text's than the index says.")
+                raise ValueError(f"{self.folder.path}/{name} does not match the index: it holds another text.")
         except FileNotFoundError:  # another process has dropped it
             self._forget(name)
             return None

@@ -60,6 +60,7 @@ class Admission:
         self.models.load(key)
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
         self.sizes = sizes_of(model)
+        self.account.expect_growth()
         self.max_cache_bytes = self.account.cache_budget if given is None else given
         logging.info(f"Prompt caches: up to {self.max_cache_bytes / 1e9:.1f} GB")
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
