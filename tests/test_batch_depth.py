@@ -51,10 +51,12 @@ def best(B, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    asked = simulate(BatchDepth(BatchTimes()), linear, [rate] * B, 200)
+    depth = BatchDepth(BatchTimes())
+    asked = simulate(depth, linear, [rate] * B, 200)
     gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
     k = best(B, rate)
-    assert gained > 0.93 * sum(rate**i for i in range(k + 1)) / linear(B, k)
+    within = min(0.93, 1 - depth.of(B).MARGIN)  # a smaller gain is left to plain decoding
+    assert gained > within * sum(rate**i for i in range(k + 1)) / linear(B, k)
 
 
 def test_rows_of_different_texts_share_a_depth():

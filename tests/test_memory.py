@@ -258,3 +258,20 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
         if isinstance(answers[1], ApiError):
             assert answers[0].tokens == alone.tokens
         assert engine.ask(HELLO, max_tokens=80).tokens == alone.tokens
+
+
+def test_a_failed_allocation_is_a_507_and_the_server_goes_on():
+    """The account did not foresee it: other programs may have taken the memory."""
+    with Engine("--mtp", "--temp", "0") as engine:
+        right = engine.ask(HELLO, max_tokens=20).tokens
+        advance = engine.engine._advance
+
+        def fail(*args):
+            engine.engine._advance = advance
+            raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
+
+        engine.engine._advance = fail
+        with pytest.raises(ApiError, match="Generation failed") as refused:
+            engine.ask(HELLO, max_tokens=20)
+        assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
+        assert engine.ask(HELLO, max_tokens=20).tokens == right

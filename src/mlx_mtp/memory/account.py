@@ -17,6 +17,15 @@ EVERY = 0.05  # seconds between two questions to the system, which takes longer 
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # of Metal, of CUDA, of either
 
 
+# How MLX's errors say that memory is short: its allocators, Metal, CUDA.
+SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the system has no more memory, which other programs may have taken."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in SHORT)
+
+
 def total_memory() -> int:
     """The machine's memory in bytes."""
     return int(psutil.virtual_memory().total)

@@ -62,8 +62,8 @@ class BatchSizeDepth(Depth):
     """
 
     MOST_MARGIN = 0.15
-    # Within the margin a probe seems to lose nothing; plain steps behind it bound its cost, and the last of them is timed.
-    PLAIN_AFTER_PROBE = 3
+    # Within the margin a probe seems to lose nothing. Plain steps behind it bound its cost, and most of them are timed.
+    PLAIN_AFTER_PROBE = 15
 
     def __init__(self, batch_size: int, times: StepTimes, rates: Rates):
         super().__init__(MAX_DRAFT_TOKENS, times=times, rates=rates)

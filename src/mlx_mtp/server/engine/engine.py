@@ -11,6 +11,7 @@ from threading import Thread
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
+from ...memory.account import is_out_of_memory
 from ...memory.needs import size
 from ..request import NO_MEMORY, ApiError, Request, Started, Waiting
 from .admission import Admission
@@ -96,7 +97,7 @@ class Engine:
         except Exception as e:
             logging.exception("Generation failed.")
             for uid in [*self.running]:
-                self._fail(uid, ApiError(500, f"Generation failed: {e}"))
+                self._fail(uid, _failure(f"Generation failed: {e}", e))
             reseed(self.ranks)  # an error in a compiled function invalidates the random state
             self.admission.restart()
 
@@ -134,7 +135,7 @@ class Engine:
             return
         except Exception as e:
             logging.exception("A request failed before generation.")
-            request.client.put(ApiError(500, f"The request failed before generation: {e}"))
+            request.client.put(_failure(f"The request failed before generation: {e}", e))
             return
         request.client.put(Started())
         self.running[uid] = request
@@ -218,6 +219,11 @@ class Engine:
         self.admission.close()
         self.admission.caches.close()
         self.admission.unload()
+
+
+def _failure(message: str, error: Exception) -> ApiError:
+    """The error of a request: status 507 where the system has no more memory, else 500."""
+    return ApiError(507, message, code=NO_MEMORY) if is_out_of_memory(error) else ApiError(500, message)
 
 
 def _open(admission: Admission, request: Request) -> None:
