@@ -2,6 +2,7 @@
 
     python -m scripts.serve_limited                   --max-memory of 64 MB above what the loaded model takes
     python -m scripts.serve_limited --spare 32        of 32 MB
+    python -m scripts.serve_limited --cgroup          in a cgroup of 5 % more, as root: beyond it, the system ends the server
     python -m scripts.serve_limited --address-space   the process has no more address space either (ulimit -v)
 
 Long prompts that begin alike, prompts with a picture, and a prompt store on disk. The texts are compared with those of a server
@@ -14,12 +15,15 @@ import base64
 import http.client
 import inspect
 import json
+import os
 import resource
 import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +38,7 @@ TOKENS = 40  # of an answer
 TIMEOUT = 3600  # seconds for an answer, also on a machine that does much else
 OVER = 1.05  # of the limit
 STACK = 8  # MB of address space for the thread of a request
+GROUPS = Path("/sys/fs/cgroup/memory")
 TEMPLATE = (
     "{% for part in messages[0].content if messages[0].content is not string %}"
     "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
@@ -83,11 +88,25 @@ def status(server: Server) -> dict[str, float]:
     return {line.split(":")[0]: int(line.split()[1]) / 1e3 for line in lines if line.startswith("Vm")}
 
 
+@contextmanager
+def cgroup(limit: float) -> Iterator[Path]:
+    """Start processes in a memory cgroup (version 1) of this many MB."""
+    folder, this = GROUPS / "mlx_mtp", str(os.getpid())
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit:.0f}M")
+    (folder / "cgroup.procs").write_text(this)
+    try:
+        yield folder
+    finally:
+        (GROUPS / "cgroup.procs").write_text(this)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve much with little memory.")
     parser.add_argument("--streams", type=int, default=30, help="Requests at once (default: 30).")
     parser.add_argument("--longest", type=int, default=4000, help="Characters of the longest prompt (default: 4000).")
     parser.add_argument("--spare", type=int, default=64, help="MB above those of the loaded model (default: 64).")
+    parser.add_argument("--cgroup", action="store_true", help="Limit the memory by a cgroup as well.")
     parser.add_argument("--address-space", action="store_true", help="Limit the address space as well.")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -101,7 +120,10 @@ def main() -> None:
     limit = loaded["VmRSS"] + args.spare
     space = int(1e6 * (loaded["VmSize"] + OVER * args.spare + STACK * args.streams))
     flags[-1] = str(folder / "others")
-    with serve(folder / "limited.log", "--max-memory", f"{limit:.0f}MB", *flags) as server:
+    with ExitStack() as stack:
+        if args.cgroup:
+            group = stack.enter_context(cgroup(OVER * limit))
+        server = stack.enter_context(serve(folder / "limited.log", "--max-memory", f"{limit:.0f}MB", *flags))
         if args.address_space:
             resource.prlimit(server.process.pid, resource.RLIMIT_AS, (space, space))
         with ThreadPoolExecutor(args.streams) as pool:
@@ -119,6 +141,10 @@ def main() -> None:
         f"{used['VmHWM']:.0f} MB ({used['VmHWM'] / limit:.1%}), at the end {held_mb:.0f} MB; address space "
         f"{used['VmPeak']:.0f} MB; exit status {ended}"
     )
+    if args.cgroup:
+        print(
+            f"The cgroup had at most {int((group / 'memory.max_usage_in_bytes').read_text()) / 1e6:.0f} MB, file cache included"
+        )
     is_bad = outcomes["wrong"] or used["VmHWM"] > OVER * limit or again != expected[0] or ended != 0
     for i, (text, want) in enumerate(zip([*texts, again], [*expected, expected[0]])):
         if text not in (want, 507):
