@@ -7,7 +7,8 @@ Each version runs in a child process of its own, and the two take turns at every
 affects both alike. Greedy, the bundled demo in bfloat16, its Python prompts; a round is every run on every prompt.
 
 A version against itself (the same folder twice) tells how precise the figures are on a machine. Only what both versions have
-is used: ``mlx_mtp.load`` and ``mtp_generate_step``.
+is used: ``mlx_mtp.load``, ``mtp_generate_step``, and mlx-lm's ``generate_step`` on the loaded model, which a version that
+compiles its passes runs compiled: compare ``time, new / old``, not the ratios to plain.
 """
 
 import argparse

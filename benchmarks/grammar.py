@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.benchmark.runs import in_turn
+from mlx_mtp.decoding.loop import plain_generate_step
 
 PROMPT = '"""An order."""\nORDER = '
 ITEM = {
@@ -67,10 +67,10 @@ def main() -> None:
         )
 
     runs: dict[str, Callable[[str], Iterator[tuple[Any, ...]]]] = {
-        PLAIN: lambda _: generate_step(prompt, model, max_tokens=args.max_tokens, logits_processors=grammar()),
+        PLAIN: lambda _: plain_generate_step(prompt, model, max_tokens=args.max_tokens, logits_processors=grammar()),
         "head, 2 drafts": lambda run: drafting(run, HEAD, False),
         "auto": lambda run: drafting(run, AUTO, False),
-        FREE_PLAIN: lambda _: generate_step(prompt, model, max_tokens=args.max_tokens),
+        FREE_PLAIN: lambda _: plain_generate_step(prompt, model, max_tokens=args.max_tokens),
         "free: head, 2 drafts": lambda run: drafting(run, HEAD, True),
         "free: auto": lambda run: drafting(run, AUTO, True),
     }

@@ -23,13 +23,13 @@ from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.generate import generation_stream
 from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.benchmark.repeats import repeated_share
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn
-from mlx_mtp.layers.passes import not_compiled
+from mlx_mtp.decoding.loop import plain_generate_step
 from mlx_mtp.prompts import PYTHON, nine_kinds
 from tests.support.decoding import plain
 from tests.support.scripted import Scripted
@@ -42,7 +42,7 @@ TURN = 64  # tokens
 
 def start(run: Run, model: nn.Module, prompt: list[int], depths: dict[Run, mlx_mtp.Depth], options: dict) -> Iterator:
     if run in (PLAIN, AGAIN):
-        return not_compiled(model, generate_step(mx.array(prompt), model, **options))  # as mlx-lm's own model runs
+        return plain_generate_step(mx.array(prompt), model, **options)
     copies = "auto" if run == AUTO else "off"
     return mlx_mtp.mtp_generate_step(
         mx.array(prompt), model, num_draft_tokens=depths.get(run, run), copy_drafts=copies, **options

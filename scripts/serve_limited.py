@@ -94,6 +94,7 @@ def cgroup(limit: float) -> Iterator[Path]:
     folder, this = GROUPS / "mlx_mtp", str(os.getpid())
     folder.mkdir(exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit:.0f}M")
+    (folder / "memory.max_usage_in_bytes").write_text("0")
     (folder / "cgroup.procs").write_text(this)
     try:
         yield folder

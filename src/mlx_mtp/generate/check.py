@@ -23,9 +23,8 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import mtp_generate_step, plain_generate_step
 from ..drafts.options import CopyDrafts, NumDraftTokens, resolve
-from ..layers.passes import not_compiled
 
 T = TypeVar("T")
 
@@ -105,16 +104,13 @@ def check(
         recent.pop(n - 2, None)  # mlx-lm runs one token ahead
         return logits
 
-    plain = not_compiled(
+    plain = plain_generate_step(
+        prompt,
         model,
-        generate_step(
-            prompt,
-            model,
-            max_tokens=max_tokens,
-            prompt_cache=_backbone_caches(model, prompt_cache),
-            logits_processors=[keep],
-            **options,
-        ),
+        max_tokens=max_tokens,
+        prompt_cache=_backbone_caches(model, prompt_cache),
+        logits_processors=[keep],
+        **options,
     )
     mtp = mtp_generate_step(
         prompt,

@@ -12,13 +12,10 @@ GB = 1e9
 CACHE_SHARE = (
     0.5  # of the memory beside a model may be caches; the rest is for what passes compute, and for other programs
 )
-GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran (scripts/serve_limited.py)
+GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
 EVERY = 0.05  # seconds between two questions to the system, which takes longer to answer than MLX
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # of Metal, of CUDA, of either
-
-
-# How MLX's errors say that memory is short: its allocators, Metal, CUDA.
-SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"
+SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in errors of MLX's allocators, of Metal, of CUDA
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -67,7 +64,7 @@ class Account:
         """Keep this many bytes for Python and the libraries around MLX, less what they take from now on.
 
         Args:
-            n_bytes (int): Default: what a server's requests were seen to take.
+            n_bytes (int): Default: the growth of a server with many requests.
         """
         self._most_host = self._host + n_bytes
 
@@ -93,7 +90,7 @@ class Account:
     @property
     def left(self) -> int:
         """The bytes that arrays may take; below 0 where more is held than may be."""
-        held = self.held
+        held = self.held  # first: it measures _host
         return self.limit - held - max(self._most_host - self._host, 0)
 
     @property

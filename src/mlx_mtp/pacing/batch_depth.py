@@ -131,7 +131,5 @@ class BatchDepth:
     def of(self, batch_size: int) -> Depth:
         """The depth that chooses for this many sequences, and observes their steps."""
         if batch_size not in self.by_size:
-            times, rates = self.times.of(batch_size), self.rates
-            one = Depth(MAX_DRAFT_TOKENS, times=times, rates=rates) if batch_size == 1 else None
-            self.by_size[batch_size] = one or BatchSizeDepth(batch_size, times, rates)
+            self.by_size[batch_size] = BatchSizeDepth(batch_size, self.times.of(batch_size), self.rates)
         return self.by_size[batch_size]

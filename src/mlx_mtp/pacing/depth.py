@@ -78,7 +78,7 @@ class Depth:
     MARGIN = (
         0.03  # the gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors
     )
-    PLAIN_AFTER_PROBE = 0
+    PLAIN_AFTER_PROBE = 0  # plain steps behind a probe
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(

@@ -55,19 +55,16 @@ class StepTimes:
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
         self.n = n
         self._most_of: dict[str, int] = {}
-        self._begin(seconds or {}, is_guess)
-
-    def forget(self) -> None:
-        """Drop all times, after a change of the context or of the machine's state."""
-        self._begin({})
+        self.forget(seconds, is_guess)
 
     def copy_from(self, other: "StepTimes") -> None:
         """Take over the times of another, such as rank 0's, in place: generations go on updating this object."""
         vars(self).update(vars(other))
 
-    def _begin(self, seconds: Mapping[int, float], is_guess: bool = False) -> None:
+    def forget(self, seconds: Mapping[int, float] | None = None, is_guess: bool = False) -> None:
+        """Drop all times, after a change of the context or of the machine's state, and begin with these."""
         self.n_drafting = 0  # steps with drafts
-        self.seconds = {Plan(k): t for k, t in seconds.items()}
+        self.seconds = {Plan(k): t for k, t in (seconds or {}).items()}
         self.guessed = set(self.seconds) if is_guess else set()
         self.warm: set[Plan] = set()  # the plans that were used at least once
         self.n_counted = dict.fromkeys(self.seconds, 0 if is_guess else 1)
