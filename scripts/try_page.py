@@ -75,7 +75,10 @@ class Fake:
         self.page, self.bodies, self.status, self.parts = page, [], 200, []
         page.route(CHAT, self._answer)
         page.route(
-            "**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "org/name"}, {"id": "/a/folder"}]})
+            "**/v1/models",
+            lambda route: route.fulfill(
+                json={"data": [{"id": "org/name"}, {"id": "/a/folder", "takes_images": False}]}
+            ),
         )
         page.reload()
         expect(page.locator("#model option")).to_have_text(["org/name", "folder"])
@@ -263,7 +266,17 @@ def turns(page: Page, shot: Callable[..., None]) -> None:
 def images(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say("Grey.")
-    page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": b64decode(PIXEL)})
+    picture = {"name": "a.png", "mimeType": "image/png", "buffer": b64decode(PIXEL)}
+    page.select_option("#model", "/a/folder")
+    expect(page.get_by_text("Add image")).to_be_hidden()
+    page.set_input_files("#files", picture)
+    ask(page, "Which colour?")
+    expect(page.locator("#notice")).to_have_text("This model takes no images: remove them from the question.")
+    assert not fake.bodies
+    page.get_by_role("button", name="Remove image 1").click()
+    page.select_option("#model", "org/name")
+    expect(page.get_by_text("Add image")).to_be_visible()
+    page.set_input_files("#files", picture)
     expect(page.locator("#images img")).to_have_count(1)
     page.evaluate(
         """(data) => {

@@ -127,6 +127,7 @@ def test_api_is_described_without_pages_of_a_cdn(client):
 def test_demo_says_that_it_completes_python_only(client):
     model = client.get("/v1/models").json()["data"][0]
     assert (model["description"], model["has_chat_template"]) == ("Demo model: completes Python only", True)
+    assert model["takes_images"] is False
 
 
 def stream(client, **body) -> list[dict]:

@@ -201,7 +201,9 @@ class Endpoints:
         if path == str(DEMO):
             theirs["description"] = DEMO_NOTE  # as OpenRouter's list has it
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
-        ours["has_chat_template"] = None if tokenizer is None else tokenizer.has_chat_template
+        if tokenizer is not None:
+            ours["has_chat_template"] = tokenizer.has_chat_template
+            ours["takes_images"] = tokenizer.vision is not None
         return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:

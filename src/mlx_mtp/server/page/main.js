@@ -76,8 +76,8 @@ const report = (saving) => saving.catch((error) => notify(`The browser could not
 function send() {
   const { text, images, edited } = readQuestion();
   if (running || !(text.trim() || images.length) || !checkSettings()) return;
-  if (images.length && !canChat()) {
-    notify("This model has no chat template: it continues text, and takes no images.");
+  if (images.length && !takesImages()) {
+    notify("This model takes no images: remove them from the question.");
     return;
   }
   if (edited) dropFrom(chat.turns.indexOf(edited));
@@ -163,12 +163,14 @@ const nameOf = (id) => (id.startsWith("/") ? id.split("/").findLast(Boolean) : i
 const modelOf = () => models.find(({ id }) => id === $("model").value);
 // A model without a chat template continues each text by itself.
 const canChat = () => modelOf()?.has_chat_template ?? true;
+const takesImages = () => canChat() && (modelOf()?.takes_images ?? true);
 
 function showDescription() {
   const description = modelOf()?.description ?? "";
   $("description").textContent = description;
   $("description").hidden = !description;
-  for (const id of ["system", "thinking", "files"]) $(id).closest("label").hidden = !canChat();
+  for (const id of ["system", "thinking"]) $(id).closest("label").hidden = !canChat();
+  $("files").closest("label").hidden = !takesImages();
   const action = canChat() ? "Ask a question" : "Start a text for the model to continue";
   $("question").placeholder = action;
   $("invitation").textContent = `${action}.`;
