@@ -5,7 +5,7 @@
     python -m benchmarks.never_slower --kinds      on the nine kinds of request, without the fixed depths
 
 What auto does with the head alone comes first: copies hide it where a text repeats itself, and the demo's texts do. The last
-column says how much of each text does (``mlx_mtp/benchmark/repeats.py``).
+column says how much of each text does (``repeated_share``).
 
 In a round all runs generate at once in one process and take turns of 64 tokens, so that drift of the machine affects all alike.
 Ratios are taken in each round and their median is printed; the ratio of plain decoding to a second plain run tells how precise
@@ -27,8 +27,7 @@ from mlx_lm.generate import generation_stream
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.benchmark.repeats import repeated_share
-from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn
+from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, in_turn, repeated_share
 from mlx_mtp.decoding.loop import plain_generate_step
 from mlx_mtp.prompts import PYTHON, nine_kinds
 from tests.support.decoding import plain

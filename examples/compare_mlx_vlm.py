@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import prompts
-from mlx_mtp.benchmark.repeats import repeated_shares, warning
+from mlx_mtp.benchmark.report import loop_warning
+from mlx_mtp.benchmark.runs import repeated_share
 from mlx_mtp.checkpoint.storage.hub import fetch
 from mlx_mtp.decoding.loop import plain_generate_step
 
@@ -106,7 +107,7 @@ def main() -> None:
             statistics.median(r[a] / r[b] for r in rounds) for a, b in ((name, PLAIN), (NO_COPIES, name), (AUTO, name))
         )
         print(f"{name:24} {tps:8.1f} {to_plain:16.2f} {alone:17.2f} {auto:18.2f}  {'yes' if same[name] else 'no':>11}")
-    if loops := warning(repeated_shares(tokens, said)):
+    if loops := loop_warning({name: repeated_share(t.tolist(), said[name]) for name, t in tokens.items()}):
         print(loops)
 
 

@@ -136,9 +136,9 @@ def depth_chart() -> Chart:
     runs = {"1": "1", "2": "2", "3": "3", "4": "4", "auto, no copies": "auto", "copies alone": "copies", "auto": "both"}
     series = []
     for file in sorted((DOCS / "results").glob("*.json"))[:4]:
-        row = json.loads(file.read_text(encoding="utf-8"))
-        figures = [row["runs"][run] for run in runs]
-        name = f"{row['model']['name']}, {row['model']['backbone']}, {row['prompts']['kind']}"
+        results = json.loads(file.read_text(encoding="utf-8"))
+        figures = [results["runs"][run] for run in runs]
+        name = f"{results['model']['name']}, {results['model']['backbone']}, {results['prompts']['kind']}"
         errors = [(f["ratio_low"], f["ratio_high"]) for f in figures]
         series.append(Series(name, [f["ratio"] for f in figures], errors, 4))
     top = scale([high for s in series for _, high in s.errors], 0.5)

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mlx_mtp import DEMO, __version__
-from mlx_mtp.benchmark.row import describe_machine, read_row
+from mlx_mtp.benchmark.results_file import describe_machine, read_results
 from mlx_mtp.benchmark.runs import AUTO
 from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import PICTURES, draw_all
@@ -214,10 +214,10 @@ def demo_rows() -> list[str]:
     for file in sorted(
         (ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda file: len(file.name)
     ):  # 4 bits last
-        row = read_row(file)
+        results = read_results(file)
         section = "the-demo-with-a-4-bit-backbone" if "4bit" in file.name else "the-demo-head-and-copies-apart"
-        model, ratio = f"{DEMO_ROW}, {row['model']['backbone']}", f"{row['runs'][AUTO]['ratio']:.2f}"
-        rows.append([model, row["machine"]["chip"], ratio, f"[command](docs/develop/measurements.md#{section})"])
+        model, ratio = f"{DEMO_ROW}, {results['model']['backbone']}", f"{results['runs'][AUTO]['ratio']:.2f}"
+        rows.append([model, results["machine"]["chip"], ratio, f"[command](docs/develop/measurements.md#{section})"])
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 

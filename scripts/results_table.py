@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.benchmark.row import RUNS, describe_row, markdown, read_row
+from mlx_mtp.benchmark.results_file import RUNS, describe, markdown, read_results
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
 from mlx_mtp.cli.errors import one_line_errors
 
@@ -24,40 +24,42 @@ COLORS = {
 }
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of all files, by machine, model and prompts.
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """The results of all files, by machine, model and prompts.
 
     Raises:
         ValueError: There are none, or one is not a report.
     """
-    rows = [read_row(file) for file in sorted(folder.glob("*.json"))]
-    if not rows:
+    machines = [read_results(file) for file in sorted(folder.glob("*.json"))]
+    if not machines:
         raise ValueError(f"There are no reports in {folder}.")
-    return sorted(rows, key=lambda row: (describe_row(row), row["date"]))
+    return sorted(machines, key=lambda results: (describe(results), results["date"]))
 
 
-def insert_table(page: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page with the table of these rows."""
+def insert_table(page: Path, machines: Sequence[Mapping[str, Any]]) -> str:
+    """The page with the table of these results."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(
             f"{page} has no place for the table: write {BEGIN.strip()} and {END.strip()} on lines of their own."
         )
-    return f"{before}{BEGIN}\n{markdown(rows)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n{markdown(machines)}\n\n{END}{after}"
 
 
-def draw(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Speed relative to plain mlx-lm as bars, a group for each row."""
+def draw(machines: Sequence[Mapping[str, Any]]) -> Any:
+    """Speed relative to plain mlx-lm as bars, a group for each machine."""
     from matplotlib.figure import Figure
 
     height = 0.8 / len(COLORS)
-    figure = Figure(figsize=(8, 1.2 + 1.1 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 1.1 * len(machines)), layout="constrained")
     axes = figure.subplots()
     for i, (name, color) in enumerate(COLORS.items()):
-        places = [j + i * height for j in range(len(rows))]
-        axes.barh(places, [ratios(row)[name] for row in rows], height, color=color, label=name)
-    axes.set_yticks([j + 0.4 - height / 2 for j in range(len(rows))], ["\n".join(describe_row(row)) for row in rows])
+        places = [j + i * height for j in range(len(machines))]
+        axes.barh(places, [ratios(results)[name] for results in machines], height, color=color, label=name)
+    axes.set_yticks(
+        [j + 0.4 - height / 2 for j in range(len(machines))], ["\n".join(describe(results)) for results in machines]
+    )
     axes.invert_yaxis()
     axes.axvline(1, color="#6b7280", linewidth=1.5)
     axes.set_xlabel("speed, plain mlx-lm = 1")
@@ -66,9 +68,9 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-    """The bars of a row, in the order of their colours."""
-    by_run = {run: row["runs"][str(run)]["ratio"] for run in RUNS}
+def ratios(results: Mapping[str, Any]) -> dict[str, float]:
+    """The bars of a machine, in the order of their colours."""
+    by_run = {run: results["runs"][str(run)]["ratio"] for run in RUNS}
     best = max(ratio for run, ratio in by_run.items() if isinstance(run, int))
     return dict(zip(COLORS, (best, by_run[NO_COPIES], by_run[COPIES], by_run[AUTO])))
 
@@ -82,11 +84,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     with one_line_errors("results_table.py"):
-        rows = read_rows(args.docs / "results")
+        machines = read_all(args.docs / "results")
         page = args.docs / "results.md"
-        text = insert_table(page, rows)
+        text = insert_table(page, machines)
         with mpl.rc_context({"svg.hashsalt": "results", "svg.fonttype": "none"}):  # the same bytes each time
-            draw(rows).savefig(args.docs / "results.svg", metadata={"Date": None})
+            draw(machines).savefig(args.docs / "results.svg", metadata={"Date": None})
         page.write_text(text, encoding="utf-8")
 
 

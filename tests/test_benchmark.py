@@ -17,9 +17,8 @@ from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import plot, runs
 from mlx_mtp.benchmark.measure import OVERALL, measure
 from mlx_mtp.benchmark.parts import Parts
-from mlx_mtp.benchmark.repeats import repeated_share
 from mlx_mtp.benchmark.report import percent, show, verdict
-from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, sum_counts
+from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, repeated_share, sum_counts
 from mlx_mtp.benchmark.synthetic import SHAPES, synthetic_model
 from mlx_mtp.decoding.counts import DraftCounts
 from tests.support.commands import run_command

@@ -23,11 +23,10 @@ from mlx_mtp.fit import comparison as measuring
 from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit.comparison import TextCounts, compare, measure
-from mlx_mtp.fit.data import answer_all
 from mlx_mtp.fit.lora import Lora
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
 from mlx_mtp.fit.recording import read, record
-from mlx_mtp.fit.texts import Text, read_corpus, split
+from mlx_mtp.fit.texts import Text, answer_all, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import tensors, write

@@ -276,7 +276,7 @@ def test_a_cached_original_serves_without_a_network(hub, tmp_path, monkeypatch, 
 
 
 def test_a_broken_download_resumes(hub, tmp_path, monkeypatch, accepted):
-    monkeypatch.setattr("mlx_mtp.checkpoint.storage.copy.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("mlx_mtp.checkpoint.originals.fetch.CHUNK_BYTES", 50_000)
     hub.publish("org/original", DATA / "dense")
     folder = conversion(tmp_path / "conversion", "dense", "org/original")
     read, n_reads = CheckpointReader.read, 0

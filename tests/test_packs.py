@@ -17,8 +17,8 @@ import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.catalog import originals_like, published
+from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import Stage
-from mlx_mtp.checkpoint.skeleton import skeleton
 from mlx_mtp.convert import convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect

@@ -9,7 +9,7 @@ import pytest
 from mlx import nn
 
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import row
+from mlx_mtp.benchmark import results_file
 from mlx_mtp.checkpoint.load import load
 from scripts import results_table
 from tests.support.models import DATA
@@ -20,7 +20,7 @@ ROWS = sorted((ROOT / "docs" / "results").glob("*.json"))
 
 @pytest.fixture(scope="module")
 def example() -> dict:
-    return row.read_row(ROWS[0])
+    return results_file.read_results(ROWS[0])
 
 
 def run(monkeypatch, *argv) -> None:
@@ -34,8 +34,8 @@ def test_the_benchmark_writes_a_row(monkeypatch, capsys, tmp_path):
     prompts, file = tmp_path / "secret.txt", tmp_path / "row.json"
     prompts.write_text("one two three")
     run(monkeypatch, "--model", DATA / "dense", "--prompts", prompts, "--report", file, "-m", 6, "--repeat", 1)
-    got, out = row.read_row(file), capsys.readouterr().out
-    assert row.markdown([got]) + "\n" in out
+    got, out = results_file.read_results(file), capsys.readouterr().out
+    assert results_file.markdown([got]) + "\n" in out
     assert got["model"] | {"head": ""} == {
         "name": "dense",
         "type": "qwen3_5",
@@ -72,14 +72,14 @@ def test_a_run_that_fails_writes_nothing(monkeypatch, capsys, tmp_path):
 
 def test_precision_is_that_of_most_weights():
     model, _ = load(str(DATA / "dense"), mtp_bits=4, settings=False)
-    assert row.describe_model(model)["head"] == "4-bit"
-    assert row.describe_model(model)["backbone"] != "4-bit"
+    assert results_file.describe_model(model)["head"] == "4-bit"
+    assert results_file.describe_model(model)["backbone"] != "4-bit"
     nn.quantize(
         model, 32, 4, mode="mxfp4", class_predicate=lambda path, m: "mtp." not in path and hasattr(m, "to_quantized")
     )
-    assert row.describe_model(model)["backbone"] == "mxfp4"
+    assert results_file.describe_model(model)["backbone"] == "mxfp4"
     model, _ = load(str(DATA / "dense"), draft_vocab=16, draft_head_bits=8, settings=False)
-    assert row.describe_model(model)["draft_lm_head"].endswith("rows, 8-bit")
+    assert results_file.describe_model(model)["draft_lm_head"].endswith("rows, 8-bit")
 
 
 def damaged(**changes):
@@ -104,15 +104,15 @@ def test_a_bad_file_is_one_line(example, tmp_path, damage, message):
     damage(bad)
     (tmp_path / "bad.json").write_text(json.dumps(bad))
     with pytest.raises(ValueError, match="is not a report of this version's `--report`") as e:
-        row.read_row(tmp_path / "bad.json")
+        results_file.read_results(tmp_path / "bad.json")
     assert message in str(e.value)
 
 
 def test_the_table_is_that_of_the_files():
     page = ROOT / "docs" / "results.md"
-    rows = results_table.read_rows(ROOT / "docs" / "results")
+    rows = results_table.read_all(ROOT / "docs" / "results")
     assert page.read_text() == results_table.insert_table(page, rows)
-    assert all(row.markdown([one]).splitlines()[-1] in page.read_text() for one in rows)
+    assert all(results_file.markdown([one]).splitlines()[-1] in page.read_text() for one in rows)
 
 
 def test_the_plot_has_a_bar_for_each_figure(example):
@@ -138,7 +138,7 @@ def test_the_script_writes_both_or_neither(monkeypatch, capsys, example, tmp_pat
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert row.markdown([example]) in text
+    assert results_file.markdown([example]) in text
     plot = (tmp_path / "results.svg").read_bytes()
     results_table.main()
     assert (page.read_text(), (tmp_path / "results.svg").read_bytes()) == (text, plot)

@@ -24,7 +24,7 @@ from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from . import plot, recommend, row, tune
+from . import plot, recommend, results_file, tune
 from .measure import Report, measure
 from .report import show, show_growth, verdict
 from .runs import AUTO, NO_COPIES, check_sizes
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
         run_tune(args)
         return
     subject = prepare(args)
-    runs = row.RUNS if args.report else (*range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
+    runs = results_file.RUNS if args.report else (*range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
     reports: list[Report] = []
     for tokens in subject.prompts:
         report = measure(
@@ -193,9 +193,9 @@ def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> No
     if args.plot:
         plot.draw(reports[0]).savefig(args.plot, dpi=150)
     if args.report:
-        one = row.make_row(reports[0], model, args.model or DEMO_NAME, prompt_kind(args))
+        one = results_file.make_results(reports[0], model, args.model or DEMO_NAME, prompt_kind(args))
         write_json(args.report, one)
-        print(f"\n{row.markdown([one])}")
+        print(f"\n{results_file.markdown([one])}")
 
 
 @dataclass
@@ -312,7 +312,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--plot draws speed by depth and requires --compare-depths.")
         plot.check(args.plot)
     if args.report and args.compare_depths is not None:
-        raise ValueError(f"--report measures depths 1 to {row.HEAD_DEPTHS[-1]}: remove --compare-depths.")
+        raise ValueError(f"--report measures depths 1 to {results_file.HEAD_DEPTHS[-1]}: remove --compare-depths.")
 
 
 def check_tune(args: argparse.Namespace) -> None:

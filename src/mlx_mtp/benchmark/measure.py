@@ -21,7 +21,6 @@ from ..memory.needs import needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.timing import timing_of
 from .parts import Parts, time_parts
-from .repeats import repeated_shares
 from .runs import (
     AUTO,
     COPY,
@@ -35,6 +34,7 @@ from .runs import (
     generate,
     in_turn,
     most_drafts,
+    repeated_share,
     speed,
     sum_counts,
 )
@@ -97,7 +97,7 @@ class Report:
     acceptance_was_set: float | None  # of a synthetic model
     needed_memory: float  # GB, as it is estimated for the longest text
     parts: Parts
-    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeats.py``
+    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeated_share``
     results: list[Result] = field(default_factory=list)
 
     def of(self, prompt: str) -> list[Result]:
@@ -146,7 +146,7 @@ def measure(
         bar.reset(total=repeat * len(prompts) * len(turns))
         rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
     versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
-    repeated = repeated_shares(prompts, {p: rounds[0][p, PLAIN].tokens for p in prompts})
+    texts: dict[str, Any] = {p: (tokens.tolist(), rounds[0][p, PLAIN].tokens) for p, tokens in prompts.items()}
     report = Report(
         model=name,
         device=str(mx.default_device()),
@@ -156,7 +156,7 @@ def measure(
         acceptance_was_set=acceptance_was_set,
         needed_memory=needs_of(model, len(by_length[-1]) + max_tokens).total / GB,
         parts=parts,
-        repeated=repeated,
+        repeated={p: repeated_share(*text) for p, text in texts.items()},
     )
     names = list(prompts)
     for run in runs:
@@ -188,9 +188,8 @@ def summarize(
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
     ratio = statistics.median(ratios)
     every = [g for one in mtp for g in one]
-    total, n_tokens, n_steps = sum_counts([g.counts for g in every]), 0, 0
-    for g in every:
-        n_tokens, n_steps = n_tokens + g.n_timed, n_steps + g.n_steps
+    total = sum_counts([g.counts for g in every])
+    n_tokens, n_steps = sum(g.n_timed for g in every), sum(g.n_steps for g in every)
     allowed = n_tokens * parts.verify[0] / parts.seconds(n_steps, total)
     return Result(
         prompt=name,

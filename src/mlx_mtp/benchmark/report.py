@@ -1,13 +1,13 @@
 """The benchmark's figures as lines for people."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..cli.display import table
 from .measure import OVERALL, Report, Result
 from .parts import EVERY, Parts
-from .repeats import warning
 from .runs import AUTO, COPY, HEAD
 
+LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),
     ("ratio", lambda r: f"{r.ratio:.2f}"),
@@ -55,8 +55,23 @@ def show(report: Report) -> str:
         if differing
         else "All runs generated the tokens of plain mlx-lm"
     )
-    loops = warning(report.repeated)
+    loops = loop_warning(report.repeated)
     return "\n".join([*lines, *([loops] if loops else [])])
+
+
+def loop_warning(shares: Mapping[str, float]) -> str | None:
+    """A line that names the texts that repeat themselves, if some do; drafts are nearly always right in a loop.
+
+    Args:
+        shares (Mapping[str, float]): The repeated share of each text, by prompt.
+    """
+    loops = [f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS]
+    if not loops:
+        return None
+    return (
+        f"Warning: texts that repeat themselves, and how much of each: {', '.join(loops)}. Their figures hold for loops: "
+        "use other prompts."
+    )
 
 
 def percent(result: Result) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step, plain_generate_step
+from ..drafts.prompt_lookup import N_GRAM
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
 PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
@@ -143,6 +144,23 @@ def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
 def _sum_columns(rows: Sequence[Sequence[int]]) -> list[int]:
     width = max(map(len, rows))
     return [sum(row[i] for row in rows if i < len(row)) for i in range(width)]
+
+
+def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
+    """How much of a generated text could be copied from itself, and not from its prompt.
+
+    A token counts where it and the tokens before it, as many as a copy must match, stood in the text before, and nowhere in the
+    prompt. This depends on the tokens alone, and not on their source. In a loop, all tokens after the first turn count.
+    """
+    known, seen, n = set(_n_grams(prompt)), set(), 0
+    for n_gram in _n_grams(text):
+        n += n_gram in seen and n_gram not in known
+        seen.add(n_gram)
+    return n / len(text)
+
+
+def _n_grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(zip(*(tokens[i:] for i in range(N_GRAM + 1))))
 
 
 def check_sizes(max_tokens: int, repeat: int) -> None:

@@ -1,6 +1,8 @@
-"""config.json: reading it, checking that the model is supported, comparing two."""
+"""config.json: reading it, checking that the model is supported, comparing two, and the model that it describes."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +10,8 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
-from ..models import BASES, MODEL_TYPES
+from ..models import BASES, MODEL_TYPES, model_module
+from ..models.protocol import MTPModel
 
 Config = dict[str, Any]
 SIZES = (
@@ -85,3 +88,26 @@ def first_difference(config: Config, other: Config) -> str:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} is {a[key]}, not {b[key]}"
     return ""
+
+
+@contextmanager
+def loading_errors(name: str) -> Iterator[None]:
+    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError that names the checkpoint."""
+    try:
+        yield
+    except ValueError as e:
+        if name in str(e):
+            raise
+        raise ValueError(f"{name} could not be loaded: {e}") from e
+    except RuntimeError as e:
+        raise ValueError(f"{name} could not be loaded: {e}") from e
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
+
+
+def skeleton(config: Config, name: str, has_head: bool = True) -> MTPModel:
+    """A model of this config, with a head or without; its weights are never evaluated and take no memory."""
+    module = model_module(config["model_type"])
+    with loading_errors(name):
+        model: MTPModel = module.Model(module.ModelArgs.from_dict({**config, "mtp_num_hidden_layers": int(has_head)}))
+    return model

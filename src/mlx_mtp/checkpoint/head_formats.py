@@ -10,8 +10,11 @@ from pathlib import Path, PurePosixPath
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub.utils import TensorInfo
+from mlx.utils import tree_flatten
 
-from ..layers.mtp import split_head
+from ..layers.mtp import sanitize_head, split_head
+from ..models.protocol import MTPModel
 from .config import Config, first_difference, read_json, text_config_of
 from .storage.hub import fetch
 from .storage.tensors import WEIGHTS, tensor_names
@@ -59,6 +62,24 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")
     raise ValueError(f"{name} has no MTP head: {fix}")
+
+
+def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
+    """Check that a head's tensors, named without ``mtp.``, fit a model -> the fewest bits of a quantized one.
+
+    Raises:
+        ValueError: Tensors are missing, unknown or of the wrong shape.
+    """
+    # Zeros that are never evaluated take no memory.
+    weights = sanitize_head(model.mtp, {name: mx.zeros(t.shape) for name, t in head.items()}, False)
+    mtp: nn.Module = model.mtp
+    parameters = dict(tree_flatten(mtp.parameters()))
+    bits = [
+        32 * weights[name].shape[-1] // p.shape[-1]
+        for name, p in parameters.items()
+        if name.removesuffix("weight") + "scales" in weights
+    ]
+    return min(bits, default=None)
 
 
 def head_file_of(name: str, config: Config) -> str | None:

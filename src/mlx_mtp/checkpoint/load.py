@@ -20,7 +20,7 @@ from ..memory.needs import CONTEXT, check_fits
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
-from .config import Config, read_config
+from .config import Config, loading_errors, read_config
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -37,7 +37,6 @@ from .originals.tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .settings import read as read_settings
-from .skeleton import loading_errors
 from .storage.hub import fetch
 from .storage.memory_check import check_memory, weights_of
 from .storage.tensors import check_weight_files, names_in, tensor_names

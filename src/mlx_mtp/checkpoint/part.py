@@ -18,8 +18,7 @@ from ..images.tower import split_tower
 from ..layers.mtp import split_head
 from ..models import MODEL_TYPES
 from ..models.shard import check_pipeline, check_shard
-from .config import read_config, read_json
-from .skeleton import skeleton
+from .config import read_config, read_json, skeleton
 from .storage.hub import fetch
 from .storage.tensors import INDEX_FILE, WEIGHTS, weight_map_of
 

@@ -1,19 +1,16 @@
 """``mlx_mtp convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
 
 import re
+from collections.abc import Iterable
 
 from huggingface_hub.utils import TensorInfo
 
-from ..checkpoint.config import Config, check_config, text_config_of
-from ..checkpoint.head_formats import FEW_BITS, check_head, few_bits_warning
-from ..checkpoint.skeleton import check_shapes, skeleton
+from ..checkpoint.config import Config, check_config, skeleton, text_config_of
+from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
 from ..checkpoint.storage.reader import CheckpointReader, n_bytes
 from ..checkpoint.storage.tensors import INDEX_FILE
 from ..cli.display import table
 from ..layers.mtp import split_head
-
-Line = tuple[str, str]
-UNKNOWN_LAYOUT = "raw or converted, which is unknown"
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
@@ -29,59 +26,37 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     config = checkpoint.config
     if config is None:
         raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    head = checkpoint.head()
-    verdict = _verdict(checkpoint, head)
-    lines = [
-        *_describe_backbone(checkpoint, config),
-        *_describe_head(checkpoint, head),
-        *_describe_tower(checkpoint),
-        ("--mtp", verdict),
-    ]
+    head, tower, verdict = checkpoint.head(), checkpoint.tower(), _verdict(checkpoint)
+    commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
+    quantization = _quantization(config, checkpoint.first_tensor("embed_tokens.weight"))
+    lines = {
+        "Model": checkpoint.name + commit,
+        "Model type": config.get("model_type"),
+        "Backbone": f"{quantization}, {_layout(checkpoint.has_raw_backbone())}",
+        "Size": _size(_total_size(checkpoint)),
+        "MTP head": _describe_head(checkpoint, head) if head else "none",
+        "Vision": f"{len(tower)} tensors, {_size_of(tower.values())}" if tower else "none",
+        "--mtp": verdict,
+    }
     if verdict.startswith("ready"):
-        size = _size(sum(map(n_bytes, head.values())))
-        lines.append(
-            (
-                "Memory",
-                f"{size} for the head, and for its own keys and values {_bytes_per_token(config):,} bytes per token of context",
-            )
-        )
-    text = [f"{key + ':':<12}{value}" for key, value in lines]
+        own = f"for its own keys and values {_bytes_per_token(config):,} bytes per token of context"
+        lines["Memory"] = f"{_size_of(head.values())} for the head, and {own}"
+    text = [f"{key + ':':<12}{value}" for key, value in lines.items()]
     return "\n".join([*text, *(["", *table(_rows(head))] if head else [])])
 
 
-def _describe_backbone(checkpoint: CheckpointReader, config: Config) -> list[Line]:
-    commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    layout = _layout(checkpoint.has_raw_backbone())
-    return [
-        ("Model", checkpoint.name + commit),
-        ("Model type", str(config.get("model_type"))),
-        ("Backbone", f"{_quantization(config, checkpoint.first_tensor('embed_tokens.weight'))}, {layout}"),
-        ("Size", _size(_total_size(checkpoint))),
-    ]
-
-
-def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> list[Line]:
-    if not head:
-        return [("MTP head", "none")]
+def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
     try:
         layout = _layout(checkpoint.has_raw_head(head))
     except ValueError:
-        layout = UNKNOWN_LAYOUT
+        layout = "raw or converted, which is unknown"
     where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
-    size = _size(sum(map(n_bytes, head.values())))
-    return [("MTP head", f"{len(head)} tensors{where}, {size}, {layout}")]
+    return f"{len(head)} tensors{where}, {_size_of(head.values())}, {layout}"
 
 
-def _describe_tower(checkpoint: CheckpointReader) -> list[Line]:
-    tower = checkpoint.tower()
-    if not tower:
-        return [("Vision", "none")]
-    return [("Vision", f"{len(tower)} tensors, {_size(sum(map(n_bytes, tower.values())))}")]
-
-
-def _verdict(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
+def _verdict(checkpoint: CheckpointReader) -> str:
     """The result of loading the checkpoint with its head."""
-    name = checkpoint.name
+    name, head = checkpoint.name, checkpoint.head()
     try:
         config = check_config(checkpoint.config, name)
         check_head(name, config, checkpoint.weight_map)
@@ -99,12 +74,7 @@ def _rows(head: dict[str, TensorInfo]) -> list[list[str]]:
         kind = (re.sub(r"\.experts\.\d+\.", ".experts.*.", name), t.dtype, tuple(t.shape))
         kinds.setdefault(kind, []).append(t)
     return [
-        [
-            name,
-            dtype,
-            _size(sum(map(n_bytes, tensors))),
-            f"{list(shape)}" + (f" x {n}" if (n := len(tensors)) > 1 else ""),
-        ]
+        [name, dtype, _size_of(tensors), f"{list(shape)}" + f" x {len(tensors)}" * (len(tensors) > 1)]
         for (name, dtype, shape), tensors in kinds.items()
     ]
 
@@ -139,6 +109,10 @@ def _bytes_per_token(config: Config) -> int:
     """Keys and values of the head's one layer, in 16 bits."""
     text_config = text_config_of(config)
     return int(2 * 2 * text_config["num_key_value_heads"] * text_config["head_dim"])
+
+
+def _size_of(tensors: Iterable[TensorInfo]) -> str:
+    return _size(sum(map(n_bytes, tensors)))
 
 
 def _size(size: int) -> str:

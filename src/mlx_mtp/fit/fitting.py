@@ -25,11 +25,10 @@ from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from .checkpoint import write_checkpoint
 from .comparison import Comparison, compare, measure, measure_once
-from .data import SHORTEST, Data, describe, prepare
 from .lora import Lora, write_adapter
 from .loss import DraftLoss
-from .recording import record
-from .texts import Split, split
+from .recording import bytes_per_token, record
+from .texts import SHORTEST, Data, Split, describe, prepare, split
 from .training import Schedule, make_trainable, train_head
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -120,7 +119,8 @@ def fit(
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
     open_work(work, [model, adapter_path, data, texts])
-    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, work)
+    limit = int(cache_gb * 1e9 / bytes_per_token(loaded))
+    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, limit, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     say(f"Measuring the original head on {len(starts)} held-out texts")

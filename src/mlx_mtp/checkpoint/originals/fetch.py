@@ -7,48 +7,66 @@ HF_HOME/mlx_mtp/heads/Qwen--Qwen3.6-27B/<commit>/config.json
 
 import hashlib
 import json
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub.utils import TensorInfo, WeakFileLock
+from tqdm import tqdm
 
 from ...files import write_atomic
 from ..config import Config, first_difference, parse_json, read_json, text_config_of
-from ..storage.reader import CheckpointReader
+from ..storage.reader import CheckpointReader, n_bytes
+from .find import find_original
 
+HEADS, TOWERS = "heads", "towers"
+PARTS = {HEADS: "MTP head", TOWERS: "vision tower"}
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
+CHUNK_BYTES = 16 << 20  # per range request, which is repeated if it fails
+
+Tensors = dict[str, TensorInfo]
 
 
 def folder_of(kind: str) -> Path:
-    """Where the parts of a kind are, ``heads`` or ``towers``: beside the hub's cache, in ``HF_HOME``."""
+    """Where the parts of a kind are: beside the hub's cache, in ``HF_HOME``."""
     return Path(constants.HF_HOME) / "mlx_mtp" / kind
 
 
-def fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
-    """The part that was fetched for a checkpoint, if it still fits: another checkpoint may be in that folder now."""
-    root = folder_of(kind)
-    known = read_own(root / OF).get(str(folder.resolve()))
-    if known is None or not (root / known / CONFIG).exists():
-        return None
-    own = read_json(root / known / CONFIG).get("text_config", {})
-    return None if first_difference(own, text_config_of(config)) else root / known
-
-
-def fetch_part(
-    kind: str, original: CheckpointReader, folder: Path, write: Callable[[Path], Config]
+def fetch_from_original(
+    kind: str,
+    name: str,
+    folder: Path,
+    config: Config,
+    describe: Callable[[CheckpointReader], Tensors],
+    write: Callable[[CheckpointReader, Tensors, Path], Config],
+    advice: str,
 ) -> tuple[Path, bool]:
-    """Fetch a part of an original for a checkpoint in ``folder``, unless it is there -> its folder, and whether that is new.
+    """A part of a checkpoint's original, fetched the first time -> its folder, and whether it was fetched just now.
+
+    Later nothing is asked of the hub. A download that was interrupted resumes.
 
     Args:
-        write (Callable[[Path], Config]): Writes the part to a folder and returns its config.json, which is written last: a
-          folder without one is incomplete, and another call resumes there.
+        kind (str): One of ``PARTS``.
+        name (str): The checkpoint's path or repository, as the user knows it; ``folder`` has its files.
+        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): The tensors of the part in an original. Raises a
+          ValueError where it has no such part, or one that does not fit.
+        write (Callable[[CheckpointReader, Dict[str, TensorInfo], Path], Config]): Writes them to a folder and returns its
+          config.json, which is written last: a folder without one is incomplete, and another call resumes there.
+        advice (str): What to do where there is no original, for the error.
 
     Raises:
-        FileNotFoundError: It could not be downloaded.
+        FileNotFoundError: The original was not found, or the part could not be downloaded.
         OSError: It could not be written.
+        ValueError: The original is damaged.
     """
+    if (known := _fetched_before(kind, folder, config)) is not None:
+        return known, False
+    try:
+        original, tensors = find_original(name, folder, config, PARTS[kind], describe)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
     target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
     try:
@@ -56,13 +74,23 @@ def fetch_part(
         with WeakFileLock(target / ".lock"):  # another process may fetch it, too
             is_new = not (target / CONFIG).exists()
             if is_new:
-                write_atomic(target / CONFIG, json.dumps(write(target), indent=4) + "\n")
+                write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
         update_own(root / OF, str(folder.resolve()), str(target.relative_to(root)))
     except OSError as e:
         if isinstance(e, FileNotFoundError) and e.errno is None:
             raise  # the hub's, which says why
         raise OSError(f"{target} cannot be written: {e.strerror or e}") from e
     return target, is_new
+
+
+def _fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
+    """The part that was fetched for a checkpoint, if it still fits: another checkpoint may be in that folder now."""
+    root = folder_of(kind)
+    known = read_own(root / OF).get(str(folder.resolve()))
+    if known is None or not (root / known / CONFIG).exists():
+        return None
+    own = read_json(root / known / CONFIG).get("text_config", {})
+    return None if first_difference(own, text_config_of(config)) else root / known
 
 
 def _revision_of(original: CheckpointReader) -> str:
@@ -85,3 +113,65 @@ def update_own(file: Path, key: str, value: Any) -> None:
     """Set one entry of a file of ours, which other processes may change."""
     with WeakFileLock(file.with_name(f".{file.name}.lock")):
         write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")
+
+
+def copy_tensors(
+    original: CheckpointReader, tensors: Mapping[str, TensorInfo], file: Path, names: Mapping[str, str] | None = None
+) -> None:
+    """Write some tensors to a new safetensors file, reading no other bytes.
+
+    The file appears when it is complete. Until then its bytes are in ``file`` with ``.part`` behind its name, and another
+    call resumes there.
+
+    Args:
+        names (Dict[str, str], optional): The new name of each tensor. Default: ``None``, its own.
+    """
+    order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
+    header, n = {}, 0
+    for name in order:
+        t = tensors[name]
+        stop = n + n_bytes(t)
+        header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
+        n = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
+    done = _resume(part, head, n)
+    with (
+        part.open("ab") as f,
+        tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None) as bar,
+    ):
+        for source, start, stop in _runs(original, order, tensors):
+            for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
+                f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
+                bar.update(len(data))
+            done -= skipped
+    part.replace(file)
+
+
+def _runs(
+    original: CheckpointReader, order: list[str], tensors: Mapping[str, TensorInfo]
+) -> list[tuple[str, int, int]]:
+    """The ranges to read, (file, start, stop), tensors that lie side by side joined into one."""
+    runs: list[tuple[str, int, int]] = []
+    data_start: dict[str, int] = {}  # of each file: offsets in a header count from its end
+    for name in order:
+        file = original.weight_map[name]
+        if file not in data_start:
+            data_start[file] = 8 + struct.unpack("<Q", original.read(file, 0, 8))[0]
+        start, stop = (data_start[file] + offset for offset in tensors[name].data_offsets)
+        if runs and (runs[-1][0], runs[-1][2]) == (file, start):
+            runs[-1] = (file, runs[-1][1], stop)
+        else:
+            runs.append((file, start, stop))
+    return runs
+
+
+def _resume(part: Path, head: bytes, n: int) -> int:
+    """Begin a file with these bytes, or keep up to n that another call has written behind them -> the bytes that are there."""
+    if part.exists() and (done := part.stat().st_size - len(head)) <= n:
+        with part.open("rb") as f:
+            if f.read(len(head)) == head:
+                return done
+    part.write_bytes(head)
+    return 0

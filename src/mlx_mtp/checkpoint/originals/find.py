@@ -6,9 +6,9 @@ leads to the original, the config's ``_name_or_path`` is tried, and then the pub
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import RepoCard
+from huggingface_hub.utils import TensorInfo
 from yaml import YAMLError
 
 from ..catalog import originals_like
@@ -20,15 +20,16 @@ CARD = "README.md"
 
 
 def find_original(
-    name: str, folder: Path, config: Config, what: str, check: Callable[[CheckpointReader], Any]
-) -> CheckpointReader:
-    """Find the original of a checkpoint that lacks a part of it. From the hub this downloads cards, configs and headers only.
+    name: str, folder: Path, config: Config, what: str, describe: Callable[[CheckpointReader], dict[str, TensorInfo]]
+) -> tuple[CheckpointReader, dict[str, TensorInfo]]:
+    """Find the original of a checkpoint that lacks a part of it -> the original, and the tensors of the part.
+
+    From the hub this downloads cards, configs and headers only.
 
     Args:
         name (str): The checkpoint's path or repository, as the user knows it.
         what (str): The part, for the error.
-        check (Callable[[CheckpointReader], Any]): Raises a ValueError where a candidate has no such part, or one that does not
-          fit.
+        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): See ``fetch_from_original``.
 
     Raises:
         FileNotFoundError: There is none, or it cannot be read; the message names each candidate, and why it is not used.
@@ -36,11 +37,10 @@ def find_original(
     tried: dict[str, str] = {}
     for original in _candidates(name, folder, config):
         try:
-            check(reader := CheckpointReader(original))
+            reader = CheckpointReader(original)
+            return reader, describe(reader)
         except (FileNotFoundError, ValueError) as e:
             tried[original] = str(e)
-        else:
-            return reader
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
     raise FileNotFoundError(f"{name} has no {what}, and its original was not found. {reasons}")
 

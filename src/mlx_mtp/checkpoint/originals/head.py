@@ -15,16 +15,24 @@ from ...decoding.counts import DraftCounts
 from ...decoding.loop import mtp_generate_step
 from ...layers.mtp import split_head
 from ...prompts import PYTHON
-from ..config import Config, read_json, text_config_of
-from ..head_formats import DRAFTER, check_head, head_file_of
-from ..skeleton import check_shapes, skeleton
-from ..storage.copy import copy_tensors
+from ..config import Config, read_json, skeleton, text_config_of
+from ..head_formats import DRAFTER, check_head, check_shapes, head_file_of
 from ..storage.reader import CheckpointReader
 from ..storage.tensors import tensor_names
-from .fetch import CONFIG, WEIGHTS, fetch_part, fetched_before, folder_of, read_own, update_own
-from .find import check_sizes, find_original
+from .fetch import (
+    CONFIG,
+    HEADS,
+    WEIGHTS,
+    Tensors,
+    copy_tensors,
+    fetch_from_original,
+    folder_of,
+    read_own,
+    update_own,
+)
+from .find import check_sizes
 
-HEADS, ACCEPTANCE = "heads", "acceptance.json"
+ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
 # On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A head that knows nothing of the model is right
 # no more often than the model's most frequent token occurs, 0.1 to 0.15 there; random heads and other models' reach 0 to 0.03.
@@ -75,33 +83,23 @@ class FetchedHead:
 def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
-    """The head of a checkpoint's original, fetched the first time; ``None`` if the checkpoint has its own head.
-
-    Later nothing is asked of the hub. A download that was interrupted resumes.
+    """The head of a checkpoint's original, see ``fetch_from_original``; ``None`` if the checkpoint has its own head.
 
     Args:
-        name (str): The checkpoint's path or repository, as the user knows it.
         needed (Collection[str], optional): As in ``tensor_names``.
-
-    Raises:
-        FileNotFoundError: The original was not found, or the head could not be downloaded.
-        ValueError: The original is damaged.
     """
     if head_file_of(name, config) is not None or split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1]:
         return None
-    if (known := fetched_before(HEADS, folder, config)) is not None:
-        return FetchedHead(known)
-    try:
-        original = find_original(name, folder, config, "MTP head", lambda o: fitting_head(o, config, name))
-    except FileNotFoundError as e:
-        raise FileNotFoundError(
-            f"{e} Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from ORIGINAL --model {name} "
-            "--mlx-path NEW`, or use --copy-drafts auto without --mtp."
-        ) from e
-    return FetchedHead(*fetch_part(HEADS, original, folder, lambda target: _write(original, config, name, target)))
+    advice = (
+        f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from ORIGINAL --model {name} --mlx-path NEW`, "
+        "or use --copy-drafts auto without --mtp."
+    )
+    return FetchedHead(
+        *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write, advice)
+    )
 
 
-def fitting_head(original: CheckpointReader, config: Config, name: str) -> dict[str, TensorInfo]:
+def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:
     """Describe the tensors of an original's head, for the model of this config and name.
 
     Raises:
@@ -122,10 +120,9 @@ def is_quantized(head: Mapping[str, TensorInfo]) -> bool:
     return any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in head.items())
 
 
-def _write(original: CheckpointReader, config: Config, name: str, target: Path) -> Config:
+def _write(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     """Write the head as a drafter -> its config."""
-    tensors = fitting_head(original, config, name)
-    own = check_sizes(original, config, name)
+    own = original.config or {}
     prefix = "mtp." if original.has_raw_head(tensors) else ""  # a drafter's names tell its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
     copy_tensors(original, tensors, target / WEIGHTS, names)

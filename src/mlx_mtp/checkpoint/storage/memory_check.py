@@ -12,9 +12,8 @@ from ...layers.mtp import split_head
 from ...memory.account import Account
 from ...memory.needs import CHUNK, Needs, Sizes, check_fits, sizes_of
 from ..catalog import published
-from ..config import Config
+from ..config import Config, skeleton
 from ..head_formats import SeparateHead
-from ..skeleton import skeleton
 from .tensors import headers_of
 
 NORM = "layers.0.input_layernorm.weight"  # its dtype is the dtype of all unquantized weights

@@ -1,6 +1,6 @@
-"""One machine's row of the table in docs/results.md: ``--report`` writes it, ``scripts/results_table.py`` reads it.
+"""A machine's results: ``--report`` writes them, ``scripts/results_table.py`` makes the table of docs/results.md.
 
-A row names the machine, versions and model of its figures, and nothing private: no path, no prompt, no host name.
+They name the machine, versions and model of their figures, and nothing private: no path, no prompt, no host name.
 """
 
 import os
@@ -61,8 +61,8 @@ SCHEMA = _fields(
 )
 
 
-def make_row(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]:
-    """Make the row of a report of ``RUNS``. Of a model's folder, ``name``, it has the last part."""
+def make_results(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]:
+    """The results of a report of ``RUNS``. Of a model's folder, ``name``, they have the last part."""
     first, *_ = results = report.of(OVERALL)
     n_prompts = len({r.prompt for r in report.results}) - 1
     return {
@@ -141,66 +141,68 @@ def precision(modules: Sequence[nn.Module]) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def read_row(file: Path) -> dict[str, Any]:
-    """Read a row, or raise a ValueError if this version's ``--report`` has not written the file."""
-    row = read_json(file)
-    error = best_match(Draft202012Validator(SCHEMA).iter_errors(row))
+def read_results(file: Path) -> dict[str, Any]:
+    """Read results, or raise a ValueError if this version's ``--report`` has not written the file."""
+    results = read_json(file)
+    error = best_match(Draft202012Validator(SCHEMA).iter_errors(results))
     if error is not None:
         where = ".".join(map(str, error.absolute_path)) or "the file"
         raise ValueError(f"{file} is not a report of this version's `--report`: in {where}, {error.message[:200]}")
-    return row
+    return results
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of rows."""
+def markdown(machines: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a row for the results of each machine."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS))]
-    lines += ["| " + " | ".join(cell(row) for cell in COLUMNS.values()) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell(results) for cell in COLUMNS.values()) + " |" for results in machines]
     return "\n".join(lines)
 
 
-def _machine(row: Mapping[str, Any]) -> str:
-    machine = row["machine"]
+def _machine(results: Mapping[str, Any]) -> str:
+    machine = results["machine"]
     cpu = f", CPU with {machine['cores']} cores" if machine["device"] == "cpu" else ""
     return f"{machine['chip']}{cpu}, {machine['memory_gb']:.0f} GB"
 
 
-def _model(row: Mapping[str, Any]) -> str:
-    model = row["model"]
+def _model(results: Mapping[str, Any]) -> str:
+    model = results["model"]
     more = [f"head {model['head']}"] if model["head"] != model["backbone"] else []
     more += [f"drafts from {model['draft_lm_head']}"] if model["draft_lm_head"] else []
     return ", ".join([f"{model['name']}, {model['backbone']}", *more])
 
 
-def describe_row(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The machine, the model and the prompts of a row."""
-    return _machine(row), _model(row), f"prompts: {row['prompts']['kind']}"
+def describe(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The machine, the model and the prompts of results."""
+    return _machine(results), _model(results), f"prompts: {results['prompts']['kind']}"
 
 
-def _ratio(row: Mapping[str, Any], run: Run) -> str:
-    return f"{row['runs'][str(run)]['ratio']:.2f}"
+def _ratio(results: Mapping[str, Any], run: Run) -> str:
+    return f"{results['runs'][str(run)]['ratio']:.2f}"
 
 
-def _auto(row: Mapping[str, Any]) -> str:
-    auto = row["runs"][AUTO]
+def _auto(results: Mapping[str, Any]) -> str:
+    auto = results["runs"][AUTO]
     return f"{auto['ratio']:.2f} ({auto['head']:.0%} head, {auto['copies']:.0%} copies)"
 
 
-def _pair(row: Mapping[str, Any], name: str, digits: int) -> str:
-    return f"{row['plain'][name]:.{digits}f} {row['runs'][AUTO][name]:.{digits}f}"
+def _pair(results: Mapping[str, Any], name: str, digits: int) -> str:
+    return f"{results['plain'][name]:.{digits}f} {results['runs'][AUTO][name]:.{digits}f}"
 
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "machine": _machine,
     "model": _model,
-    "prompts": lambda row: row["prompts"]["kind"],
-    "plain mlx-lm, tokens/s": lambda row: f"{row['plain']['tokens_per_second']:.1f}",
-    "head alone, 1 2 3 4 drafts": lambda row: " ".join(_ratio(row, k) for k in HEAD_DEPTHS),
-    "head alone, auto": lambda row: _ratio(row, NO_COPIES),
-    "copies alone": lambda row: _ratio(row, COPIES),
+    "prompts": lambda results: results["prompts"]["kind"],
+    "plain mlx-lm, tokens/s": lambda results: f"{results['plain']['tokens_per_second']:.1f}",
+    "head alone, 1 2 3 4 drafts": lambda results: " ".join(_ratio(results, k) for k in HEAD_DEPTHS),
+    "head alone, auto": lambda results: _ratio(results, NO_COPIES),
+    "copies alone": lambda results: _ratio(results, COPIES),
     "both, auto": _auto,
-    "accepted at 1 2 3 4": lambda row: " ".join(f"{a:.2f}" for a in row["runs"][str(HEAD_DEPTHS[-1])]["acceptance"]),
-    "text that repeats itself": lambda row: f"{row['prompts']['repeated']:.0%}",
-    "first token, s": lambda row: _pair(row, "first_token_s", 2),
-    "peak GB": lambda row: _pair(row, "peak_gb", 2),
-    "mlx-mtp, date": lambda row: f"{row['versions']['mlx-mtp']}, {row['date']}",
+    "accepted at 1 2 3 4": lambda results: " ".join(
+        f"{a:.2f}" for a in results["runs"][str(HEAD_DEPTHS[-1])]["acceptance"]
+    ),
+    "text that repeats itself": lambda results: f"{results['prompts']['repeated']:.0%}",
+    "first token, s": lambda results: _pair(results, "first_token_s", 2),
+    "peak GB": lambda results: _pair(results, "peak_gb", 2),
+    "mlx-mtp, date": lambda results: f"{results['versions']['mlx-mtp']}, {results['date']}",
 }
