@@ -8,6 +8,7 @@ The rate of a position counts the drafts whose predecessors were accepted, with 
 
 import argparse
 import math
+from collections import deque
 from typing import get_args
 
 import mlx.core as mx
@@ -23,18 +24,11 @@ FILTERS = {"top_p": 0.95, "top_k": 20}
 def measure(model, prompts: list[mx.array], depth: int, max_tokens: int, **options) -> mlx_mtp.DraftCounts:
     """Generate from each prompt, with a seed of its own."""
     counts = mlx_mtp.DraftCounts()
+    how = {"max_tokens": max_tokens, "num_draft_tokens": depth, "counts": counts}
     for i, prompt in enumerate(tqdm(prompts, disable=None, leave=False)):
         mx.random.seed(i)
-        seed = i if options["acceptance"] == "coupled" else None
-        for _ in mlx_mtp.mtp_generate_step(
-            prompt,
-            model,
-            max_tokens=max_tokens,
-            num_draft_tokens=depth,
-            sampler=mlx_mtp.make_sampler(**options, seed=seed),
-            counts=counts,
-        ):
-            pass
+        sampler = mlx_mtp.make_sampler(**options, seed=i if options["acceptance"] == "coupled" else None)
+        deque(mlx_mtp.mtp_generate_step(prompt, model, sampler=sampler, **how), maxlen=0)
     return counts
 
 

@@ -1,181 +1,98 @@
-"""Two versions of this package side by side: speed relative to plain mlx-lm, by depth, and the one's time over the other's.
+"""The speed of two versions of this package, served side by side: the speed of the new one over that of the old one.
 
     git worktree add ../old COMMIT
     python -m benchmarks.compare_versions ../old/src src
+    python -m benchmarks.compare_versions ../old/src src --at-once 1 2 4 8 30 --num-draft-tokens auto
 
-Each version runs in a child process of its own, and the two take turns at every generation, so that drift of the machine
-affects both alike. Greedy, the bundled demo in bfloat16, its Python prompts; a round is every run on every prompt.
-
-A version against itself (the same folder twice) tells how precise the figures are on a machine. Only what both versions have
-is used: ``mlx_mtp.load``, ``mtp_generate_step``, and mlx-lm's ``generate_step`` on the loaded model, which a version that
-compiles its passes runs compiled: compare ``time, new / old``, not the ratios to plain.
+Both serve the same model, and take turns at every run: so many requests at once, with so many drafts a step. Greedy, without
+copies. "decoding" compares the times from the first token of a request to its last, "first token" the times to the first, and
+"cpu" what the server's process has taken, which a busy machine changes less. A version beside itself (the same folder twice)
+tells how precise the figures are.
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import NamedTuple
 
-PLAIN, AUTO = "plain", "auto"
+import psutil
 
-
-# The child: one version
-
-
-class Version:
-    """The package that this process imports, asked by lines of JSON."""
-
-    def __init__(self) -> None:
-        import mlx_mtp
-        from mlx_mtp.prompts import PYTHON
-
-        folder = Path(mlx_mtp.__file__).parent
-        self.model, tokenizer = mlx_mtp.load(str(folder / "demo"))
-        self.prompts = [tokenizer.encode(text) for text in PYTHON]
-        self.step = mlx_mtp.mtp_generate_step
-
-    def describe(self) -> dict[str, Any]:
-        import mlx_mtp
-
-        return {"folder": str(Path(mlx_mtp.__file__).parent), "n_prompts": len(self.prompts)}
-
-    def generate(self, run: str | int, prompt: int, max_tokens: int) -> dict[str, Any]:
-        """Time one generation, from its first token to its last."""
-        import mlx.core as mx
-        from mlx_lm.generate import generate_step
-
-        tokens, first = [], 0.0
-        ids = mx.array(self.prompts[prompt])
-        if run == PLAIN:
-            steps = generate_step(ids, self.model, max_tokens=max_tokens)
-        else:
-            steps = self.step(ids, self.model, max_tokens=max_tokens, num_draft_tokens=run)
-        for token, *_ in steps:
-            first = first or time.perf_counter()
-            tokens.append(int(token))
-        return {"seconds": time.perf_counter() - first, "tokens": tokens}
+from benchmarks.timing import ratios, spread, take_turns
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.cli.display import table
+from mlx_mtp.prompts import PYTHON
+from tests.support.server_process import Server, serve
 
 
-def serve() -> None:
-    """Answer requests of the form {method: arguments}, one a line."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no answer
-    version = Version()
-    for line in sys.stdin:
-        ((method, arguments),) = json.loads(line).items()
-        print(json.dumps(getattr(version, method)(**arguments)), file=answers, flush=True)
+class Figures(NamedTuple):
+    decoding: float  # seconds, the mean of the requests
+    first: float
+    cpu: float
+    texts: list[str]
 
 
-# The parent: both versions, in turns
+def ask(server: Server, max_tokens: int, num_draft_tokens: str, number: int) -> tuple[float, float, str]:
+    """(seconds from the first token to the last, seconds to the first, text) of a request whose prompt no other has."""
+    body = {
+        "prompt": f"# {number}\n{PYTHON[number % len(PYTHON)]}",
+        "max_tokens": max_tokens,
+        "num_draft_tokens": num_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens),
+        "copy_drafts": "off",
+        "logit_bias": {"0": -100},  # the end of the text is not likely
+    }
+    start, times, text = time.perf_counter(), [], ""
+    for event in server.stream("/v1/completions", body):
+        times.append(time.perf_counter())
+        text += event["choices"][0]["text"]
+    return times[-1] - times[0], times[0] - start, text
 
 
-class Child:
-    """A process with the package of a ``src`` folder."""
-
-    def __init__(self, src: Path):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(src)},
-        )
-        folder = Path(self.ask("describe")["folder"])
-        if folder.parent != src:
-            self.close()
-            raise ValueError(f"{src} has no package mlx_mtp: {folder} was imported.")
-
-    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps({method: arguments}), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise ChildProcessError("A version ended early: its error is above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-class Figures:
-    """What a version's rounds gave."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str | int, list[float]] = defaultdict(list)  # of each round, by run
-        self.tokens: dict[str | int, list[list[int]]] = defaultdict(list)
-
-    def add(self, run: str | int, answer: dict[str, Any]) -> None:
-        self.seconds[run][-1] += answer["seconds"]
-        self.tokens[run].append(answer["tokens"])
-
-    def ratios(self, run: str | int) -> list[float]:
-        return [plain / mtp for plain, mtp in zip(self.seconds[PLAIN], self.seconds[run])]
-
-
-def measure(children: Sequence[Child], runs: Sequence[str | int], max_tokens: int, repeat: int) -> list[Figures]:
-    """Every round, the versions take turns at each run on each prompt."""
-    figures = [Figures() for _ in children]
-    versions = list(zip(children, figures))
-    n_prompts = children[0].ask("describe")["n_prompts"]
-    for run in runs:
-        for child in children:
-            child.ask("generate", run=run, prompt=0, max_tokens=min(max_tokens, 32))
-    for i in range(repeat):
-        print(f"round {i + 1} of {repeat}", file=sys.stderr)
-        for f in figures:
-            for run in runs:
-                f.seconds[run].append(0.0)
-        for prompt in range(n_prompts):
-            turn = (i + prompt) % len(runs)
-            for run in [*runs[turn:], *runs[:turn]]:
-                # Either version goes first in every other round, prompt and run.
-                for child, f in versions[:: 1 if (i + prompt + runs.index(run)) % 2 else -1]:
-                    f.add(run, child.ask("generate", run=run, prompt=prompt, max_tokens=max_tokens))
-    return figures
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def show(old: Figures, new: Figures, runs: Sequence[str | int]) -> str:
-    rows = [["run", "ratio, old", "ratio, new", "time, new / old", "same tokens"]]
-    for run in runs:
-        time_ratio = spread([b / a for a, b in zip(old.seconds[run], new.seconds[run])])
-        same = "yes" if old.tokens[run] == new.tokens[run] == new.tokens[PLAIN] else "no"
-        ratios = [spread(f.ratios(run)) if run != PLAIN else "" for f in (old, new)]
-        rows.append([str(run), *ratios, time_ratio, same])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+def run(server: Server, at_once: int, max_tokens: int, num_draft_tokens: str, numbers: count) -> Figures:
+    process = psutil.Process(server.process.pid)
+    before = process.cpu_times()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = [pool.submit(ask, server, max_tokens, num_draft_tokens, next(numbers)) for _ in range(at_once)]
+    after = process.cpu_times()
+    decoding, first, texts = zip(*(answer.result() for answer in answers))
+    return Figures(mean(decoding), mean(first), sum(after[:2]) - sum(before[:2]), list(texts))
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--serve"]:
-        serve()
-        return
     parser = argparse.ArgumentParser(description="Compare the speed of two versions of mlx_mtp.")
     parser.add_argument("old", type=Path, help="A src folder.")
     parser.add_argument("new", type=Path, help="Another.")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="Fixed depths (default: 1 2 3 4).")
-    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens for each prompt (default: 128).")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1], help="Requests at once (default: 1).")
+    parser.add_argument("--num-draft-tokens", nargs="+", default=["0", "1", "2", "3", "4", "auto"])
+    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens of a request (default: 128).")
     parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
+    parser.add_argument("--model", default=str(DEMO))
     args = parser.parse_args()
-    runs = [PLAIN, AUTO, *args.depths]
+    kinds = [(n, k) for n in args.at_once for k in args.num_draft_tokens]
     with ExitStack() as stack:
-        children = [stack.enter_context(closing(Child(src.resolve()))) for src in (args.old, args.new)]
-        old, new = measure(children, runs, args.max_tokens, args.repeat)
-    print(show(old, new, runs))
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
+        versions = [
+            stack.enter_context(serve(log.with_name(name), "--mtp", "--model", args.model, src=src.resolve()))
+            for name, src in (("old", args.old), ("new", args.new))
+        ]
+        runs = {
+            (kind, i): partial(run, server, kind[0], args.max_tokens, kind[1], count())
+            for kind in kinds
+            for i, server in enumerate(versions)
+        }
+        results = take_turns(runs, args.repeat + 1)
+    rows = [["at once", "drafts", "decoding, new / old", "first token", "cpu", "same texts"]]
+    for kind in kinds:
+        old, new = (results[kind, i][1:] for i in (0, 1))  # the first round warms up
+        columns = [ratios(a, b) for a, b in list(zip(zip(*old), zip(*new)))[:3]]
+        is_same = [a.texts for a in old] == [b.texts for b in new]
+        rows.append([str(kind[0]), kind[1], *map(spread, columns), "yes" if is_same else "no"])
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

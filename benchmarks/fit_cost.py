@@ -7,13 +7,13 @@ tokens. The backbone, which each token goes through once, is not made: its share
 """
 
 import argparse
-import time
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
+from benchmarks.timing import seconds
 from mlx_mtp.benchmark.synthetic import SHAPES
 from mlx_mtp.fit.loss import DraftLoss
 from mlx_mtp.fit.recording import TOP_K, bytes_per_token
@@ -21,10 +21,15 @@ from mlx_mtp.fit.training import make_trainable
 from mlx_mtp.models import model_module
 
 
-def make_head(shape):
-    """A model of which only the head, the embedding and the output layer are ever computed."""
+def model_of(shape):
+    """A model of a shape, of which only the parts that are used are ever computed."""
     module = model_module(shape["model_type"])
-    model = module.Model(module.ModelArgs.from_dict({"model_type": shape["model_type"], "text_config": dict(shape)}))
+    return module.Model(module.ModelArgs.from_dict({"model_type": shape["model_type"], "text_config": dict(shape)}))
+
+
+def make_head(shape):
+    """A model of which the head, the embedding and the output layer are used."""
+    model = model_of(shape)
     model.freeze()
     for layer in {id(x): x for x in (model.model.embed_tokens, model.output_layer)}.values():
         layer.weight = layer.weight.astype(mx.bfloat16)
@@ -46,14 +51,13 @@ def time_step(model, batch_size, length, n_drafts, repeat):
     spans = mx.array([[0, length]] * batch_size)
     optimizer = optim.AdamW(1e-5)
     step = nn.value_and_grad(model.mtp, DraftLoss(model.model.embed_tokens, model.output_layer, n_drafts))
-    times = []
-    for _ in range(repeat):
-        tic = time.perf_counter()
+
+    def run():
         (loss, _), gradient = step(model.mtp, tokens, hidden, ids, probabilities, spans)
         optimizer.update(model.mtp, gradient)
         mx.eval(loss, model.mtp.parameters(), optimizer.state)
-        times.append(time.perf_counter() - tic)
-    return min(times)
+
+    return min(seconds(run) for _ in range(repeat))
 
 
 def operations(model, n_drafts):

@@ -10,15 +10,13 @@ prompt without a grammar. All runs take turns, and the time to the first token d
 import argparse
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.benchmark.runs import in_turn
+from benchmarks.timing import take_turns
 from mlx_mtp.decoding.loop import plain_generate_step
 
 PROMPT = '"""An order."""\nORDER = '
@@ -42,9 +40,9 @@ ORDER = {
     "required": ["items", "total_quantity"],
     "additionalProperties": False,
 }
-PLAIN, FREE_PLAIN = "plain mlx-lm", "free: plain mlx-lm"
-HEAD: dict[str, Any] = {"num_draft_tokens": 2, "copy_drafts": "off"}
-AUTO: dict[str, Any] = {"num_draft_tokens": "auto", "copy_drafts": "off"}
+DRAFTS: dict[str, int | str] = {"head, 2 drafts": 2, "auto": "auto"}
+PLAIN = "plain mlx-lm"
+FREE = "free: "
 
 
 def main() -> None:
@@ -54,51 +52,38 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
-    prompt, counts = mx.array(tokenizer.encode(PROMPT)), defaultdict(mlx_mtp.DraftCounts)
+    prompt, counts = mx.array(tokenizer.encode(PROMPT)), {}
 
-    def grammar() -> list[Any]:
-        return [mlx_mtp.make_grammar(tokenizer, json_schema=ORDER)]
-
-    def drafting(run: str, options: dict[str, Any], is_free: bool) -> Iterator[tuple[Any, ...]]:
+    def generate(run: str) -> tuple[list[int], float]:
+        """(tokens, tokens per second behind the first)"""
+        processors = [] if run.startswith(FREE) else [mlx_mtp.make_grammar(tokenizer, json_schema=ORDER)]
+        options: dict[str, Any] = {"max_tokens": args.max_tokens, "logits_processors": processors}
         counts[run] = mlx_mtp.DraftCounts()
-        processors = [] if is_free else grammar()
-        return mlx_mtp.mtp_generate_step(
-            prompt, model, max_tokens=args.max_tokens, logits_processors=processors, counts=counts[run], **options
-        )
+        if (k := DRAFTS.get(run.removeprefix(FREE))) is None:
+            steps = plain_generate_step(prompt, model, **options)
+        else:
+            steps = mlx_mtp.mtp_generate_step(
+                prompt, model, num_draft_tokens=k, copy_drafts="off", counts=counts[run], **options
+            )
+        tokens, start = [], 0.0
+        for token, *_ in steps:
+            start = start or time.perf_counter()
+            tokens.append(token)
+            if token in tokenizer.eos_token_ids:
+                break
+        return tokens, (len(tokens) - 1) / (time.perf_counter() - start)
 
-    runs: dict[str, Callable[[str], Iterator[tuple[Any, ...]]]] = {
-        PLAIN: lambda _: plain_generate_step(prompt, model, max_tokens=args.max_tokens, logits_processors=grammar()),
-        "head, 2 drafts": lambda run: drafting(run, HEAD, False),
-        "auto": lambda run: drafting(run, AUTO, False),
-        FREE_PLAIN: lambda _: plain_generate_step(prompt, model, max_tokens=args.max_tokens),
-        "free: head, 2 drafts": lambda run: drafting(run, HEAD, True),
-        "free: auto": lambda run: drafting(run, AUTO, True),
-    }
-    speeds, texts = defaultdict(list), {}
-    for i in tqdm(range(args.repeat), disable=None):
-        for run in in_turn(list(runs), i):
-            speed, texts[run] = measure(runs[run](run), tokenizer.eos_token_ids)
-            speeds[run].append(speed)
+    names = [free + run for free in ("", FREE) for run in (PLAIN, *DRAFTS)]
+    results = take_turns({run: partial(generate, run) for run in names}, args.repeat)
     print(f"{'':22}{'tokens':>7}{'to plain':>10}{'head':>12}{'forced':>12}")
-    for run, of_run in speeds.items():
-        plain = speeds[FREE_PLAIN if run.startswith("free") else PLAIN]
-        ratio, c = statistics.median(a / b for a, b in zip(of_run, plain)), counts[run]
+    is_same = True
+    for run, rounds in results.items():
+        plain, c = results[FREE + PLAIN if run.startswith(FREE) else PLAIN], counts[run]
+        is_same &= rounds[0][0] == plain[0][0]
+        ratio = statistics.median(ours / theirs for (_, ours), (_, theirs) in zip(rounds, plain))
         drafts = f"{sum(c.accepted)}/{sum(c.drafted)}", f"{sum(c.forced_accepted)}/{sum(c.forced)}"
-        print(f"{run:22}{len(texts[run]):7}{ratio:10.2f}{drafts[0]:>12}{drafts[1]:>12}")
-    same = all(text == texts[FREE_PLAIN if run.startswith("free") else PLAIN] for run, text in texts.items())
-    print("The tokens of each run are those of plain mlx-lm." if same else "TOKENS DIFFER.")
-
-
-def measure(steps: Iterator[tuple[Any, ...]], stop: set[int]) -> tuple[float, list[int]]:
-    """(tokens per second behind the first, tokens)"""
-    tokens: list[int] = []
-    start = 0.0
-    for token, *_ in steps:
-        start = start or time.perf_counter()
-        tokens.append(int(token))
-        if tokens[-1] in stop:
-            break
-    return (len(tokens) - 1) / (time.perf_counter() - start), tokens
+        print(f"{run:22}{len(rounds[0][0]):7}{ratio:10.2f}{drafts[0]:>12}{drafts[1]:>12}")
+    print("The tokens of each run are those of plain mlx-lm." if is_same else "TOKENS DIFFER.")
 
 
 if __name__ == "__main__":

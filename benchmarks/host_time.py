@@ -20,53 +20,28 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
+from benchmarks.fit_cost import model_of
 from mlx_mtp.benchmark.synthetic import COMMON
 from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.layers.compiled import n_traces
 from mlx_mtp.layers.mtp import run_head
-from mlx_mtp.models import model_module
 
 TINY = {
-    **COMMON,
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "tie_word_embeddings": False,
-    "mtp_num_hidden_layers": 1,
-}
+    **COMMON, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
+    "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+    "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
 LAYERS = {"4B": (32, {}), "27B": (64, {}), "35B-A3B": (40, EXPERTS)}
 PROMPT, WINDOW, KEPT, DRAFTS = 40, 4, 2, 3  # tokens
 PARTS = ("plain", "verify", "rollback", "drafts")
 
 
-def one_kernel(
-    q: Any,
-    k: Any,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    A_log: mx.array,
-    dt_bias: mx.array,
-    state: Any,
-    *_: Any,
-    **__: Any,
-) -> tuple[mx.array, mx.array]:
+def one_kernel(q: Any, k: Any, v: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, state: Any, *_: Any, **__: Any) -> Any:
     """As many operations as ``gated_delta_update`` has on Metal, of the same shapes."""
     g, beta = gated_delta.compute_g(A_log, a, dt_bias), mx.sigmoid(b)  # [B, T, Hv]
     state = mx.zeros((v.shape[0], *v.shape[2:], k.shape[-1])) if state is None else state
@@ -75,9 +50,7 @@ def one_kernel(
 
 def tiny(n_layers: int, experts: dict[str, Any]) -> Any:
     family = "qwen3_5_moe" if experts else "qwen3_5"
-    module = model_module(family)
-    config = {"model_type": family, "text_config": {**TINY, **experts, "num_hidden_layers": n_layers}}
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = model_of({**TINY, **experts, "model_type": family, "num_hidden_layers": n_layers})
     nn.quantize(model, 64, 4)
     model.eval()
     mx.eval(model.parameters())

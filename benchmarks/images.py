@@ -24,7 +24,8 @@ from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import ImagePrompt, read_images
 
-RUNS = ("images seen", "images not seen")
+NOT_SEEN = "images not seen"
+RUNS = ("images seen", NOT_SEEN)
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
         prompt = read_images(model.vision, tokens, [args.images / one["file"]])
         want = plain(model, prompt, tokenizer.eos_token_ids, args.max_tokens)
         n_right += tokenizer.decode(want).partition(captions["prompt"])[0] == one["caption"]
-        n_same += all(drafted(model, prompt, run, counts[run], args, len(want)) == want for run in RUNS)
+        how = {"max_tokens": len(want), "num_draft_tokens": args.num_draft_tokens}
+        n_same += all(drafted(model, prompt, run, counts=counts[run], **how) == want for run in RUNS)
     n = len(captions["one"])
     print(f"{n} pictures: {n_right} captions right, {n_same} the same with drafts as without")
     for run in RUNS:
@@ -53,12 +55,9 @@ def main() -> None:
 
 def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: int) -> list[int]:
     """The tokens of an answer, the one that ends it included."""
+    cache, embeddings = prompt.cache(model, None), prompt.embed(model)
     steps = generate_step(
-        mx.array(prompt.tokens),
-        model,
-        max_tokens=max_tokens,
-        prompt_cache=prompt.cache(model, None),
-        input_embeddings=prompt.embed(model),
+        mx.array(prompt.tokens), model, max_tokens=max_tokens, prompt_cache=cache, input_embeddings=embeddings
     )
     tokens = []
     for token, _ in steps:
@@ -68,18 +67,12 @@ def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: in
     return tokens
 
 
-def drafted(
-    model: Any, prompt: ImagePrompt, run: str, counts: mlx_mtp.DraftCounts, args: argparse.Namespace, n: int
-) -> list[int]:
+def drafted(model: Any, prompt: ImagePrompt, run: str, **options: Any) -> list[int]:
     tokens, embeddings, cache = mx.array(prompt.tokens), prompt.embed(model), prompt.cache(model, None)
     prefill(tokens[:-1], model, prompt_cache=cache, input_embeddings=embeddings[:-1])
-    if run == RUNS[1]:
+    if run == NOT_SEEN:
         forget_images(PromptCache(cache, len(model.layers)))
-    k = args.num_draft_tokens
-    steps = mlx_mtp.mtp_generate_step(
-        tokens[-1:], model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, counts=counts
-    )
-    return [token for token, *_ in steps]
+    return [token for token, *_ in mlx_mtp.mtp_generate_step(tokens[-1:], model, prompt_cache=cache, **options)]
 
 
 def forget_images(cache: PromptCache) -> None:

@@ -9,7 +9,6 @@ each figure is a median. The corpus is ranked as by ``mlx_mtp draft_vocab``.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,13 +18,15 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 
 import mlx_mtp
+from benchmarks.fit_cost import model_of
+from benchmarks.timing import ratios, seconds, take_turns
+from mlx_mtp.benchmark.synthetic import SHAPES
 from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.layers.draft_lm_head import DraftLMHead, quantize_head
 from mlx_mtp.prompts import PYTHON
-from tests.support.published import model_of
 
-SHAPES = ("0.8B", "4B", "9B", "27B")
+SIZES = {"0.8B": "0.8b-bf16", "4B": "4b-4bit", "27B": "27b-4bit"}  # of SHAPES
 ROWS = 32768
 # bits of (the output layer, the head's decoder layer)
 PRECISIONS = ((16, 16), (4, 16), (4, 4))
@@ -47,31 +48,27 @@ def output_layer(vocab_size: int, dims: int, bits: int) -> nn.Module:
 
 
 def measure_cost(name: str, bits: int, mtp_bits: int, n_rows: int, repeat: int) -> None:
-    model, config = model_of(name)
-    text = config["text_config"]
-    vocab_size, dims = text["vocab_size"], text["hidden_size"]
+    """The time of a draft from all rows of an output layer, and from some of them."""
+    model = model_of({**SHAPES[SIZES[name]], "tie_word_embeddings": True})
+    vocab_size, dims = model.model.embed_tokens.weight.shape
     mtp = model.mtp
     mtp.update(tree_map(random_like, mtp.parameters()))
     if mtp_bits < 16:
         quantize_head(mtp, mtp_bits)
-    mx.eval(mtp.parameters())
     full = DraftLMHead(output_layer(vocab_size, dims, bits), None)
     trimmed = DraftLMHead(full.layers[0], list(range(0, vocab_size, vocab_size // n_rows))[:n_rows])
-    mx.eval(trimmed.layers[0].parameters())
-    x = mx.random.normal((1, 128, dims)).astype(mx.bfloat16)
-    cache = KVCache()
-    mx.eval(mtp(x, x, cache))
+    x, cache = mx.random.normal((1, 128, dims)).astype(mx.bfloat16), KVCache()
+    mx.eval(mtp.parameters(), trimmed.layers[0].parameters(), mtp(x, x, cache))
 
-    def draft(head) -> float:
-        tic = time.perf_counter()
-        mx.eval(mx.argmax(head(mtp(x[:, :1], x[:, :1], cache))[:, -1], axis=-1))
+    def draft(head: DraftLMHead) -> float:
+        took = seconds(lambda: mx.eval(mx.argmax(head(mtp(x[:, :1], x[:, :1], cache))[:, -1], axis=-1)))
         cache.trim(1)
-        return 1e3 * (time.perf_counter() - tic)
+        return 1e3 * took
 
-    times = [(draft(full), draft(trimmed)) for _ in range(repeat + 2)][2:]
-    a, b = (statistics.median(column) for column in zip(*times))
-    ratio = statistics.median(x / y for x, y in times)
-    print(f"{name:>5} {bits:>14} {mtp_bits:>10} {a:>9.2f} ms {b:>9.2f} ms {ratio:>8.2f}")
+    times = take_turns({"full": lambda: draft(full), "trimmed": lambda: draft(trimmed)}, repeat + 2)
+    a, b = (of[2:] for of in times.values())  # two rounds warm up
+    medians = [statistics.median(x) for x in (a, b, ratios(a, b))]
+    print("{:>5} {:>14} {:>10} {:>9.2f} ms {:>9.2f} ms {:>8.2f}".format(name, bits, mtp_bits, *medians))
 
 
 def measure_acceptance(files: list[Path], max_tokens: int) -> None:
@@ -107,9 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a draft vocabulary gains and what it costs.")
     parser.add_argument("--acceptance", nargs="+", type=Path, metavar="FILE", help="The corpus to rank by.")
     parser.add_argument("--max-tokens", type=int, default=256, help="Tokens of each text (default: 256).")
-    parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, default=SHAPES[:1], help=f"Models (default: {SHAPES[0]})."
-    )
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=["0.8B"], help="Models (default: 0.8B).")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"Size of the draft vocabulary (default: {ROWS}).")
     parser.add_argument("--repeat", type=int, default=10, help="Drafts with each vocabulary (default: 10).")
     args = parser.parse_args()

@@ -10,16 +10,14 @@ the system has in its cache by then.
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 import mlx_mtp
+from benchmarks.timing import seconds
 from mlx_mtp import PromptStore
-from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.cuts import choose_cuts
@@ -43,12 +41,6 @@ def read(model: Any, tokens: list[int], store: PromptStore) -> None:
         n = cut
 
 
-def seconds(f: Callable[[], Any]) -> float:
-    tic = time.perf_counter()
-    f()
-    return time.perf_counter() - tic
-
-
 def measure(model: Any, tokens: list[int], repeat: int) -> tuple[int, float, float, float]:
     """Bytes, and the seconds of reading, of restoring from memory and from disk."""
 
@@ -69,7 +61,7 @@ def measure(model: Any, tokens: list[int], repeat: int) -> tuple[int, float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how long restoring a text takes, beside reading it.")
-    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--repeat", type=int, default=3, help="Of restoring (default: 3).")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the server reads of the prompts of whole sessions, over HTTP, beyond the least possible: with its prompt store, and
+"""What the server prefills of the prompts of whole sessions, over HTTP, beyond the least possible: with its prompt store, and
 ``mlx_lm.server`` with its prompt caches.
 
     python -m benchmarks.sessions            all sessions, each with both
@@ -16,7 +16,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
@@ -31,7 +30,7 @@ from mlx_mtp.cli.display import table
 from mlx_mtp.server.api.chat_completions import read_request
 from mlx_mtp.server.arguments import check, make_parser
 from tests.support.checkpoints import first_layers
-from tests.support.server_process import serve
+from tests.support.server_process import Server, serve
 from tests.support.tool_texts import MARKS, talk
 
 MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
@@ -57,44 +56,28 @@ Message = dict[str, Any]
 
 @dataclass
 class Figures:
-    """Tokens of prompts: all, those that could not have been known, and those that were read."""
+    """Tokens of prompts: all, those that could not have been known, and those that were prefilled."""
 
     n_prompt: int = 0
     n_least: int = 0
-    n_read: int = 0
+    n_prefilled: int = 0
     n_messages: int = 0
 
     @property
     def beyond(self) -> list[str]:
-        """What was read beyond the least, in tokens, as a share of the prompts, and in messages."""
-        n = self.n_read - self.n_least
+        """What was prefilled beyond the least, in tokens, as a share of the prompts, and in messages."""
+        n = self.n_prefilled - self.n_least
         return [f"{n:,}", f"{n / self.n_prompt:.1%}", f"{n * self.n_messages / self.n_prompt:.1f}"]
 
 
 class Client:
-    """Who asks, and what is read for it.
+    """Who asks ``server``, and what is prefilled for it; ``model`` is what is served."""
 
-    Args:
-        model (Path): What is served.
-        module (str): The server.
-        flags (Sequence[str]): Its flags.
-    """
+    server: Server
 
-    def __init__(self, model: Path, module: str, flags: Sequence[str], seed: int = 0):
-        self.rng, self.source = random.Random(seed), "".join(inspect.getsource(import_module(m)) for m in MODULES)
-        self.tokenizer, self.stack = load_tokenizer(model), ExitStack()
-        self.log, self.module, self.flags = model.with_name("server.log"), module, ["--model", str(model), *flags]
-        self.seen: list[list[int]] = []
-        self.start()
-
-    def start(self) -> None:
-        """What is counted begins anew; what was seen has been seen."""
-        self.server = self.stack.enter_context(serve(self.log, *self.flags, module=self.module))
-        self.figures = Figures()
-
-    def restart(self) -> None:
-        self.server.stop()
-        self.start()
+    def __init__(self, model: Path):
+        self.rng, self.source = random.Random(0), "".join(inspect.getsource(import_module(m)) for m in MODULES)
+        self.tokenizer, self.seen, self.figures = load_tokenizer(model), list[list[int]](), Figures()
 
     def text(self, n: int) -> str:
         start = self.rng.randrange(len(self.source) - n)
@@ -130,7 +113,7 @@ class Client:
         self.seen.append([*prompt, *self.tokenizer.encode(say, add_special_tokens=False), self.tokenizer.eos_token_id])
         figures.n_prompt += len(prompt)
         figures.n_least += len(prompt) - known
-        figures.n_read += len(prompt) - usage["prompt_tokens_details"]["cached_tokens"]
+        figures.n_prefilled += len(prompt) - usage["prompt_tokens_details"]["cached_tokens"]
         figures.n_messages += len(request.messages)
 
 
@@ -209,20 +192,21 @@ SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
 def measure(
     session: Callable[[Client], Rounds], n: int, model: Path, module: str, flags: Sequence[str]
 ) -> list[Figures]:
-    """The figures of n rounds, and of one more after a restart."""
-    client = Client(model, module, flags)
-    with client.stack:
-        rounds = session(client)
-        for _ in range(n):
-            next(rounds)
-        figures = client.figures
-        client.restart()
-        next(rounds)
-        return [figures, client.figures]
+    """The figures of n rounds, and of one more after a restart of the server."""
+    client, log, found = Client(model), model.with_name("server.log"), []
+    rounds = session(client)
+    for n_rounds in (n, 1):
+        with serve(log, "--model", str(model), *flags, module=module) as client.server:
+            for _ in range(n_rounds):
+                next(rounds)
+            client.server.stop()
+        found.append(client.figures)
+        client.figures = Figures()  # what was seen has been seen
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a server reads of the prompts of sessions.")
+    parser = argparse.ArgumentParser(description="What a server prefills of the prompts of sessions.")
     parser.add_argument("--turns", type=int, default=20, help="The most turns of a session (default: 20).")
     args = parser.parse_args()
     rows = [["", "prompts", "least", "with mlx-lm's", "share", "messages", "with ours", "share", "messages"]]

@@ -9,35 +9,31 @@ of the larger Qwen3.5: 27 layers of 1152 with heads of 72. Memory is the peak ab
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 import mlx_mtp
+from benchmarks.timing import seconds
 from mlx_mtp.cli.display import table
 from mlx_mtp.images.tower import VisionArgs, VisionTower
 
 DEMO_TOWER = {"depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4}
-CHUNK = 2048  # tokens read in a pass
+CHUNK = 2048  # tokens prefilled in a pass
 
 
 def measure(run: Callable[[], mx.array], repeat: int) -> tuple[float, int]:
     """The least time in seconds, and the peak memory above what was there, in bytes."""
-    times = []
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    for _ in range(repeat):
-        tic = time.perf_counter()
-        mx.eval(run())
-        times.append(time.perf_counter() - tic)
-    return min(times), mx.get_peak_memory() - before
+    least = min(seconds(lambda: mx.eval(run())) for _ in range(repeat))
+    return least, mx.get_peak_memory() - before
 
 
-def read(model, n_tokens: int) -> mx.array:
-    """Read a prompt of random tokens, as a generation does -> the last logits."""
+def prefill(model, n_tokens: int) -> mx.array:
+    """A prompt of random tokens, as a generation prefills it -> the last logits."""
     cache, tokens = model.make_cache(), mx.random.randint(0, model.vocab_size, (1, n_tokens))
     for i in range(0, n_tokens, CHUNK):
         out, _ = model(tokens[:, i : i + CHUNK], cache, return_hidden=True)
@@ -50,15 +46,15 @@ def row(megapixels: float, tower: VisionTower, model, repeat: int) -> list[str]:
     side = round(math.sqrt(megapixels * 1e6) / (args.patch_size * args.spatial_merge_size))
     pixels = mx.random.uniform(-1, 1, (side, side, args.spatial_merge_size**2, args.patch_dim))
     mx.eval(pixels)
-    seconds, n_bytes = measure(lambda: tower(pixels), repeat)
-    prompt_seconds, prompt_bytes = measure(lambda: read(model, side * side), repeat)
+    took, n_bytes = measure(lambda: tower(pixels), repeat)
+    prompt_took, prompt_bytes = measure(lambda: prefill(model, side * side), repeat)
     return [
         f"{(side * args.patch_size * args.spatial_merge_size) ** 2 / 1e6:.2f}",
         f"{side * side * args.spatial_merge_size**2:,}",
         f"{side * side:,}",
-        f"{seconds:.2f} s",
+        f"{took:.2f} s",
         f"{n_bytes / 1e6:,.0f} MB",
-        f"{prompt_seconds:.2f} s",
+        f"{prompt_took:.2f} s",
         f"{prompt_bytes / 1e6:,.0f} MB",
     ]
 

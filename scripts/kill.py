@@ -7,7 +7,6 @@ Exit status 1 where it is otherwise.
 """
 
 import argparse
-import inspect
 import random
 import shutil
 import signal
@@ -18,14 +17,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
-from scripts.serve_many import MODULES, ask, plain_text, random_request
+from scripts.serve_many import ask, plain_text, random_request
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve
 
@@ -67,13 +65,10 @@ def kill_servers(args: argparse.Namespace, folder: Path, rng: random.Random) -> 
         int: The texts that are not mlx-lm's own, the requests to the living server that failed, and the moments at which the
         folder was beyond its limit.
     """
-    source = {name: inspect.getsource(import_module(name)) for name in MODULES}
     path = shutil.copytree(args.model, folder / "model")
     first_layers(path, LAYERS)
     model, tokenizer = mlx_mtp.load(str(path))
-    bodies = [
-        random_request(rng, source) | {"temperature": 0.0, "max_tokens": rng.randint(1, 20)} for _ in range(TEXTS)
-    ]
+    bodies = [random_request(rng) | {"temperature": 0.0, "max_tokens": rng.randint(1, 20)} for _ in range(TEXTS)]
     texts = [plain_text(body, model, tokenizer) for body in tqdm(bodies, desc="alone", disable=None)]
     prompts, logs, found = folder / "prompts", [folder / "living.log", folder / "killed.log"], Found()
     flags = ["--mtp", "--model", str(path), "--prompt-cache-dir", str(prompts), "--prompt-cache-disk-bytes", str(LIMIT)]
@@ -108,7 +103,7 @@ def kill_one(
     """Kill a server while both answer."""
     with ThreadPoolExecutor(2 * AT_ONCE) as pool:
         plan = [(server, i) for server in (living, killed) for i in rng.sample(range(TEXTS), AT_ONCE)]
-        asked = [(server, i, pool.submit(ask, server, bodies[i], None)) for server, i in plan]
+        asked = [(server, i, pool.submit(ask, server, bodies[i])) for server, i in plan]
         time.sleep(rng.uniform(0.0, 4.0))
         found.bytes_read += int(killed.metrics()["mlx_mtp_prompt_cache_read_bytes_total"])
         killed.process.kill()

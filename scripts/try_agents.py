@@ -28,6 +28,9 @@ from tests.support.tool_texts import make_model
 ROOT = Path(__file__).parents[1]
 ASK = "Make three of two in notes.txt, then count its lines."
 LIMIT = 900  # seconds for a client, on a busy machine
+CONTEXT = 131072  # of the tiny model
+# What a run without a person needs, beside the settings that users have.
+QUIET_VARIABLES = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,14 @@ class Client:
     Args:
         package (str): npm's name, or pip's.
         version (str): The one that was tried.
-        command (List[str]): What runs it, without the question.
+        command (str): What runs it, without the question.
         has_tools (bool): Whether it runs commands. Default: ``True``.
     """
 
     package: str
     version: str
-    command: list[str]
+    command: str
     has_tools: bool = True
-
-
-CONTEXT = 131072  # of the tiny model
-# What a run without a person needs, beside the settings that users have.
-QUIET_VARIABLES = {
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-}
 
 
 def configure(name: str, home: Path, url: str) -> dict[str, str]:
@@ -67,33 +62,16 @@ def configure(name: str, home: Path, url: str) -> dict[str, str]:
     return settings.variables | QUIET_VARIABLES
 
 
-AIDER = [
-    "aider",
-    "--model",
-    "openai/default_model",
-    "--edit-format",
-    "diff",
-    "--file",
-    "notes.txt",
-    "--no-git",
-    "--yes-always",
-]
-QUIET = [
-    "--analytics-disable",
-    "--no-check-update",
-    "--no-show-model-warnings",
-    "--no-show-release-notes",
-    "--no-pretty",
-]
+AIDER = (
+    "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always --analytics-disable "
+    "--no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
+)
+CODEX = "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
-    "claude": Client("@anthropic-ai/claude-code", "2.1.197", ["claude", "--allowedTools", "Read,Edit,Bash", "-p"]),
-    "codex": Client(
-        "@openai/codex",
-        "0.169.0",
-        ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"],
-    ),
-    "opencode": Client("opencode-ai", "1.18.33", ["opencode", "run", "-m", "local/default_model"]),
-    "aider": Client("aider_chat", "0.86.2", [*AIDER, *QUIET, "--message"], has_tools=False),
+    "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
+    "codex": Client("@openai/codex", "0.169.0", CODEX),
+    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m local/default_model"),
+    "aider": Client("aider_chat", "0.86.2", AIDER, has_tools=False),
 }
 
 
@@ -119,17 +97,9 @@ def try_client(name: str, agents: Path, folder: Path) -> list[str]:
 
 def _run(client: Client, agents: Path, work: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     path = f"{agents / 'node_modules' / '.bin'}:{agents / 'aider' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    command, null, pipe = ["timeout", str(LIMIT), *client.command.split(), ASK], subprocess.DEVNULL, subprocess.PIPE
     env = {"PATH": path, **variables}
-    out = subprocess.STDOUT
-    return subprocess.run(
-        ["timeout", str(LIMIT), *client.command, ASK],
-        cwd=work,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=out,
-        text=True,
-    )
+    return subprocess.run(command, cwd=work, env=env, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 def check_version(client: Client, agents: Path) -> None:

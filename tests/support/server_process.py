@@ -41,10 +41,10 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def request(self, path: str, body=None, headers=None, method=None) -> tuple[int, Any]:
+    def request(self, path: str, body=None, headers=None, method=None, timeout=60) -> tuple[int, Any]:
         """(status, content); a body that is a dictionary is sent as JSON, and content that is JSON is parsed."""
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             connection.request(method or ("GET" if raw is None else "POST"), path, raw, headers or {})
             response = connection.getresponse()
@@ -55,6 +55,33 @@ class Server:
             return response.status, json.loads(text)
         except ValueError:
             return response.status, text
+
+    def stream(self, path: str, body: dict) -> Iterator[dict[str, Any]]:
+        """The events of a stream as they come; closing the iterator hangs up.
+
+        Raises:
+            RuntimeError: The request is refused, or the stream breaks off.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)  # much may run beside it
+        try:
+            connection.request("POST", path, json.dumps(body | {"stream": True}))
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"{response.status}: {response.read().decode()}")
+            for line in response:
+                if line == b"data: [DONE]\n":
+                    return
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+            raise RuntimeError("The stream breaks off.")
+        finally:
+            connection.close()
+
+    def resources(self) -> dict[str, int]:
+        """The numbers of /proc/PID/status: VmRSS and the like in KB, Threads."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        fields = (line.split() for line in lines if line.startswith(("Vm", "Threads")))
+        return {name.removesuffix(":"): int(n) for name, n, *_ in fields}
 
     def talk(self, raw: bytes, is_complete: bool = False) -> bytes:
         """Send bytes -> all bytes that come back.
