@@ -25,6 +25,7 @@ from tests.support.batches import Faulty, Text, run
 from tests.support.chi_square import p_value
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import model_of, tiny_model
+from tests.support.profiles import LONG
 from tests.support.scripted import scripted
 
 PROMPTS = [
@@ -150,13 +151,14 @@ def test_distribution_where_a_second_sequence_arrives():
     case = RowCase(temp=1.0)
     case.counts, model = distribution.Counter(), case.model()
     mx.random.seed(0)
-    for _ in range(200):
+    runs = 2000 if LONG else 80
+    for _ in range(runs):
         generator = BatchGenerator(model, num_draft_tokens=3, max_token_gap=math.inf, min_decode_share=0.0)
         (uid,) = generator.insert([distribution.PROMPT], max_tokens=[2], samplers=[make_sampler(1.0)])
         texts = run(generator, n_steps=2)
         generator.insert([[2]], max_tokens=[1], samplers=[make_sampler(1.0)])
         case.counts[tuple(run(generator, texts)[uid].tokens)] += 1
-    assert case.p_value(200) > distribution.LEVEL
+    assert case.p_value(runs) > distribution.LEVEL
 
 
 def test_switches_between_one_sequence_and_several_are_counted():
@@ -223,7 +225,7 @@ def test_draft_vocabulary_of_a_batch():
     assert [texts[uid].tokens for uid in range(3)] == want
 
 
-@pytest.mark.parametrize("n", [30, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_joins_and_leaves(n):
     model = model_of("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=2)
@@ -308,8 +310,8 @@ def test_a_stop_among_drafts_that_were_accepted_in_order():
 # The public function
 
 
-def test_batch_generate_is_mlx_lms(demo, capsys):
-    model, tokenizer = demo
+def test_batch_generate_is_mlx_lms(trained, capsys):
+    model, tokenizer = trained
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "class A:\n    def f(self):\n")]
     options = dict(max_tokens=[12, 20, 16], return_token_ids=True, return_logprobs=True, verbose=True)
     stock = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
@@ -328,8 +330,8 @@ def test_batch_generate_is_mlx_lms(demo, capsys):
     ]
 
 
-def test_batch_generate_samples_and_processes_by_prompt(demo):
-    model, tokenizer = demo
+def test_batch_generate_samples_and_processes_by_prompt(trained):
+    model, tokenizer = trained
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n")]
     samplers = [make_sampler(0.8, seed=5), None]
     processors = [[], make_logits_processors(repetition_penalty=1.3)]
@@ -344,8 +346,8 @@ def test_batch_generate_samples_and_processes_by_prompt(demo):
     assert all_rows.token_ids == [plain(p, model, max_tokens=12, logits_processors=processors[1]) for p in prompts]
 
 
-def test_batch_generate_says_which_prompt_has_failed(demo):
-    model, tokenizer = demo
+def test_batch_generate_says_which_prompt_has_failed(trained):
+    model, tokenizer = trained
 
     def failing(tokens, logits):
         raise RuntimeError("no")

@@ -58,7 +58,7 @@ def few_calls():
 
 @pytest.fixture(scope="module")
 def report():
-    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    model, _ = synthetic_model(small("0.8b-bf16"), 0.8)
     return measure(model, TWO, RUNS, max_tokens=8, repeat=2)
 
 
@@ -180,7 +180,7 @@ def copying(monkeypatch):
     monkeypatch.setattr(runs, "mtp_generate_step", with_numbers)
 
     def make(acceptance: float):
-        model, script = synthetic_model(small("4b-4bit"), acceptance)
+        model, script = synthetic_model(small("0.8b-bf16"), acceptance)
         text = [*range(12), *ANSWER]
         script.token = lambda i: text[i] if i < len(text) else 100 + i
         return model, mx.array(text[:12])
@@ -234,7 +234,7 @@ def test_what_repeats_itself(prompt, text, share):
 
 
 def test_warns_of_texts_that_repeat_themselves(parts_not_timed):
-    model, script = synthetic_model(small("4b-4bit"), 0.8)
+    model, script = synthetic_model(small("0.8b-bf16"), 0.8)
     plain_token = script.token
     script.token = lambda i: i % 7 if i >= 6 else plain_token(i)
     report = measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
@@ -253,7 +253,7 @@ def test_counts_are_summed_by_position():
 
 
 def test_reports_a_different_token(monkeypatch):
-    model, _ = synthetic_model(small("4b-4bit"), 0.8)
+    model, _ = synthetic_model(small("0.8b-bf16"), 0.8)
     original = runs.mtp_generate_step
 
     def wrong_once(prompt, *args, **kwargs):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_mtp.pacing.depth import Depth, best_depth, expected_tokens
 from mlx_mtp.pacing.rates import Rates
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan, StepTimes
+from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, next_text, ratio
 
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
@@ -83,7 +84,7 @@ def assert_fast(case: Case, n_seeds: int) -> None:
     assert to_best >= case.to_best
 
 
-@pytest.mark.parametrize("case", cases()[::5], ids=id_of)
+@pytest.mark.parametrize("case", cases()[::9], ids=id_of)
 def test_speed(case):
     assert_fast(case, 6)
 
@@ -122,7 +123,7 @@ def test_a_doubtful_copy_is_not_repeated():
     assert depth.next() == Plan(1)
 
 
-@pytest.mark.parametrize("case", list(next_text()), ids=id_of)
+@pytest.mark.parametrize("case", [*next_text()][:: 1 if profiles.LONG else 3], ids=id_of)
 def test_the_next_text_gains_from_known_times(case):
     seeds = range(18)
     to_best = ratio(case, seeds, Depth)[1]

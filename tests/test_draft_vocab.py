@@ -23,7 +23,7 @@ from tests.support.commands import assert_refused, run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, arrays_equal, tiny_model
 
-CHECKPOINTS = ["demo", "dense", "moe35", "moe36", "next"]
+CHECKPOINTS = ["dense", "moe35", "next"]
 LAYERS = ["dense", "next"]  # with tied embeddings, and without
 FORMATS = {
     "bfloat16": None,
@@ -35,12 +35,8 @@ FORMATS = {
 }
 
 
-def folder_of(name):
-    return DEMO if name == "demo" else DATA / name
-
-
 def load(name, **kwargs):
-    return mlx_mtp.load(str(folder_of(name)), **kwargs)
+    return mlx_mtp.load(str(DATA / name), **kwargs)
 
 
 def set_output_layer(model, layer):

@@ -319,8 +319,8 @@ def test_a_damaged_model_is_named_as_the_user_did(bare, tmp_path):
     assert os.listdir(tmp_path) == ["damaged"]
 
 
-def test_floor_separates_the_models_head_from_others(demo):
-    model, tokenizer = demo
+def test_floor_separates_the_models_head_from_others(trained):
+    model, tokenizer = trained
     counts, tokens = mlx_mtp.DraftCounts(), []
     for prompt in PYTHON:  # as measure_acceptance does
         tokens += mtp(tokenizer.encode(prompt), model, max_tokens=CHECK_TOKENS, num_draft_tokens=1, counts=counts)

@@ -20,7 +20,7 @@ from mlx_mtp.pacing.step_times import Plan
 from tests.support.batches import Fault
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import DATA, FAMILIES, load_reference, model_of, tiny_model
-from tests.support.profiles import examples
+from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
@@ -298,7 +298,7 @@ def test_calls_the_progress_callback_as_mlx_lm(prompt, max_tokens):
 def test_p_min_stops_drafting(sampler):
     model = load_reference(DATA / "dense")
     runs = {}
-    for p_min in (0.0, 0.5, 0.9, 1.0):
+    for p_min in (0.0, 0.9, 1.0):
         counts = DraftCounts()
         mx.random.seed(1)
         options = dict(max_tokens=25, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
@@ -310,8 +310,8 @@ def test_p_min_stops_drafting(sampler):
     tokens, drafted, rates = zip(*runs.values())
     assert all(t == tokens[0] for t in tokens)
     assert list(drafted) == sorted(drafted, reverse=True)
-    assert drafted[0] > drafted[2] > 0
-    assert rates[2] > rates[0]
+    assert drafted[0] > drafted[1] > drafted[2] == 0
+    assert rates[1] > rates[0]
 
 
 def test_rejects_invalid_arguments():
@@ -400,11 +400,11 @@ def test_unsure_drafts_count_as_rejected():
     assert all(plan == Plan(3) and n == 0 and seconds is None for plan, n, seconds in seen[:-3])
 
 
-@pytest.mark.parametrize(("depth", "n_times"), [(0, 1), (3, 1)])
-def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth, n_times):
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_clears_the_buffer_cache_every_256_tokens(monkeypatch, depth):
     """As mlx-lm does, at the end of the first step that reaches them."""
-    model = model_of("qwen3_5")
-    scripted = Scripted(model, text_of_plain("qwen3_5", max_tokens=550), lambda i: True)
+    model, n_times = model_of("qwen3_5"), 2 if LONG else 1
+    scripted = Scripted(model, text_of_plain("qwen3_5", max_tokens=256 * n_times + 40), lambda i: True)
     tokens, cleared = [], []
     monkeypatch.setattr(decoder.mx, "clear_cache", lambda: cleared.append(len(tokens)))
     for token, _, _ in mtp_generate_step(PROMPT, scripted, max_tokens=256 * n_times + 20, num_draft_tokens=depth):

@@ -19,7 +19,7 @@ from mlx_mtp.memory.account import Account
 from mlx_mtp.memory.needs import needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.engine import Engine
-from tests.support.models import tiny_model
+from tests.support.models import TRAINED, tiny_model
 
 SMALL = {
     **COMMON,
@@ -66,7 +66,7 @@ def unlimited():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_used_is_what_was_estimated(name):
-    model, n, chunk = MODELS[name](), 160, 64
+    model, n, chunk = MODELS[name](), 80, 48
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -201,7 +201,7 @@ HELLO = [{"role": "user", "content": "import os"}]
 
 def test_a_lower_limit_holds_from_the_next_step_on(unlimited):
     """The process goes on, and so do answers when there is memory again."""
-    with Engine("--mtp", "--temp", "0") as engine:
+    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
         account = engine.engine.admission.account
         right = engine.ask(HELLO, max_tokens=20).tokens
         step, n_steps = engine.engine._advance, []
@@ -223,7 +223,7 @@ def test_a_lower_limit_holds_from_the_next_step_on(unlimited):
 
 def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
     """First the prompt store is emptied, then the newest answer ends, and the first one goes on."""
-    with Engine("--mtp", "--temp", "0") as engine:
+    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
         alone = engine.ask(HELLO, max_tokens=80)
         admission, account = engine.engine.admission, engine.engine.admission.account
         assert admission.caches.nbytes > 0
@@ -262,7 +262,7 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
 
 def test_a_failed_allocation_is_a_507_and_the_server_goes_on():
     """The account did not foresee it: other programs may have taken the memory."""
-    with Engine("--mtp", "--temp", "0") as engine:
+    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
         right = engine.ask(HELLO, max_tokens=20).tokens
         advance = engine.engine._advance
 

@@ -20,11 +20,11 @@ from mlx_mtp.layers.mtp import run_head
 from tests.support.batches import run
 from tests.support.decoding import STOPS
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
+from tests.support.profiles import LONG
 
 TOLERANCE = 5e-4  # of logits
 CONVERSATIONS = json.loads((FOLDER / "positions.json").read_text())
-
-
+SOME = PROMPTS if LONG else PROMPTS[::2]
 ENDING_WITH_TEXT = [j for j in PROMPTS if image_prompt(j).images[-1].end < len(image_prompt(j).tokens)]
 
 
@@ -67,7 +67,7 @@ def test_ids_are_those_of_transformers(conversation):
 
 
 @pytest.mark.parametrize("j", PROMPTS)
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
+@pytest.mark.parametrize("chunk", [5, 1000, pytest.param(1, marks=pytest.mark.slow)])
 def test_logits_and_hidden_states_are_those_of_transformers(j, chunk):
     p, cache = image_prompt(j), cache_for(j)
     for i in range(0, len(p.tokens), chunk):
@@ -108,14 +108,14 @@ def test_greedy_tokens_are_those_of_transformers(j, depth):
     assert greedy(j, num_draft_tokens=depth) == VALUES[f"greedy_{j}"].tolist()
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_chunk_may_split_an_image(j, chunk):
     assert greedy(j, 5, prefill_step_size=chunk, num_draft_tokens=3) == VALUES[f"greedy_{j}"][:5].tolist()
 
 
 @pytest.mark.parametrize("options", [dict(exact=True), dict(copy_drafts="auto", num_draft_tokens=2)], ids=str)
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 def test_exact_and_copies(j, options):
     assert greedy(j, **options) == VALUES[f"greedy_{j}"].tolist()
 
@@ -138,7 +138,7 @@ def test_copies_end_where_an_image_begins(n_copies):
     assert n_copies == "auto" or 4 <= len(counts.copied) <= p.images[0].start  # auto begins without drafts
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 def test_mlx_lm_itself_decodes_at_them(j):
     p = image_prompt(j)
     steps = generate_step(
@@ -181,7 +181,7 @@ def test_the_drafts_of_a_batch_are_those_of_the_definition(j, drafted):
     assert after[1] == VALUES[f"draft_tokens_{j}"].tolist()
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 @pytest.mark.parametrize("n_text", [1, 2])
 def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
     """Also where little text follows an image: the row of its last token is at the image's position."""
@@ -202,7 +202,7 @@ def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
         assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 def test_several_turns(j, tmp_path):
     """A text in two parts, cut beside its images and inside, with the cache itself, a copy of it, or a file."""
     p, model, want = image_prompt(j), image_model(), VALUES[f"greedy_{j}"].tolist()
@@ -223,7 +223,7 @@ def test_several_turns(j, tmp_path):
         assert PromptCache(cache, len(model.layers)).images == p.images
 
 
-@pytest.mark.parametrize("j", PROMPTS[::2])
+@pytest.mark.parametrize("j", SOME)
 @pytest.mark.parametrize("stops", STOPS)
 def test_stopped_anywhere_and_gone_on_with(j, stops):
     p, model, want = image_prompt(j), image_model(), VALUES[f"greedy_{j}"].tolist()
@@ -263,8 +263,7 @@ def test_text_may_not_go_on_inside_an_image():
         prefill(mx.array([1, 2]), model, prompt_cache=cache)
 
 
-@pytest.mark.parametrize("together", [ENDING_WITH_TEXT, [3, 3]])
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize(("together", "depth"), [(ENDING_WITH_TEXT, 3), ([3, 3], 0)])
 def test_a_batch(together, depth):
     """Of prompts with images and without, which join and leave one after the other."""
     model, generator = image_model(), BatchGenerator(image_model(), num_draft_tokens=depth)
@@ -286,7 +285,7 @@ def test_a_batch(together, depth):
         assert tokens + rest_of(want, cache, n) == want
 
 
-@pytest.mark.parametrize("j", PROMPTS)
+@pytest.mark.parametrize("j", SOME)
 def test_quantized_keys_and_values(j):
     p, model = image_prompt(j), image_model()
     quantized = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)

@@ -172,10 +172,8 @@ def test_rejects_options_out_of_range(options):
 # Through the loop
 
 
-BRIEF = [
-    distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
-    distribution.Case(2, lark="start: /(ab|bc|ca)+/", temp=1.0),
-]
+# Copies, and the head behind a rejected one. Coupled drafts and token match are those of a single run, see test_seeds.py.
+BRIEF = [distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5)]
 
 
 @pytest.mark.parametrize("case", distribution.CASES if LONG else BRIEF, ids=lambda case: case.name)

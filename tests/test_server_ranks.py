@@ -27,7 +27,7 @@ from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
 
-PROMPTS = [f"class Tree{i}:\n" for i in range(9)]
+PROMPTS = [f"class Tree{i}:\n" for i in range(6)]
 LONG = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(8))
 FLAGS = ["--mtp", "--prefill-step-size", "48", "--prompt-cache-bytes", "12MB"]
 
@@ -57,23 +57,6 @@ def alone(checkpoint):
 WAYS = [pytest.param([], id="tensor"), pytest.param(["--pipeline"], id="pipeline", marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def server(request, tmp_path_factory, checkpoint):
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(
-        log, "--model", checkpoint, *FLAGS, *request.param, module="tests.support.scripted_server", ranks=2
-    ) as s:
-        yield s
-        with beginning(s, 5000) as unfinished:
-            s.process.send_signal(signal.SIGTERM)
-            answer = b""
-            while chunk := unfinished.recv(65536):
-                answer += chunk
-        body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
-        assert answer.endswith(body + end)
-        assert s.statuses() == [0, 0]
-
-
 def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
     body = {"prompt": prompt, "max_tokens": max_tokens, **body}
     status, content = server.request("/v1/completions", body)
@@ -100,12 +83,12 @@ def sampled(i: int) -> dict:
     return {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
 
 
-def test_one_at_a_time(server, alone):
-    for i, prompt in enumerate(PROMPTS):
+def one_at_a_time(server, alone):
+    for i, prompt in enumerate(PROMPTS[:3]):
         assert text_from(server, prompt, **sampled(i)) == alone(prompt, **sampled(i)), i
 
 
-def test_six_at_once(server, alone):
+def six_at_once(server, alone):
     def answer(i: int) -> str:
         return text_from(server, PROMPTS[i], 4 * i + 12, **sampled(i))
 
@@ -117,21 +100,21 @@ def test_six_at_once(server, alone):
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
 
 
-def test_long_prompt_beside_an_answer(server, alone):
+def a_long_prompt_beside_an_answer(server, alone):
     with ThreadPoolExecutor(2) as pool:
         short = pool.submit(text_from, server, PROMPTS[1], 40)
         long = pool.submit(text_from, server, LONG, 8)
         assert (short.result(), long.result()) == (alone(PROMPTS[1], 40), alone(LONG, 8))
 
 
-def test_next_turn_reuses_the_cache(server, alone):
+def the_next_turn_reuses_the_cache(server, alone):
     text = PROMPTS[3] + text_from(server, PROMPTS[3])
     before = server.metrics()["mlx_mtp_cached_prompt_tokens_total"]
     assert text_from(server, text) == alone(text)
     assert server.metrics()["mlx_mtp_cached_prompt_tokens_total"] > before
 
 
-def test_hang_up_ends_the_request_alone(server, alone):
+def a_hang_up_ends_the_request_alone(server, alone):
     before = server.metrics()["mlx_mtp_generated_tokens_total"]
     with ThreadPoolExecutor(1) as pool, beginning(server) as s:
         other = pool.submit(text_from, server, PROMPTS[2], 30)
@@ -141,11 +124,32 @@ def test_hang_up_ends_the_request_alone(server, alone):
     assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 3000
 
 
-def test_failing_request_fails_alone(server, alone):
+def a_failing_request_fails_alone(server, alone):
     for _ in range(2):
         assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.25})[0] == 500
         assert text_from(server, PROMPTS[5]) == alone(PROMPTS[5])
     assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 1.0})[0] == 200
+
+
+@pytest.mark.parametrize("flags", WAYS)
+def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
+    """One server, since a rank that waits for the other spins; a signal lets an open answer end."""
+    scripted = "tests.support.scripted_server"
+    with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, *flags, module=scripted, ranks=2) as s:
+        one_at_a_time(s, alone)
+        six_at_once(s, alone)
+        a_long_prompt_beside_an_answer(s, alone)
+        the_next_turn_reuses_the_cache(s, alone)
+        a_hang_up_ends_the_request_alone(s, alone)
+        a_failing_request_fails_alone(s, alone)
+        with beginning(s, 5000) as unfinished:
+            s.process.send_signal(signal.SIGTERM)
+            answer = b""
+            while chunk := unfinished.recv(65536):
+                answer += chunk
+        body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
+        assert answer.endswith(body + end)
+        assert s.statuses() == [0, 0]
 
 
 @pytest.mark.slow

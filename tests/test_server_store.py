@@ -55,34 +55,38 @@ def test_a_tool_loop_reads_only_what_is_new(model):
         assert engine.ask(edited, max_tokens=1).n_read < 40
 
 
-@pytest.mark.parametrize("flags", [[], ["--kv-bits", "8", "--kv-group-size", "32"]], ids=["", "8 bits"])
+DRAFTS = "--mtp", "--num-draft-tokens", "2"
+
+
+@pytest.mark.parametrize(
+    "flags", [DRAFTS, (*DRAFTS, "--kv-bits", "8", "--kv-group-size", "32"), ()], ids=["", "8 bits", "without drafts"]
+)
 def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
     """Bit for bit: from memory, and from disk after a restart."""
-    flags = ["--mtp", "--num-draft-tokens", "2", "--model", model, "--prompt-cache-dir", str(tmp_path), *flags]
+    flags = [*flags, "--model", model, "--prompt-cache-dir", str(tmp_path)]
     messages = [*MESSAGES, called("I add."), RESULT]
+
+    def files():
+        return {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+
     with Engine(*flags) as engine:
         first, again = (engine.ask(messages, max_tokens=12) for _ in range(2))
         assert (first.n_cached, first.tokens, first.logprobs) == (0, again.tokens, again.logprobs)
         assert 0 < again.n_read < 10
+    before = files()
     with Engine(*flags) as engine:
         restarted = engine.ask(messages, max_tokens=12)
         assert (restarted.n_cached, restarted.logprobs) == (again.n_cached, again.logprobs)
         metrics = engine.metrics()
         assert metrics["mlx_mtp_prompt_cache_read_bytes_total"] > 0
         assert metrics["mlx_mtp_cached_prompt_tokens_total"] == again.n_cached
-    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
-    with Engine(*flags) as engine:
-        engine.ask(messages, max_tokens=12)
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")} == files
+    assert files() == before
 
 
 def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
     """A running answer does not wait for another one's text."""
-    flags, threads, read_file = (
-        ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)],
-        set(),
-        SharedFolder.read,
-    )
+    flags = ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)]
+    threads, read_file = set(), SharedFolder.read
     with Engine(*flags) as engine:
         engine.ask(MESSAGES, max_tokens=2)
 
@@ -210,18 +214,6 @@ def test_number_of_snapshots():
     for n in (4, 8):
         stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]))
     assert stores.store.n_snapshots == 1
-
-
-def test_a_server_without_drafts_has_a_store(model, tmp_path):
-    """In memory, and in a folder that the next server reads."""
-    with Engine("--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
-        first, again = (engine.ask(MESSAGES, max_tokens=5) for _ in range(2))
-    with Engine("--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
-        restarted = engine.ask(MESSAGES, max_tokens=5)
-    assert first.n_cached == 0
-    for answer in (again, restarted):
-        assert answer.logprobs == first.logprobs
-        assert 0 < answer.n_read < 10
 
 
 @pytest.mark.parametrize(

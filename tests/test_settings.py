@@ -14,31 +14,30 @@ from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.recommend import Measured
 from mlx_mtp.checkpoint import settings
-from mlx_mtp.checkpoint.load import DEMO, DEMO_NOTE
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
 from mlx_mtp.pacing.timing import timing_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
-from tests.support.models import DATA
+from tests.support.models import DATA, TRAINED
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
 TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
 
 
 @pytest.fixture
-def tuned_demo():
-    """Write settings for the demo to the cache folder."""
+def tuned_model():
+    """Write settings for the trained model to the cache folder."""
     files = []
 
-    def tune(tuned, **changes):
-        key = settings.key_of(DEMO)
+    def write(found, **changes):
+        key = settings.key_of(DATA / "dense")
         files.append(settings.default_file(key))
         settings.check_writable(files[-1])
-        settings.write(files[-1], {**key, **changes}, "demo", tuned)
+        settings.write(files[-1], {**key, **changes}, "dense", found)
         return files[-1]
 
-    yield tune
+    yield write
     for file in files:
         file.unlink(missing_ok=True)
 
@@ -59,11 +58,11 @@ def test_reads_what_was_written(tmp_path, tuned):
     assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
 
 
-def test_load_finds_settings_and_keeps_the_text(tuned_demo):
-    untuned, tokenizer = mlx_mtp.load(str(DEMO))
+def test_load_finds_settings_and_keeps_the_text(tuned_model):
+    untuned, tokenizer = mlx_mtp.load(TRAINED)
     assert untuned.drafting.tuned is None
-    tuned_demo(TUNED)
-    model, _ = mlx_mtp.load(str(DEMO))
+    tuned_model(TUNED)
+    model, _ = mlx_mtp.load(TRAINED)
     assert model.drafting.tuned == TUNED
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
@@ -73,30 +72,30 @@ def test_load_finds_settings_and_keeps_the_text(tuned_demo):
     assert tokens == plain(prompt, untuned, max_tokens=16)
 
 
-def test_settings_of_one_process_are_not_for_several(tuned_demo, caplog):
-    file = tuned_demo(TUNED)
-    assert settings.find(True, [DEMO]) == TUNED
-    assert settings.find(True, [DEMO], n_ranks=2) is None
+def test_settings_of_one_process_are_not_for_several(tuned_model, caplog):
+    file = tuned_model(TUNED)
+    assert settings.find(True, [DATA / "dense"]) == TUNED
+    assert settings.find(True, [DATA / "dense"], n_ranks=2) is None
     assert caplog.text == ""
-    assert settings.find(file, [DEMO], n_ranks=2) is None
+    assert settings.find(file, [DATA / "dense"], n_ranks=2) is None
     assert "are ignored, because device is 2 times" in caplog.text
 
 
-def test_attention_follows_settings(tuned_demo):
+def test_attention_follows_settings(tuned_model):
     for rows in (3, None):
-        tuned_demo(Settings(attention_rows=rows))
-        assert mlx_mtp.load(str(DEMO))[0].drafting.attention_rows == rows
-    tuned_demo(Settings(compiled=False, pieces=2))
-    drafting = mlx_mtp.load(str(DEMO))[0].drafting
+        tuned_model(Settings(attention_rows=rows))
+        assert mlx_mtp.load(TRAINED)[0].drafting.attention_rows == rows
+    tuned_model(Settings(compiled=False, pieces=2))
+    drafting = mlx_mtp.load(TRAINED)[0].drafting
     assert (drafting.compiled, drafting.pieces) == (False, 2)
 
 
-def test_depth_follows_settings_unless_given(tuned_demo):
-    tuned_demo(TUNED)
-    assert timing_of(mlx_mtp.load(str(DEMO))[0]).of_one.by_depth() == TUNED.seconds
+def test_depth_follows_settings_unless_given(tuned_model):
+    tuned_model(TUNED)
+    assert timing_of(mlx_mtp.load(TRAINED)[0]).of_one.by_depth() == TUNED.seconds
     for k in (0, 3):
-        tuned_demo(Settings(k))
-        model, tokenizer = mlx_mtp.load(str(DEMO))
+        tuned_model(Settings(k))
+        model, tokenizer = mlx_mtp.load(TRAINED)
         for asked, drafted in ((None, k), (2, 2)):
             *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
@@ -105,16 +104,16 @@ def test_depth_follows_settings_unless_given(tuned_demo):
         assert timing_of(model).of_one.seconds
 
 
-def test_draft_p_min_follows_settings_unless_given(tuned_demo):
-    tuned_demo(Settings(2, draft_p_min=1.0))
-    model, tokenizer = mlx_mtp.load(str(DEMO))
+def test_draft_p_min_follows_settings_unless_given(tuned_model):
+    tuned_model(Settings(2, draft_p_min=1.0))
+    model, tokenizer = mlx_mtp.load(TRAINED)
     for given, drafts in ((None, False), (0.0, True)):
         *_, last = mlx_mtp.stream_generate(model, tokenizer, "def read(path):", 6, draft_p_min=given)
         assert (last.drafted != ()) == drafts
 
 
-def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_demo):
-    file, measured = tuned_demo(Settings(0)), []
+def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_model):
+    file, measured = tuned_model(Settings(0)), []
 
     def measure(model, *_, name, **__):
         measured.append((name, model.drafting.tuned))
@@ -123,23 +122,23 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_demo):
     monkeypatch.setattr(benchmark, "measure", measure)
     for flags in ((), ("--settings", file)):
         with pytest.raises(SystemExit):
-            run(monkeypatch, benchmark, *flags)
-    assert measured == [("demo", None), ("demo with off", Settings(0))]
+            run(monkeypatch, benchmark, "--model", TRAINED, *flags)
+    assert measured == [(TRAINED, None), (f"{TRAINED} with off", Settings(0))]
 
 
 @pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
-def test_argument_overrides_settings(tuned_demo, argument):
-    tuned_demo(TUNED)
-    model, _ = mlx_mtp.load(str(DEMO), **argument)
+def test_argument_overrides_settings(tuned_model, argument):
+    tuned_model(TUNED)
+    model, _ = mlx_mtp.load(TRAINED, **argument)
     assert model.drafting.tuned is None
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
 
 
 @pytest.mark.parametrize("part", ["checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"])
-def test_warns_of_settings_for_something_else(tuned_demo, caplog, part):
-    file = tuned_demo(TUNED, **{part: "another"})
+def test_warns_of_settings_for_something_else(tuned_model, caplog, part):
+    file = tuned_model(TUNED, **{part: "another"})
     with caplog.at_level(logging.WARNING):
-        model, _ = mlx_mtp.load(str(DEMO))
+        model, _ = mlx_mtp.load(TRAINED)
     assert model.drafting.tuned is None
     assert f"{part} is " in caplog.text
     assert "not another" in caplog.text
@@ -186,12 +185,12 @@ def test_rejects_a_damaged_file(tmp_path, text):
 
 def test_rejects_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no settings file"):
-        mlx_mtp.load(str(DEMO), settings=tmp_path / "s.json")
+        mlx_mtp.load(TRAINED, settings=tmp_path / "s.json")
 
 
 def test_settings_require_the_head(tmp_path):
     with pytest.raises(ValueError, match="settings require the MTP head"):
-        mlx_mtp.load(str(DEMO), mtp=False, settings=tmp_path / "s.json")
+        mlx_mtp.load(TRAINED, mtp=False, settings=tmp_path / "s.json")
 
 
 @pytest.mark.parametrize(
@@ -206,17 +205,16 @@ def test_settings_require_the_head(tmp_path):
         (["--check"], None),
     ],
 )
-def test_command_prints_the_settings(monkeypatch, capsys, tuned_demo, flags, said):
-    tuned_demo(Settings(0))
-    command = ("--mtp", "--prompt", PROMPT, "-m", 8, *flags)
+def test_command_prints_the_settings(monkeypatch, capsys, tuned_model, flags, said):
+    tuned_model(Settings(0))
+    command = ("--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags)
     if flags == ["--check"]:
         with pytest.raises(SystemExit, match="0"):
             run(monkeypatch, generate, *command)
     else:
         run(monkeypatch, generate, *command)
     out, err = capsys.readouterr()
-    note = f"{DEMO_NOTE}. `mlx_mtp models` lists real models.\n"
-    assert err == note + ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
+    assert err == ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
     if said == "off":
         assert "Drafts: none" in out
     elif flags != ["--check"]:

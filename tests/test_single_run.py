@@ -20,7 +20,7 @@ from tests.support.scripted import Scripted
 
 
 @pytest.mark.parametrize("way", WAYS)
-@examples(15)
+@examples(10)
 @given(scenario=scenarios())
 def test_each_text_is_that_of_a_single_run(way, scenario):
     assert_single_run(way, scenario)
@@ -31,7 +31,7 @@ MAX_TOKENS = 300 if LONG else 10
 DEPTHS = range(1, 9) if LONG else [3]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4-bit"] if LONG else ["4-bit"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4-bit"] if LONG else ["float32"])
 def test_a_trained_model_at_every_depth(precision):
     """With the head that it has, and with one that is right, wrong, or right most of the time."""
     model, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO) if LONG else TRAINED)

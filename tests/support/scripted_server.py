@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 
 from mlx_mtp.server import __main__
 from mlx_mtp.server.engine.admission import Admission
@@ -52,6 +51,8 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
 @contextmanager
 def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
     """In this process; see ``serve_here``."""
+    import pytest  # ranks do without
+
     with pytest.MonkeyPatch.context() as patch:
         install(patch.setattr)
         with serve_here(log, *flags) as server:

@@ -59,7 +59,7 @@ DEEDS = {
     "exit": lambda: sys.exit(0),
     "exit 2": lambda: sys.exit(2),
     "sleep": lambda: time.sleep(0.5),
-    "hold the lock": lambda: hold_the_lock(4),
+    "hold the lock": lambda: hold_the_lock(10),
     "hold the lock for ever": lambda: hold_the_lock(600),
     "fork and wait": lambda: (os.fork() or (time.sleep(2), os._exit(0)), wait()),
 }
