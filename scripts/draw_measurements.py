@@ -3,26 +3,21 @@
 python -m scripts.draw_measurements
 """
 
+import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
-KEPT = DOCS / "develop" / "measurements"
-PICTURES = {"demo": "depth", "fit": "fit", "latency": "latency"}  # by section of measurements.md
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 700, 300
-LEFT, RIGHT, TOP, BOTTOM = 60, 200, 20, 60  # margins, in pixels; the names of the series are at the right
-STYLE = """
-.back{fill:#ffffff}.ink{fill:#1f2937}.grid{stroke:#d1d5db}.one{stroke:#6b7280}
-.s0{stroke:#2563eb;fill:#2563eb}.s1{stroke:#d97706;fill:#d97706}.s2{stroke:#16a34a;fill:#16a34a}.s3{stroke:#9333ea;fill:#9333ea}
-@media (prefers-color-scheme:dark){.back{fill:#0d1117}.ink{fill:#e6edf3}.grid{stroke:#30363d}.one{stroke:#9ca3af}
-.s0{stroke:#60a5fa;fill:#60a5fa}.s1{stroke:#fbbf24;fill:#fbbf24}.s2{stroke:#4ade80;fill:#4ade80}.s3{stroke:#c084fc;fill:#c084fc}}
-text{font:12px system-ui,sans-serif;stroke:none}.line{fill:none;stroke-width:2}
-"""
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = {"demo": "depth", "fit": "fit", "latency": "latency"}  # by section of measurements.md
+COLORS = ("#3b82f6", "#d97706", "#16a34a", "#a855f7")  # on white and on black
+DARK = """<style>@media (prefers-color-scheme:dark){text{fill:#e6edf3!important}
+#patch_1 path,#patch_2 path{fill:#0d1117!important}}</style>"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class Series:
     """Figures at some of the places of a chart.
 
     Args:
-        name (str): Beside the last figure.
+        name (str): In the legend.
         values (Sequence[float]): One for each place, from the first on.
         errors (Sequence[Tuple[float, float]]): The lowest and highest of each value, or none.
         n_joined (int): How many of the values a line joins.
@@ -44,91 +39,47 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Figures over a few named places, as SVG.
+    """Figures over a few named places.
 
     Args:
-        title (str): For those who do not see it.
         places (Sequence[str]): The labels below.
         below (str): What the places are.
         left (str): What the figures are, with their unit.
-        top (float): The end of the scale, which begins at 0.
-        step (float): Between two lines of the grid.
         series (Sequence[Series]): At most four.
         one (bool): Whether the line at 1 stands out.
     """
 
-    title: str
     places: Sequence[str]
     below: str
     left: str
-    top: float
-    step: float
     series: Sequence[Series]
     one: bool = False
 
-    def x(self, i: float) -> float:
-        return LEFT + (i + 0.5) * (WIDTH - LEFT - RIGHT) / len(self.places)
-
-    def y(self, value: float) -> float:
-        return TOP + (1 - value / self.top) * (HEIGHT - TOP - BOTTOM)
-
-    def svg(self) -> str:
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-            f'role="img"><title>{escape(self.title)}</title><style>{STYLE}</style>',
-            f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
-            *self._grid(),
-            *(part for i, series in enumerate(self.series) for part in self._draw(i, series)),
-            *self._names(),
-        ]
-        return "\n".join(parts) + "\n</svg>\n"
-
-    def _grid(self) -> list[str]:
-        lines, right = [], WIDTH - RIGHT
-        for i in range(round(self.top / self.step) + 1):
-            value, y = i * self.step, self.y(i * self.step)
-            kind = "one" if self.one and abs(value - 1) < 1e-9 else "grid"
-            lines.append(f'<line class="{kind}" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(text(LEFT - 8, y + 4, f"{value:g}", "end"))
-        lines += [text(self.x(i), HEIGHT - BOTTOM + 18, place, "middle") for i, place in enumerate(self.places)]
-        middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
-        turned = f'transform="rotate(-90 16 {middle:.0f})"'
-        return [
-            *lines,
-            text((LEFT + right) / 2, HEIGHT - 14, self.below, "middle"),
-            text(16, middle, self.left, "middle", turned),
-        ]
-
-    def _draw(self, i: int, series: Series) -> list[str]:
-        aside = 8 * (i - (len(self.series) - 1) / 2) if series.errors else 0  # whiskers stand side by side
-        points = [(self.x(j) + aside, self.y(value)) for j, value in enumerate(series.values)]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points[: series.n_joined])
-        parts = [f'<polyline class="line s{i}" style="fill:none" points="{joined}"/>']
-        for (x, _), (low, high) in zip(points, series.errors):
-            parts.append(
-                f'<line class="s{i}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"/>'
-            )
-        return parts + [f'<circle class="s{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points]
-
-    def _names(self) -> list[str]:
-        """The names of the series, in the order of their last figures and not one over the other."""
-        order = sorted(range(len(self.series)), key=lambda i: -self.series[i].values[-1])
-        parts, below = [], float(TOP)
-        for i in order:
-            y = max(self.y(self.series[i].values[-1]), below)
-            below = y + 18
-            parts.append(f'<circle class="s{i}" cx="{WIDTH - RIGHT + 14}" cy="{y:.1f}" r="4"/>')
-            parts.append(text(WIDTH - RIGHT + 24, y + 4, self.series[i].name, "start"))
-        return parts
+    def draw(self) -> Figure:
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for i, (s, color) in enumerate(zip(self.series, COLORS)):
+            aside = 0.05 * (i - (len(self.series) - 1) / 2) if s.errors else 0  # whiskers stand side by side
+            x = [j + aside for j in range(len(s.values))]
+            errors = [[abs(end - v) for v, end in zip(s.values, ends)] for ends in zip(*s.errors)] or None
+            axes.errorbar(x, s.values, errors, fmt="o", color=color, label=s.name)
+            axes.plot(x[: s.n_joined], s.values[: s.n_joined], color=color)
+        if self.one:
+            axes.axhline(1, color="#6b7280", linewidth=1.5)
+        axes.set(xlabel=self.below, ylabel=self.left, ylim=(0, None))
+        axes.set_xticks(range(len(self.places)), self.places)
+        axes.grid(axis="y", color="#9ca3af", linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False)
+        return figure
 
 
-def text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
-    return f'<text class="ink" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>'
-
-
-def scale(values: Sequence[float], step: float) -> float:
-    """The end of a scale in whole steps."""
-    return step * (int(max(values) / step) + 1)
+def save(figure: Figure, file: Path, description: str = "") -> None:
+    """Write a picture for light and dark pages, the same bytes each time."""
+    text = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": file.stem, "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Description": description or None})
+    file.write_text(text.getvalue().replace("<defs>", f"{DARK}\n <defs>", 1), encoding="utf-8")
 
 
 def depth_chart() -> Chart:
@@ -141,17 +92,8 @@ def depth_chart() -> Chart:
         name = f"{results['model']['name']}, {results['model']['backbone']}, {results['prompts']['kind']}"
         errors = [(f["ratio_low"], f["ratio_high"]) for f in figures]
         series.append(Series(name, [f["ratio"] for f in figures], errors, 4))
-    top = scale([high for s in series for _, high in s.errors], 0.5)
-    return Chart(
-        "Speed by number of drafts",
-        [*runs.values()],
-        "head alone: 1 to 4 drafts, auto;   copies alone;   both",
-        "speed, plain mlx-lm = 1",
-        top,
-        0.5,
-        series,
-        one=True,
-    )
+    below = "head alone: 1 to 4 drafts, auto;   copies alone;   both"
+    return Chart([*runs.values()], below, "speed, plain mlx-lm = 1", series, one=True)
 
 
 def fit_chart() -> Chart:
@@ -165,8 +107,7 @@ def fit_chart() -> Chart:
     for name, column in zip(("before", "after"), zip(*pairs)):
         series.append(Series(name, [v for v, _ in column], [(v - e, v + e) for v, e in column], len(column)))
     places = [str(i + 1) for i in range(len(pairs))]
-    left = "accepted, share of steps"
-    return Chart("Acceptance before and after fitting", places, "draft", left, 1, 0.2, series[::-1])
+    return Chart(places, "draft", "accepted, share of steps", series[::-1])
 
 
 def latency_chart() -> Chart:
@@ -178,24 +119,28 @@ def latency_chart() -> Chart:
         Series("parts allow", [allowed for *_, allowed in ratios], [], len(rows)),
         Series("measured", [r for r, *_ in ratios], [(low, high) for _, low, high, _ in ratios], len(rows)),
     ]
-    top = scale([value for row in ratios for value in row], 1)
-    places = [row[2] for row in rows]
-    below, left = "time of an exchange between two processes, ms", "speed, plain mlx-lm = 1"
-    return Chart("Speed by latency", places, below, left, top, 1, series, one=True)
+    below = "time of an exchange between two processes, ms"
+    return Chart([row[2] for row in rows], below, "speed, plain mlx-lm = 1", series, one=True)
 
 
 def output_of(name: str) -> str:
-    return (KEPT / f"{name}.txt").read_text(encoding="utf-8")
+    return (DOCS / "develop" / "measurements" / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def pictures() -> dict[str, str]:
-    """Each picture by its name."""
-    return {"depth": depth_chart().svg(), "fit": fit_chart().svg(), "latency": latency_chart().svg()}
+def charts() -> dict[Path, Chart]:
+    """Each chart by its file."""
+    made = {"depth": depth_chart(), "fit": fit_chart(), "latency": latency_chart()}
+    return {DOCS / "pictures" / f"{name}.svg": chart for name, chart in made.items()}
+
+
+def describe(chart: Chart) -> str:
+    """What a chart shows, which its picture has as description."""
+    return json.dumps(asdict(chart))
 
 
 def draw_all() -> None:
-    for name, svg in pictures().items():
-        (DOCS / "pictures" / f"{name}.svg").write_text(svg, encoding="utf-8")
+    for file, chart in charts().items():
+        save(chart.draw(), file, describe(chart))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from mlx_mtp.benchmark.results_file import RUNS, describe, markdown, read_results
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
 from mlx_mtp.cli.errors import one_line_errors
+from scripts.draw_measurements import save
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- table: scripts/results_table.py -->\n", "<!-- end -->\n"
@@ -49,8 +52,6 @@ def insert_table(page: Path, machines: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(machines: Sequence[Mapping[str, Any]]) -> Any:
     """Speed relative to plain mlx-lm as bars, a group for each machine."""
-    from matplotlib.figure import Figure
-
     height = 0.8 / len(COLORS)
     figure = Figure(figsize=(8, 1.2 + 1.1 * len(machines)), layout="constrained")
     axes = figure.subplots()
@@ -76,8 +77,6 @@ def ratios(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    import matplotlib as mpl
-
     parser = argparse.ArgumentParser(description="Make the table and the plot of docs/results.md.")
     parser.add_argument(
         "--docs", type=Path, default=DOCS, help="The folder of results.md and results/ (default: docs)."
@@ -87,8 +86,7 @@ def main() -> None:
         machines = read_all(args.docs / "results")
         page = args.docs / "results.md"
         text = insert_table(page, machines)
-        with mpl.rc_context({"svg.hashsalt": "results", "svg.fonttype": "none"}):  # the same bytes each time
-            draw(machines).savefig(args.docs / "results.svg", metadata={"Date": None})
+        save(draw(machines), args.docs / "results.svg")
         page.write_text(text, encoding="utf-8")
 
 
