@@ -23,7 +23,7 @@ def per_token(copies: PromptLookup, answer: Sequence[int]) -> float:
 for n in (1_000, 32_000, 128_000, 256_000):
     rng = random.Random(0)
     text = [rng.randrange(248_000) for _ in range(n)]
-    copies = PromptLookup(n, text)
+    copies = PromptLookup(text)
     start = time.perf_counter()
     copies.acceptance(0)
     build = time.perf_counter() - start

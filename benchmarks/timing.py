@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from mlx_mtp.benchmark.runs import in_turn
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Seconds(NamedTuple):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ class Server:
         except ValueError:
             return response.status, text
 
-    def stream(self, path: str, body: dict) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict) -> Generator[dict[str, Any], None, None]:
         """The events of a stream as they come; closing the iterator hangs up.
 
         Raises:
