@@ -19,7 +19,7 @@ from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import head_of, load_options, rank_groups
 from ..cli.checks import check_alone, check_head, check_limits
 from ..cli.errors import one_line_errors
-from ..cli.flags import MODEL_HELP, add_arguments, add_pipeline
+from ..cli.flags import LOADING, MODEL_HELP, add_flags
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
@@ -51,9 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_measurement(parser)
     _add_outputs(parser)
     _add_prompts(parser)
-    add_arguments(parser)
+    add_flags(parser, (*LOADING, "--pipeline"))
     _add_model(parser)
-    add_pipeline(parser)
     return finish(parser, GROUPS)
 
 

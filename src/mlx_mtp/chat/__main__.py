@@ -22,7 +22,7 @@ from ..cli.arguments import (
 )
 from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
 from ..cli.errors import one_line_errors, sentence
-from ..cli.flags import add_drafting, add_images, add_sampling
+from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
     add_sampling(parser)
-    add_images(parser)
+    add_flags(parser, ["--images"])
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),

@@ -30,7 +30,7 @@ def asks_for_drafts(args: argparse.Namespace) -> bool:
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` that the flags of ``add_arguments`` give."""
+    """The arguments of ``mlx_mtp.load`` that the flags of ``LOADING`` give."""
     return {
         name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory")
     }

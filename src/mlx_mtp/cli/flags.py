@@ -1,7 +1,8 @@
 """The flags that several commands have."""
 
 import argparse
-from typing import get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
 from ..checkpoint.generation_config import Sampling
 from ..checkpoint.vocabulary import LIST_FILE
@@ -12,6 +13,85 @@ from .parser import Given, byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The flags of sampling, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+LOADING = ("--max-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings")  # see ``load_options``
+FLAGS: dict[str, dict[str, Any]] = {
+    "--mtp": {
+        "nargs": "?",
+        "const": True,
+        "default": False,
+        "metavar": "HEAD",
+        "help": "Draft with the model's multi-token-prediction head. If the checkpoint has none, its original's head is "
+        "downloaded once. HEAD selects another: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
+    },
+    "--num-draft-tokens": {
+        "metavar": "auto|N",
+        "type": number_or("auto"),
+        "help": f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
+        "(default: from the tuned settings, or auto; 3 for a draft model).",
+    },
+    "--copy-drafts": {
+        "metavar": "auto|off|N",
+        "type": number_or("auto", "off"),
+        "help": "Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
+        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without --mtp and "
+        "without a head. Defaults to off without --mtp or with a number of --num-draft-tokens, and to auto otherwise.",
+    },
+    "--acceptance": {
+        "choices": get_args(AcceptanceName),
+        "help": "How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
+        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match gives "
+        "mlx-lm's text for the seed. Defaults to coupled with a seed and to rejection without one.",
+    },
+    "--draft-vocab": {
+        "metavar": "N|FILE",
+        "type": lambda x: int(x) if x.isdecimal() else x,
+        "help": "Draft from the first N token ids, or from a file of mlx_mtp draft_vocab; verification uses the whole "
+        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} in the model's folder, if there is one.",
+    },
+    "--mtp-bits": {
+        "type": int,
+        "metavar": "BITS",
+        "help": "Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
+    },
+    "--draft-head-bits": {
+        "type": int,
+        "metavar": "BITS",
+        "help": "Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
+    },
+    "--settings": {
+        "default": True,
+        "metavar": "FILE|off",
+        "type": lambda x: False if x == "off" else x,
+        "help": "Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
+        "folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
+    },
+    "--max-memory": {
+        "type": byte_size,
+        "metavar": "SIZE",
+        "help": "Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
+        "MLX's limit on this machine.",
+    },
+    "--images": {
+        "action": "store_true",
+        "help": "Accept images. If the checkpoint has no vision tower, its original's is downloaded once. A checkpoint with a "
+        "tower accepts images without this flag if it drafts.",
+    },
+    "--prompt-cache-dir": {
+        "metavar": "DIR",
+        "help": "Folder for prompt caches, which several commands can share. A cached beginning of a prompt is not prefilled "
+        "again, even after a restart. The folder contains the texts.",
+    },
+    "--pipeline": {
+        "action": "store_true",
+        "help": "Use pipelining instead of tensor parallelism, with mlx.launch.",
+    },
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Add some of ``FLAGS``."""
+    for name in names:
+        parser.add_argument(name, **FLAGS[name])
 
 
 def add_drafting(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +105,6 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="PRNG seed (default: none, so sampled texts differ between runs). With --mtp, the prompt and the seed determine "
         "the text: see --acceptance.",
     )
-    add_num_draft_tokens(parser)
-    add_mtp(parser)
     add(
         "--draft-p-min",
         type=float,
@@ -38,102 +116,12 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="Color tokens by their source, in a terminal: the head's drafts green, copies yellow, tokens forced by a "
         "grammar blue.",
     )
-    add_prompt_cache_dir(parser)
-    add_copy_drafts(parser)
-    add_arguments(parser)
-    add_acceptance(parser, without_mtp=" Without --mtp, defaults to match.")
-    add_pipeline(parser)
-
-
-def add_mtp(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the head."""
-    parser.add_argument(
-        "--mtp",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="HEAD",
-        help="Draft with the model's multi-token-prediction head. If the checkpoint has none, its original's head is "
-        "downloaded once. HEAD selects another: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a model that drafts, and that of its memory."""
-    add_max_memory(parser)
-    parser.add_argument(
-        "--draft-vocab",
-        metavar="N|FILE",
-        type=lambda x: int(x) if x.isdecimal() else x,
-        help="Draft from the first N token ids, or from a file of mlx_mtp draft_vocab; verification uses the whole "
-        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} in the model's folder, if there is one.",
-    )
-    parser.add_argument(
-        "--mtp-bits",
-        type=int,
-        metavar="BITS",
-        help="Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
-    )
-    parser.add_argument(
-        "--draft-head-bits",
-        type=int,
-        metavar="BITS",
-        help="Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
-    )
-    parser.add_argument(
-        "--settings",
-        default=True,
-        metavar="FILE|off",
-        type=lambda x: False if x == "off" else x,
-        help="Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
-        "folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
-    )
-
-
-def add_max_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the limit on memory."""
-    parser.add_argument(
-        "--max-memory",
-        type=byte_size,
-        metavar="SIZE",
-        help="Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
-        "MLX's limit on this machine.",
-    )
-
-
-def add_num_draft_tokens(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the number of drafts."""
-    parser.add_argument(
-        "--num-draft-tokens",
-        metavar="auto|N",
-        type=number_or("auto"),
-        help=f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
-        "(default: from the tuned settings, or auto; 3 for a draft model).",
-    )
-
-
-def add_copy_drafts(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of copy drafts."""
-    parser.add_argument(
-        "--copy-drafts",
-        metavar="auto|off|N",
-        type=number_or("auto", "off"),
-        help="Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
-        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without --mtp and "
-        "without a head. "
-        "Defaults to off without --mtp or with a number of --num-draft-tokens, and to auto otherwise.",
-    )
-
-
-def add_acceptance(parser: argparse.ArgumentParser, without_mtp: str = "") -> None:
-    """Add the flag of the acceptance of sampled drafts; ``without_mtp`` describes its default without ``--mtp``."""
-    parser.add_argument(
-        "--acceptance",
-        choices=get_args(AcceptanceName),
-        help="How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
-        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match gives "
-        "mlx-lm's text for the seed. Defaults to coupled with a seed and to rejection without one." + without_mtp,
-    )
+    add_flags(parser, ("--num-draft-tokens", "--mtp", "--copy-drafts", *LOADING, "--pipeline"))
+    for name, more in (
+        ("--prompt-cache-dir", " Requires --mtp or --copy-drafts."),
+        ("--acceptance", " Without --mtp, defaults to match."),
+    ):
+        add(name, **{**FLAGS[name], "help": FLAGS[name]["help"] + more})
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -148,33 +136,3 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         text = f"Sampling {text} (default: from the model's generation_config.json, or {default})."
         parser.add_argument(flag_of(flag), type=kind, default=default, action=Given, help=text)
         parser.set_defaults(**{f"has_{flag}": False})
-
-
-def add_images(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the vision tower."""
-    parser.add_argument(
-        "--images",
-        action="store_true",
-        help="Accept images. If the checkpoint has no vision tower, its original's is downloaded once. A checkpoint with a "
-        "tower accepts images without this flag if it drafts.",
-    )
-
-
-def add_prompt_cache_dir(parser: argparse.ArgumentParser, requires_drafts: bool = True) -> None:
-    """Add the flag of a prompt store's folder."""
-    required = " Requires --mtp or --copy-drafts." if requires_drafts else ""
-    parser.add_argument(
-        "--prompt-cache-dir",
-        metavar="DIR",
-        help="Folder for prompt caches, which several commands can share. A cached beginning of a prompt is not prefilled "
-        f"again, even after a restart. The folder contains the texts.{required}",
-    )
-
-
-def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Add mlx-lm's flag of several machines."""
-    parser.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="Use pipelining instead of tensor parallelism, with mlx.launch.",
-    )

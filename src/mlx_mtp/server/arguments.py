@@ -14,18 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..checkpoint.load import DEMO
 from ..cli.arguments import given_sampling, head_of, load_options, rank_groups
 from ..cli.checks import check_alone, check_generation_flags, check_limits, check_model_flags, check_prompt_cache_dir
-from ..cli.flags import (
-    MODEL_HELP,
-    add_acceptance,
-    add_arguments,
-    add_copy_drafts,
-    add_images,
-    add_mtp,
-    add_num_draft_tokens,
-    add_pipeline,
-    add_prompt_cache_dir,
-    add_sampling,
-)
+from ..cli.flags import LOADING, MODEL_HELP, add_flags, add_sampling
 from ..cli.parser import Given, byte_size, finish, flag_of
 from ..files import check_folder, check_source
 from ..memory.needs import CONTEXT
@@ -55,10 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     _add_generation_flags(parser)
     _add_cache_flags(parser)
-    add_mtp(parser)
-    add_copy_drafts(parser)
-    add_arguments(parser)
-    add_acceptance(parser)
+    add_flags(parser, ("--mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *LOADING))
+    add_flags(parser, ("--images", "--prompt-cache-dir", "--pipeline"))
     return finish(parser)
 
 
@@ -68,7 +55,6 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="Name of --model for clients (default: its path).")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="Not supported: use mlx_lm.server.")
-    add_num_draft_tokens(parser)
     add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     add("--chat-template", default="", help="Specify a chat template for the tokenizer")
     add("--use-default-chat-template", action="store_true", help="Use the default chat template")
@@ -79,7 +65,6 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
         """'{"enable_thinking":false}'""",
     )
-    add_pipeline(parser)
     add(
         "--serve-model",
         action="append",
@@ -154,7 +139,6 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_sampling(parser)
-    add_images(parser)
     add(
         "--max-tokens",
         type=int,
@@ -207,7 +191,6 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Maximum size in bytes of the KV caches, including running requests. Defaults to half of the memory left by the "
         "model.",
     )
-    add_prompt_cache_dir(parser, requires_drafts=False)
     add(
         "--prompt-cache-disk-bytes",
         type=byte_size,
