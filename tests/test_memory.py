@@ -95,7 +95,7 @@ def test_bytes_of_texts_together():
     while len(generator.decoder.sequences) < 2:
         generator.next()
     generator.next()
-    assert generator.prompt_cache_nbytes == sizes_of(model).together([20, 300])
+    assert generator.prompt_cache_nbytes == sizes_of(model).caches_of_several([20, 300])
     generator.close()
 
 

@@ -11,19 +11,19 @@ from time import monotonic
 
 from .ranks import Ranks
 
-Connection = tuple[socket.socket, int, str]  # the rank at its other end, and that rank's host
+Connection = tuple[socket.socket, int, str]  # the rank at the other end, and its host
 LONGEST_HELLO = 500  # bytes
 
 
 def connect(ranks: Ranks, sockets: ExitStack, timeout: float) -> list[Connection]:
-    """Connect the other ranks to rank 0 -> on rank 0 the connections to all others, on the others that to rank 0.
+    """Connect the other ranks to rank 0 -> on rank 0 the connections to all others, on other ranks the one to rank 0.
 
     Args:
         sockets (ExitStack): Closes the connections.
         timeout (float): Seconds.
 
     Raises:
-        ConnectionError: Not all of them are connected in time, or one is lost meanwhile. Every rank raises it.
+        ConnectionError: Not all of them are connected in time, or a connection is lost. Every rank raises it.
     """
     try:
         return _connect(ranks, sockets, timeout)
@@ -91,7 +91,7 @@ def _listen() -> list[socket.socket]:
     """Sockets that listen at rank 0's addresses."""
     listeners = {}
     for name in _addresses():
-        with suppress(OSError):  # an address that is not this machine's
+        with suppress(OSError):  # an address of another machine
             family, *_, (address, *_) = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
             if address not in listeners:
                 listeners[address] = socket.create_server((address, 0), family=family)
@@ -99,7 +99,7 @@ def _listen() -> list[socket.socket]:
 
 
 def _addresses() -> list[str]:
-    """Rank 0's, as the others know them: those that ``mlx.launch`` was given, and with MPI all that are found."""
+    """Rank 0's addresses, as other ranks reach them: those given to ``mlx.launch``, or with MPI all addresses found."""
     if hostfile := os.environ.get("MLX_HOSTFILE"):
         return [address.rpartition(":")[0] for address in json.loads(Path(hostfile).read_text())[0]]
     if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):

@@ -27,10 +27,10 @@ class Ranks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, numbers: list[float], after: mx.array) -> mx.array:
-        """Gather every rank's numbers, [R, n] float32, by rank. It does not wait: evaluate the result with a pass of the model.
+        """Gather every rank's numbers, [R, n] float32, by rank. Does not wait: evaluate the result with a pass of the model.
 
         Args:
-            numbers (List[float]): This rank's numbers, as many on every rank.
+            numbers (List[float]): This rank's numbers, the same number of them on every rank.
             after (mx.array): An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
               collective behind those of the pass on each of them.
         """

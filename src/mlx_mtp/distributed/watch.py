@@ -1,7 +1,7 @@
 """Ends all ranks when one of them is lost: it has died, is stopped, has failed or cannot be reached.
 
-The others wait for it in a collective, for ever, and Python cannot interrupt them there. Where Python's lock is held or the
-process is stopped, no thread of it could even notice. So a process beside each rank watches: ``watcher.py``.
+The others would wait for it in a collective for ever, where Python cannot interrupt them. A thread cannot watch either, since
+Python's lock may be held or the process stopped. So each rank has a watching process: ``watcher.py``.
 """
 
 import json
@@ -25,8 +25,8 @@ def watch(
     ranks: Ranks | None, beat: float = 1.0, patience: float = 5.0, on_loss: Sequence[Callable[[str], None]] = ()
 ) -> Iterator[None]:
     """
-    Watch over all ranks: where one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that
-    names it.
+    Watch all ranks: when one is lost, the others end within ten seconds, with exit status 1 and one line on stderr that names
+    the lost rank.
 
     An exception on one rank ends the others, too. At the end each rank waits until all others have reached the end, so exit
     status 0 means that all ranks have succeeded. A running process is never lost, however long it compiles, reads weights or
@@ -37,7 +37,7 @@ def watch(
         beat (float): Seconds between two signs of life. Default: ``1.0``.
         patience (float): Seconds of silence, or of being stopped, after which a rank is lost. Default: ``5.0``.
         on_loss (Sequence[Callable[[str], None]]): Called in another thread before this process is ended, with a sentence that
-          names the rank that is lost. Together they have two seconds. Default: ``()``.
+          names the lost rank. All calls together have two seconds. Default: ``()``.
 
     Raises:
         ConnectionError: The ranks cannot connect to rank 0.
@@ -78,7 +78,7 @@ def watch(
 
 
 def _follow(sock: socket.socket, rank: int, is_over: Event, on_loss: Sequence[Callable[[str], None]]) -> None:
-    """End the process when its watcher requests it, or is lost itself."""
+    """End the process when its watcher requests it or is lost."""
     try:
         with sock.makefile() as messages:
             message = messages.readline()

@@ -1,12 +1,12 @@
-"""The watcher of a rank: a small process beside it that ends it when another rank is lost.
+"""The watcher of a rank: a small process that ends the rank when another rank is lost.
 
 ``watch.py`` starts it as a script. It imports the standard library only and shares no lock with the rank, which may compile,
 tokenize or read weights for any length of time. The watchers form a star around rank 0's watcher. They send each other a beat,
 and report when their rank is lost:
 
     the rank has died              the socket to it is closed, or it is no longer the parent
-    it is stopped                  the system says so, for longer than ``patience``
-    it has raised an exception     it says so
+    it is stopped                  the system reports it as stopped for longer than ``patience``
+    it has raised an exception     it reports the exception
     its machine is lost            its watcher is silent for longer than ``patience``, or the connection is closed
 
 A message is a line of JSON: a list of its kind and its arguments.
@@ -24,14 +24,14 @@ from select import select
 from time import monotonic
 from typing import Any
 
-LAST_WORDS = 2.0  # seconds that a rank has to end by itself
+LAST_WORDS = 2.0  # seconds for a rank to end by itself
 LONGEST = 10_000  # bytes of a message
 
 
 class Fault(Exception):
     """
     Args:
-        rank (int): Which one is lost.
+        rank (int): The lost rank.
         what (str): A sentence that names it.
         is_exception (bool): Whether the rank has raised an exception, which it prints itself. Default: ``False``.
         age (float): Seconds since it was found. Default: ``0.0``.
@@ -48,17 +48,17 @@ class Link:
     def __init__(self, sock: socket.socket, rank: int, host: str):
         self.sock, self.rank, self.name = sock, rank, f"Rank {rank} ({host})"
         self.heard, self.rest = monotonic(), b""
-        self.has_failed = False  # it has reported a fault
+        self.has_failed = False  # whether it has reported a fault
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def send(self, *message: Any) -> None:
-        with suppress(OSError):  # a closed connection is found by reading
+        with suppress(OSError):  # a closed connection is noticed by reading
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[Any]:
-        """The messages that have come.
+        """The messages that have arrived.
 
         Raises:
             OSError: The connection is closed.
@@ -82,8 +82,8 @@ class Link:
 class Watcher:
     """
     Args:
-        own (Link): To the rank that is watched, the parent process.
-        others (List[Link]): Rank 0's to all others, or the one to rank 0.
+        own (Link): The link to the watched rank, the parent process.
+        others (List[Link]): Rank 0's links to all others, or the link to rank 0.
         beat (float): Seconds between two beats.
         patience (float): Seconds of silence, or of being stopped, after which a rank is lost.
         parent (int): The process id of the rank; it may have died before this process has begun.
@@ -92,7 +92,7 @@ class Watcher:
     def __init__(self, own: Link, others: list[Link], beat: float, patience: float, parent: int):
         self.own, self.rank, self.others = own, own.rank, others
         self.beat, self.patience, self.parent = beat, patience, parent
-        self.present = {link.rank for link in (own, *others)}  # rank 0: those that have not left
+        self.present = {link.rank for link in (own, *others)}  # on rank 0: the ranks that have not left
         self.is_over = False
         self.running_at = monotonic()  # when the parent was last seen running
 
@@ -107,7 +107,7 @@ class Watcher:
             for link in select([self.own, *self.others], [], [], max(0, due - monotonic()))[0]:
                 self._hear(link)
             late = monotonic() - due
-            if late > self.patience:  # the others have given this rank up, or will
+            if late > self.patience:  # the others have given up on this rank, or will
                 raise Fault(self.rank, f"{self.own.name} does not answer: it was stopped for {late:.0f} s.")
             if late >= 0:
                 due = monotonic() + self.beat
@@ -130,7 +130,7 @@ class Watcher:
                 self._leave(link)
 
     def _leave(self, link: Link) -> None:
-        """The others tell rank 0 that they leave, and rank 0 says when all have."""
+        """Leave: the others report to rank 0, which replies once all have left."""
         self.present.discard(link.rank)
         self.is_over = not self.present if self.rank == 0 else link is not self.own
         if self.is_over if self.rank == 0 else link is self.own:
@@ -154,11 +154,11 @@ class Watcher:
             raise Fault(self.rank, f"{self.own.name} does not answer: it has been stopped for {silence:.0f} s.")
 
     def end(self, fault: Fault) -> None:
-        """Tell the others of a fault, and end the rank."""
+        """Report a fault to the others, and end the rank."""
         self._tell(fault, [link for link in self.others if not link.has_failed])
         if fault.is_exception or fault.rank == self.rank:
             fault = self._cause(fault)
-        self._tell(fault, self.others)  # also whoever told of it: this rank has now said what it knows
+        self._tell(fault, self.others)  # also to the rank that reported it: this rank has now reported everything
         ends_itself = fault.is_exception and self.own.has_failed
         if not ends_itself and self.rank == (1 if fault.rank == 0 else 0):  # one line for all ranks
             print(f"mlx_mtp: error: {fault.what}", file=sys.stderr, flush=True)
@@ -179,7 +179,7 @@ class Watcher:
     def _cause(self, fault: Fault) -> Fault:
         """The first loss of a rank, or else the fault: a loss makes the others' collectives fail, and ``mlx.launch`` ends them.
 
-        Waits for what all ranks have to say, for a beat. This one may be about to raise the same exception as another.
+        Waits for reports of all ranks, for a beat: this rank may be about to raise the same exception as another.
         """
         end, losses = monotonic() + self.beat, [] if fault.is_exception else [fault]
         while waiting := [link for link in (self.own, *self.others) if not link.has_failed]:
@@ -207,7 +207,7 @@ class Watcher:
                 link.sock.shutdown(socket.SHUT_WR)
 
     def close(self, lost: int | None = None) -> None:
-        """Close the connections when the others have shut theirs down, but do not wait for a rank that is lost."""
+        """Close the connections once the others have shut theirs down, without waiting for a lost rank."""
         self._shut_down()
         end = monotonic() + self.beat + LAST_WORDS
         for link in self.others:

@@ -13,13 +13,13 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 256 << 20  # of a file
-MAX_PIXELS = 1 << 26  # 67 megapixels, of which each copy takes 268 MB
-MAX_RATIO = 200  # of the longer side to the shorter, as in transformers
-# Pillow has more, of which some run other programs.
+MAX_BYTES = 256 << 20  # the largest file, in bytes
+MAX_PIXELS = 1 << 26  # 67 megapixels: each copy takes 268 MB
+MAX_RATIO = 200  # the greatest ratio of the longer side to the shorter, as in transformers
+# Pillow supports more formats, some of which run other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
-# One at a time: memory is bounded, and the filters of warnings are the process's.
+# One image at a time: memory is bounded, and filters of warnings apply to the whole process.
 _opening = Lock()
 
 
@@ -33,7 +33,7 @@ def pillow() -> Any:
 
 
 def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
-    """Open an image as it is seen: upright, in RGB, its first frame, transparent parts on white.
+    """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
 
     Args:
         source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
@@ -42,9 +42,9 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
+        ValueError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
-    with _opening, warnings.catch_warnings(action="ignore"):  # of odd metadata, and of sizes that are checked here
+    with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
         try:
             return _to_rgb(image.copy() if image is source else image)
@@ -53,7 +53,7 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
 
 
 def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> tuple[int, int]:
-    """The width and height of an image, without its pixels: as it is stored, which may be on its side. As ``open_image``."""
+    """The width and height of an image as stored, before it is turned upright. Raises as ``open_image``; reads no pixels."""
     with _opening, warnings.catch_warnings(action="ignore"):
         image, _ = _open(source, name)
         size = image.size

@@ -1,4 +1,4 @@
-"""Images to the patches that the vision tower takes, as transformers' ``Qwen2VLImageProcessorPil`` makes them."""
+"""Turns images into the patches that the vision tower takes, as transformers' ``Qwen2VLImageProcessorPil``."""
 
 import math
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class Processor:
     """The settings of a checkpoint's preprocessor_config.json; the defaults are the published Qwen3.5's.
 
     Args:
-        min_pixels, max_pixels (int): An image with fewer or more is resized.
-        merge_size (int): The patches of a token form a square of this side.
+        min_pixels, max_pixels (int): An image with fewer or more pixels is resized.
+        merge_size (int): The side of the square of patches that form a token.
     """
 
     patch_size: int = 16
@@ -93,7 +93,7 @@ class Processor:
         return rows, columns
 
     def nbytes_of(self, width: int, height: int) -> int:
-        """The most bytes that it takes to decode an image of this size: it, its resized copy, and its patches in float32."""
+        """The most bytes that decoding an image of this size takes: the image, its resized copy, and its patches in float32."""
         rows, columns = self.grid(width, height)
         n = rows * columns * self.token_size**2  # pixels
         return PIXEL_BYTES * (2 * width * height + n) + 3 * n * 2 * self.temporal_patch_size * np.float32().nbytes
@@ -107,12 +107,12 @@ class Processor:
             mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
-            ValueError: It is empty, too large or too long, an array of another kind, or Pillow is missing.
+            ValueError: The image is empty, too large or too long, an array of another kind, or Pillow is missing.
         """
         return self.patches_of(open_image(image))
 
     def patches_of(self, rgb: "Image") -> mx.array:
-        """The same, of an image of ``open_image``."""
+        """``preprocess_image`` for an image of ``open_image``."""
         rows, columns = self.grid(rgb.width, rgb.height)
         size = (columns * self.token_size, rows * self.token_size)
         resized = rgb.resize(size, pillow().Resampling.BICUBIC)

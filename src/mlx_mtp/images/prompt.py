@@ -19,7 +19,7 @@ from .open import open_image, size_of
 from .processor import PLACEHOLDER, VIDEO_TOKEN
 from .vision import Vision
 
-MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until a text is tokenized; a client cannot guess it
+MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until the text is tokenized; clients cannot guess it
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
 INSIDE_PLACEHOLDER = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)")
 
@@ -28,7 +28,7 @@ INSIDE_PLACEHOLDER = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start
 class ImagePrompt:
     """
     Args:
-        tokens (List[int]): With ``<|image_pad|>`` once for each token of an image.
+        tokens (List[int]): The tokens, with ``<|image_pad|>`` for each token of an image.
         images (List[ImageSpan]): The spans of these tokens.
         pixel_values (List[mx.array]): The patches of each image, from ``Processor.preprocess_image``.
         vision (Vision): The vision tower of the model.
@@ -45,20 +45,20 @@ class ImagePrompt:
 
     @cached_property
     def key(self) -> list[int]:
-        """The tokens, with a negative number computed from the content in place of an image's: equal keys are equal texts."""
+        """The tokens, with a negative number computed from its content for each image token. Equal texts have equal keys."""
         key = self.tokens[:]
         for image, pixels in zip(self.images, self.pixel_values):
             key[image.start : image.end] = [self.vision.key(pixels)] * (image.end - image.start)
         return key
 
     def embed(self, model: Any, begin: int = 0) -> mx.array:
-        """The embeddings of the tokens from one on, [T, H]. Images before it are not looked at."""
+        """The embeddings of the tokens from index ``begin`` on, [T, H]. Images before it are not decoded."""
         embeddings = ImageEmbeddings(self, model, begin)
         embeddings.advance(math.inf)
         return embeddings.array
 
     def cache(self, model: Any, prompt_cache: list[Any] | None) -> list[Any]:
-        """A prompt cache, by default an empty one, that has the spans of the images behind its tokens.
+        """A prompt cache, by default an empty one, with the spans of the images that follow its tokens.
 
         mlx-lm's own functions, which pass the cache to the model, then prefill the images at the right positions, too.
         """
@@ -71,15 +71,15 @@ class ImageEmbeddings:
     """The embeddings of a prompt with images, which the vision tower computes between two steps of running answers.
 
     Args:
-        begin (int): The first token; images before it are not looked at. Default: ``0``.
+        begin (int): The index of the first token; images before it are not decoded. Default: ``0``.
 
     Attributes:
         array (mx.array): [T, H], complete once ``advance`` has returned ``True``.
     """
 
-    FIRST = 1 << 24  # multiplications of the first piece, where the speed is not known
-    GROWTH = 1.2  # of the speed from one piece to the next: a linear layer is faster than the attention that follows
-    PIECES = 4  # in the time of a call: how well the time is kept, against how often the device is waited for
+    FIRST = 1 << 24  # multiplications of the first piece, before the speed is known
+    GROWTH = 1.2  # the most that speed changes between pieces: linear layers are faster than attention
+    PIECES = 4  # pieces in the time of a call: more keep the time better, but wait for the device more often
 
     def __init__(self, prompt: ImagePrompt, model: Any, begin: int = 0):
         self.prompt, self.begin = prompt, begin
@@ -125,16 +125,16 @@ def read_images(
     """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
     Args:
-        vision (Vision): Of the model, see ``vision_of``.
+        vision (Vision): The model's, see ``vision_of``.
         tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
         max_tokens (int, optional): The most tokens of all images. Default: ``None``, any number.
         max_pixels (int, optional): The most pixels of all images. Default: ``None``, any number.
-        before_each (Callable[[int], None]): Called before an image is decoded, with the most bytes that this takes; an error
-          ends the reading.
+        before_each (Callable[[int], None]): Called before an image is decoded, with the most bytes that this takes. It may
+          raise an error.
 
     Raises:
-        ValueError: An image cannot be read, there are more or fewer than placeholders, or they become too many tokens.
+        ValueError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:

@@ -20,10 +20,10 @@ from ..caches.positions import rotate
 T = TypeVar("T")
 Size = Callable[[], float]  # the multiplications of the next piece
 
-PREFIX = "vision_tower."  # of its tensors in MLX conversions
-RAW_PREFIX = "model.visual."  # in Hugging Face checkpoints
+PREFIX = "vision_tower."  # prefix of its tensors in MLX conversions
+RAW_PREFIX = "model.visual."  # prefix in Hugging Face checkpoints
 PATCH_KERNEL = "patch_embed.proj.weight"
-FUSED_HEAD_DIMS = (64, 80, 128)  # of MLX's fused attention on Metal
+FUSED_HEAD_DIMS = (64, 80, 128)  # head dimensions of MLX's fused attention on Metal
 SCORE_BYTES = 1 << 27  # of a piece of attention where it is not fused
 MAX_PATCHES = 65_536  # of the processor's largest image: 16.8 megapixels, 16,384 tokens
 
@@ -65,7 +65,7 @@ class VisionArgs(BaseModelArgs):
 
 
 class LayerNorm(nn.LayerNorm):
-    """In float32, rounded once."""
+    """A layer norm in float32, rounded once."""
 
     def __call__(self, x: mx.array) -> mx.array:
         f = mx.float32
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(args.hidden_size, args.hidden_size)
 
     def heads(self, qkv: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries, keys and values of N patches, [N, 3 D] -> [1, H, N, d] each, as wide as MLX's fused attention takes them"""
+        """Queries, keys and values of N patches, [N, 3 D] -> [1, H, N, d] each, padded to a width of MLX's fused attention"""
         q, k, v = qkv.reshape(1, len(qkv), 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (fused := next((d for d in FUSED_HEAD_DIMS if d >= self.head_dim), self.head_dim)) > self.head_dim:
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def __call__(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """Some queries [1, H, n, d] over all keys and values -> [n, D]"""
+        """Attention of some queries [1, H, n, d] to all keys and values -> [n, D]"""
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)[..., : self.head_dim]
         return self.proj(out.transpose(0, 2, 1, 3).reshape(q.shape[2], -1))
 
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self.mlp = MLP(args)
 
     def pieces(self, x: mx.array, cos: mx.array, sin: mx.array, size: Size) -> Generator[int, None, mx.array]:
-        """As ``VisionTower.pieces``, from x [N, D] to x."""
+        """``VisionTower.pieces`` for this block: x [N, D] -> x [N, D]"""
         N, D = x.shape
         qkv = yield from _in_pieces(N, size, 3 * D * D, lambda i: self.attn.qkv(self.norm1(x[i])))  # [N, 3 D]
         q, k, v = self.attn.heads(qkv, cos, sin)
@@ -166,7 +166,7 @@ class VisionTower(nn.Module):
         self.merger = Merger(args)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
-        """The embeddings of one image, evaluated, [rows * columns, H] of the language model, of patches for ``pieces``."""
+        """The embeddings of one image, evaluated, [rows * columns, H of the language model]. Arguments as for ``pieces``."""
         pieces = self.pieces(pixel_values, lambda: math.inf)
         while True:
             try:
@@ -176,7 +176,7 @@ class VisionTower(nn.Module):
                 return embeddings
 
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
-        """A generator computing the embeddings of one image, a piece at a time, so that other work can go on in between.
+        """A generator computing the embeddings of one image, a piece at a time, so that other work can run in between.
 
         Args:
             pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
@@ -187,7 +187,7 @@ class VisionTower(nn.Module):
             int: The multiplications of the piece that was computed.
 
         Returns:
-            mx.array: [rows * columns, H] of the language model, evaluated.
+            mx.array: [rows * columns, H of the language model], evaluated.
 
         Raises:
             ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
@@ -280,7 +280,7 @@ def split_tower(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower:
-    """A tower of these tensors, of either layout; they are read when they are used.
+    """A tower with these tensors, in either layout. They are read when they are used.
 
     Raises:
         ValueError: One is missing, unknown, quantized, or of the wrong shape.
@@ -293,6 +293,6 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
         tensors[PATCH_KERNEL] = tensors[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # [D, T, h, w, C]
     try:
         tower.load_weights(list(tensors.items()))
-    except ValueError as e:  # mlx's names all tensors that differ, a line each
+    except ValueError as e:  # mlx's message has a line for each tensor that differs
         raise ValueError(f"The vision tower does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
     return tower

@@ -21,7 +21,7 @@ TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of images."""
+    """The entries of a config.json about images."""
     return {key: config[key] for key in ("vision_config", *TOKENS) if key in config}
 
 
@@ -29,8 +29,9 @@ class Vision:
     """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
 
     Args:
-        folder (Path): The checkpoint, of this config.json.
-        files (List[str]): Those with the tower's tensors.
+        folder (Path): The checkpoint.
+        config (Mapping[str, Any]): Its config.json.
+        files (List[str]): The files with the tower's tensors.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
@@ -40,7 +41,7 @@ class Vision:
     def processor(self) -> Processor:
         """
         Raises:
-            ValueError: The checkpoint's file is damaged, or of another kind of processor.
+            ValueError: The checkpoint's file is damaged, or for another kind of processor.
         """
         args = self._args
         own = {
@@ -50,7 +51,7 @@ class Vision:
         }
         try:
             processor = Processor.from_config({**own, **self._settings()})
-        except (AttributeError, TypeError, ValueError) as e:  # an object where a number belongs, or no JSON
+        except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
             raise ValueError(f"The image settings of {self.folder} are not usable: {e}") from e
         for key, n in own.items():
             if getattr(processor, key) != n:
@@ -63,7 +64,7 @@ class Vision:
     def tower(self) -> VisionTower:
         """
         Raises:
-            ValueError: Its tensors are damaged, or not what the config says.
+            ValueError: Its tensors are damaged, or do not fit the config.
         """
         tower = self.lazy_tower()
         mx.eval(tower.parameters())
@@ -71,7 +72,7 @@ class Vision:
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes of the tower's tensors before it is loaded; 0 then."""
+        """The size of the tower's tensors before the tower is loaded; 0 afterwards."""
         if "tower" in vars(self):
             return 0
         return nbytes_of(self.lazy_tower())
@@ -84,14 +85,14 @@ class Vision:
                 weights: Any = mx.load(str(self.folder / file))
                 tensors |= split_tower(weights)[1]
             return make_tower(self._args, tensors)
-        except (RuntimeError, ValueError) as e:  # mlx's for an unreadable file is a RuntimeError
+        except (RuntimeError, ValueError) as e:  # mlx raises a RuntimeError for an unreadable file
             raise ValueError(f"The images of {self.folder} cannot be used: {e}") from e
 
     @cached_property
     def _args(self) -> VisionArgs:
         try:
             args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
-        except (KeyError, TypeError) as e:  # text where a number belongs
+        except (KeyError, TypeError) as e:  # text in place of a number
             raise ValueError(
                 f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
             ) from e
@@ -112,12 +113,12 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The digest that tells this tower from others, see ``caches/fingerprint.py``."""
+        """The digest of this tower's tensors and settings, see ``caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 
     def key(self, pixel_values: mx.array) -> int:
-        """A negative number of 60 bits that stands for an image as this tower sees it, in place of its tokens."""
+        """A negative number of 60 bits in place of an image's tokens. It depends on the patches and on the tower."""
         sha = hashlib.sha256(self.fingerprint + str(pixel_values.shape).encode())
         sha.update(np.ascontiguousarray(pixel_values).data)
         return -1 - int(sha.hexdigest()[:15], 16)

@@ -10,16 +10,20 @@ import psutil
 
 GB = 1e9
 CACHE_SHARE = (
-    0.5  # of the memory beside a model may be caches; the rest is for what passes compute, and for other programs
+    0.5  # the share of the memory left by the model for caches; the rest is for activations and other programs
 )
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
-EVERY = 0.05  # seconds between two questions to the system, which takes longer to answer than MLX
-WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # of Metal, of CUDA, of either
-SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in errors of MLX's allocators, of Metal, of CUDA
+EVERY = 0.05  # seconds between two queries of the system, which are slower than MLX's
+WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # on Metal, on CUDA, on either
+SHORT = (
+    "Unable to allocate",
+    "Insufficient Memory",
+    "out of memory",
+)  # in the errors of MLX's allocators on Metal and CUDA
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the system has no more memory, which other programs may have taken."""
+    """Whether an error means that the system has no more memory, which other programs may have taken."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in SHORT)
 
 
@@ -41,7 +45,7 @@ class Account:
     GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
 
     Args:
-        limit (int, optional): The most bytes to hold. Default: ``None``, what MLX may use on this machine.
+        limit (int, optional): The most bytes to hold. Default: ``None``, MLX's limit on this machine.
     """
 
     def __init__(self, limit: int | None = None):
@@ -54,14 +58,14 @@ class Account:
             self.restrict(limit)
 
     def restrict(self, limit: int) -> None:
-        """Set another limit in bytes, in any thread. MLX frees its buffer cache before it allocates beyond it, and who asks
-        the account before a step goes by it from the next step on.
+        """Set another limit in bytes, in any thread. MLX frees its buffer cache before it allocates beyond the limit, and a
+        server that checks the account before each step observes it from the next step on.
         """
         self.limit = limit
         mx.set_memory_limit(max(limit - self._host, 0))
 
     def expect_growth(self, n_bytes: int = GROWTH) -> None:
-        """Keep this many bytes for Python and the libraries around MLX, less what they take from now on.
+        """Reserve this many bytes for Python and the libraries around MLX, reduced by the bytes that they take from now on.
 
         Args:
             n_bytes (int): Default: the growth of a server with many requests.
@@ -89,8 +93,8 @@ class Account:
 
     @property
     def left(self) -> int:
-        """The bytes that arrays may take; below 0 where more is held than may be."""
-        held = self.held  # first: it measures _host
+        """The bytes left for arrays; negative if more is held than the limit allows."""
+        held = self.held  # first, since it measures _host
         return self.limit - held - max(self._most_host - self._host, 0)
 
     @property
@@ -99,8 +103,8 @@ class Account:
         return max(int(CACHE_SHARE * self.left), 0)
 
     def release(self) -> None:
-        """Give back to the system what MLX and the allocator keep for later."""
+        """Return the free buffers of MLX and of the C library's allocator to the system."""
         mx.clear_cache()
-        if sys.platform == "linux":  # where MLX's CPU backend leaves that to the C library
+        if sys.platform == "linux":  # MLX's CPU backend allocates with the C library
             ctypes.CDLL(None).malloc_trim(0)
         self._asked = -math.inf

@@ -11,11 +11,11 @@ from mlx_lm.models.cache import KVCache
 
 from .account import GB, Account
 
-CONTEXT = 2048  # tokens of a text that a model must at least have room for
+CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
-TIGHT = 0.9  # of the memory that is left
+TIGHT = 0.9  # the share of the memory left above which a warning is logged
 STEP = KVCache.step  # tokens by which caches grow
-STATES_AT_ONCE = 4  # of a recurrence that is computed by many small operations
+STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ class Needs(NamedTuple):
     """The bytes that a model needs.
 
     Args:
-        weights (int): Of the backbone, with embeddings and ``lm_head``.
-        head (int): Of the MTP head.
-        tower (int): Of the vision tower.
-        caches (int): Of a text.
-        chunk (int): Of a pass over a chunk of a prompt, the text's last one.
+        weights (int): The weights of the backbone, with embeddings and ``lm_head``.
+        head (int): The weights of the MTP head.
+        tower (int): The weights of the vision tower.
+        caches (int): The caches of a text.
+        chunk (int): The activations of a pass over the last chunk of a prompt.
     """
 
     weights: int
@@ -74,13 +74,13 @@ class Sizes:
     """The sizes that determine the memory of a model's caches and activations.
 
     Args:
-        value_bytes (int): Of a value of keys, values and activations.
-        backbone_values (int): Of a token's keys and values, in all attention layers.
-        head_values (int): The same, in the head. Default: ``0``, there is none.
-        state_bytes (int): Of the states of all recurrent layers.
-        chunk_bytes (int): Of a pass for each token, beside attention's scores.
-        score_bytes (int): Of attention's scores and mask, for each pair of a token and one before it.
-        fixed_bytes (int): Of a pass over any number of tokens.
+        value_bytes (int): Bytes of a number in keys, values and activations.
+        backbone_values (int): Numbers in a token's keys and values, in all attention layers.
+        head_values (int): Numbers in a token's keys and values in the head. Default: ``0``, without a head.
+        state_bytes (int): Bytes of the states of all recurrent layers.
+        chunk_bytes (int): Bytes of a pass for each token, without attention's scores.
+        score_bytes (int): Bytes of attention's scores and mask for each pair of a token and one before it.
+        fixed_bytes (int): Bytes of a pass over any number of tokens.
     """
 
     value_bytes: int
@@ -96,25 +96,25 @@ class Sizes:
 
         Args:
             n_tokens (int): The length of the text.
-            kv_bits (int, optional): Of the backbone's quantized keys and values. Default: ``None``, they are not quantized.
-            kv_group_size (int): Of these. Default: ``64``.
+            kv_bits (int, optional): Bits of the backbone's quantized keys and values. Default: ``None``, no quantization.
+            kv_group_size (int): Group size of the quantization. Default: ``64``.
         """
         own: float = self.value_bytes
         if kv_bits is not None:
-            own = kv_bits / 8 + 2 * self.value_bytes / kv_group_size  # a scale and a bias for each group
+            own = kv_bits / 8 + 2 * self.value_bytes / kv_group_size  # each group has a scale and a bias
         return self.state_bytes + int(n_tokens * (self.backbone_values * own + self.head_values * self.value_bytes))
 
-    def together(self, lengths: Sequence[int], **kv: Any) -> int:
-        """The bytes of the caches of several texts: of more than one, each has as many columns as the longest, in whole steps.
+    def caches_of_several(self, lengths: Sequence[int], **kv: Any) -> int:
+        """The bytes of the caches of several texts. In a batch each text takes as many columns as the longest, in whole steps.
 
         Args:
-            lengths (Sequence[int]): That of each text.
+            lengths (Sequence[int]): The length of each text.
             kv (Any): As in ``caches``.
         """
         return len(lengths) * self.caches((max(lengths) // STEP + 1) * STEP, **kv) if lengths else 0
 
     def chunk(self, n_tokens: int, n_context: int) -> int:
-        """The most bytes that a pass over a chunk of a prompt takes beside the caches: its activations, freed behind it.
+        """The most bytes of the activations of a pass over a chunk of a prompt, which are freed after it.
 
         Args:
             n_tokens (int): The tokens of the chunk.
@@ -127,8 +127,8 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     """The sizes of a model with a head or without.
 
     Args:
-        model (MTPModel): The model; its weights are not looked at with ``value_bytes``.
-        value_bytes (int, optional): Of a value of its weights that are not quantized. Default: ``None``, those that it has.
+        model (MTPModel): The model. With ``value_bytes`` its weights are not read.
+        value_bytes (int, optional): Bytes of a number in weights that are not quantized. Default: ``None``, as in the model.
     """
     n = value_bytes or model.layers[0].input_layernorm.weight.dtype.size
     recurrent = [layer.linear_attn for layer in model.layers if layer.is_linear]
@@ -141,7 +141,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         backbone_values=sum(map(_kv_values, attention)),
         head_values=sum(map(_kv_values, head)),
         state_bytes=sum(_states(own) + (own.conv_kernel_size - 1) * own.conv_dim * n for own in recurrent),
-        # A layer's input and its output, and the larger of its parts: the other one is computed when this one is done.
+        # A layer's input and output, and the larger of its two parts, which are computed one after the other.
         chunk_bytes=2 * args.hidden_size * n + max(*passes, _mlp(args, n)),
         score_bytes=max((own.num_attention_heads * n + 1 for own in attention + head), default=0),
         fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
@@ -149,7 +149,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
 
 
 def _kv_values(attention: Any) -> int:
-    """Of a token's keys and values."""
+    """The numbers in a token's keys and values."""
     n: int = 2 * attention.num_key_value_heads * attention.head_dim
     return n
 
@@ -163,7 +163,7 @@ def _states(recurrent: Any) -> int:
 def _recurrent(own: Any, n: int) -> int:
     """The bytes of a token's activations in a recurrent layer.
 
-    Without Metal, the recurrence is computed token by token, and MLX allocates the state behind each before it frees any.
+    Without Metal, the recurrence is computed token by token, and MLX allocates several states before it frees one.
     """
     values = own.num_v_heads * own.head_v_dim
     by_token = 0 if mx.metal.is_available() else _states(own) + 18 * values
@@ -171,12 +171,12 @@ def _recurrent(own: Any, n: int) -> int:
 
 
 def _attention(own: Any, n: int) -> int:
-    """Queries with their gates, queries that are normed and rotated, the output and that by the gates; keys and values."""
+    """The bytes of queries with gates, normed and rotated queries, the output before and after the gates, keys and values."""
     return n * (6 * own.num_attention_heads * own.head_dim + 2 * _kv_values(own))
 
 
 def _mlp(args: Any, n: int) -> int:
-    """Gate, up, and their product; of the experts that a token chooses, also what goes in, comes out and is put in order."""
+    """The bytes of gate, up and their product; with experts, also of the input, the output and the sorted copy of each."""
     dense = 3 * args.intermediate_size
     if (experts := getattr(args, "num_experts_per_tok", 0)) == 0 or not getattr(args, "num_experts", 0):
         return dense * n
@@ -187,13 +187,13 @@ def _mlp(args: Any, n: int) -> int:
 
 
 def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
-    """Check that a model fits, before it is loaded; warn where it hardly does.
+    """Check that a model fits, before it is loaded. Log a warning if it barely fits.
 
     Args:
-        name (str): The model's.
+        name (str): The model's name.
         needs (Needs): The memory of the model.
         account (Account): The process's memory and its limit.
-        advice (str): For the error, what would fit. Default: ``""``.
+        advice (str): Added to the error: sizes that would fit. Default: ``""``.
 
     Raises:
         ValueError: It does not fit.

@@ -1,4 +1,4 @@
-"""A prefix of a text is prefilled once: prompt caches with snapshots to resume from."""
+"""Prompt caches of texts, of which each prefix is prefilled once."""
 
 from .store import PromptStore
 

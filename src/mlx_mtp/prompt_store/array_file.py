@@ -1,6 +1,6 @@
 """A safetensors file whose name is the digest of its bytes.
 
-So a file is written once, whoever writes it, and the digest of a damaged one is not its name.
+Processes that write the same arrays write the same file, and a damaged file is recognized by its name.
 """
 
 import json
@@ -17,7 +17,7 @@ from .arrays import Arrays
 
 SUFFIX = ".safetensors"
 CHUNK = 4 << 20  # bytes that are written at once, while other threads run
-# Of safetensors, and the types of MLX and of numpy, which has no bfloat16.
+# The names of safetensors, with the types of MLX and of numpy, which has no bfloat16.
 DTYPES: dict[str, tuple[mx.Dtype, Any]] = {
     "F32": (mx.float32, np.float32),
     "BF16": (mx.bfloat16, np.uint16),
@@ -31,10 +31,10 @@ NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
 def encode(arrays: Arrays, metadata: Mapping[str, str]) -> tuple[str, memoryview]:
     """The name and the bytes of a file. The same arrays in the same order give the same bytes.
 
-    MLX's own functions are not used: on a buffer they wait for Python's lock, and a server that used them hung.
+    MLX's ``save_safetensors`` is not used: with a buffer it waits for Python's lock, which can deadlock a server.
 
     Args:
-        arrays (Dict[str, mx.array]): Evaluated and contiguous, since another thread may have made them.
+        arrays (Dict[str, mx.array]): Evaluated and contiguous arrays: another thread may have created them.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -49,7 +49,7 @@ def encode(arrays: Arrays, metadata: Mapping[str, str]) -> tuple[str, memoryview
 
 
 def write(path: Path, temporary: Path, data: memoryview) -> None:
-    """Write a file for its owner alone, under a temporary name and then renamed, so that no part of it is read."""
+    """Write a file that only its owner may read. It is renamed when it is complete, so no process reads a part of it."""
     try:
         with open(temporary, "wb", opener=private) as file:
             for i in range(0, len(data), CHUNK):

@@ -1,9 +1,9 @@
-"""A prompt cache as named arrays: the rows of a span of tokens, and the states after a token.
+"""A prompt cache as named arrays: the keys and values of a span of tokens, and the states after a token.
 
-    rows     keys and values of the tokens [begin, end) in each attention layer, and the head's
-    states   of the recurrent layers after the last token, and the hidden state that the head waits with
+    keys and values   of the tokens [begin, end) in each attention layer and in the head
+    states            of the recurrent layers after the last token, and the last hidden state, for the head
 
-Row p - 1 of the head pairs the hidden state of token p - 1 with token p: it belongs to token p, and the first token has none.
+The head's pair p - 1 has the hidden state of token p - 1 and token p. It belongs to token p, so the first token has no pair.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ Arrays = dict[str, mx.array]
 
 
 class Format(NamedTuple):
-    """The arrays that there are of each token. Prompt caches of two formats share nothing.
+    """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes.
 
     Args:
-        kv (KVOptions, optional): How keys and values are quantized; ``None`` where they are not, or not yet.
-        head (bool): Whether the head has a row for each token but the first.
+        kv (KVOptions, optional): The quantization of keys and values; ``None`` if they are not quantized, or not yet.
+        head (bool): Whether the head has keys and values for each token except the first.
     """
 
     kv: KVOptions | None
@@ -36,7 +36,7 @@ class Format(NamedTuple):
 def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
     """
     Raises:
-        ValueError: Keys and values are quantized, and ``kv`` does not say so.
+        ValueError: The quantization of keys and values is not that of ``kv``.
     """
     quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
     if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
@@ -45,18 +45,18 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
             f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=KVOptions(...), as it was read "
             f"with, not {kv}."
         )
-    has_rows = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
-    return Format(kv if quantized else None, has_rows and has_head(model))
+    has_pairs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
+    return Format(kv if quantized else None, has_pairs and has_head(model))
 
 
-def rows(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:
-    """The rows of the tokens [begin, end), not yet copied out of the cache's arrays."""
+def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:
+    """The keys and values of the tokens [begin, end), as slices of the cache's arrays."""
     parts = [(str(i), c, begin, end) for i, c in enumerate(cache.backbone) if hasattr(c, "offset")]
     if format.head and end > 1:
         parts.append(("head", cache.head, max(begin - 1, 0), end - 1))
     out: Arrays = {}
     for name, c, i, k in parts:
-        held: Any = tree_flatten([c.keys, c.values])  # two arrays, or six where they are quantized
+        held: Any = tree_flatten([c.keys, c.values])  # two arrays, or six if they are quantized
         out |= {f"{name}.{j}": x[:, :, i:k] for j, (_, x) in enumerate(held)}  # [1, H, k - i, D]
     return out
 
@@ -69,14 +69,14 @@ def states(cache: PromptCache, format: Format) -> Arrays:
 
 
 def copied(arrays: Arrays) -> Arrays:
-    """Arrays of their own, done: a slice would hold the array that it is cut from, and another thread could not evaluate it."""
+    """Evaluated copies: a slice would keep its whole array in memory, and another thread could not evaluate it."""
     arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
     mx.eval(arrays)
     return arrays
 
 
 def are_equal(a: Arrays, b: Arrays) -> bool:
-    """Whether two sets of rows are the same, bit for bit."""
+    """Whether two sets of keys and values are equal bit for bit."""
     if a.keys() != b.keys() or any(a[n].shape != b[n].shape or a[n].dtype != b[n].dtype for n in a):
         return False
     same = [mx.array_equal(a[name].view(mx.uint8), b[name].view(mx.uint8)) for name in a]
@@ -88,11 +88,11 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of these tokens. Those behind the last one that is none are what can be copied from.
+    """A prompt cache of these tokens. Drafts can be copied from the tokens behind the last image.
 
     Args:
-        spans (Sequence[Arrays]): The rows, from the first token to the last.
-        last (Arrays): The states after the last one.
+        spans (Sequence[Arrays]): The keys and values, from the first token to the last.
+        last (Arrays): The states after the last token.
     """
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))
@@ -104,14 +104,14 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
     if format.head:
         entries[cache.n_layers] = _keys("head", None, spans)
         cache.last_hidden = last["hidden"]
-    is_none = np.flatnonzero(tokens < 0)
-    cache.record(len(tokens), tokens[is_none[-1] + 1 if len(is_none) > 0 else 0 :].tolist())
+    of_images = np.flatnonzero(tokens < 0)
+    cache.record(len(tokens), tokens[of_images[-1] + 1 if len(of_images) > 0 else 0 :].tolist())
     mx.eval([c.state for c in entries])  # another thread may use them
     return entries
 
 
 def _keys(name: str, kv: KVOptions | None, spans: Sequence[Arrays]) -> Any:
-    """A layer's cache with the rows of all spans, and with space for the next tokens."""
+    """A layer's cache with the keys and values of all spans, and with space for the next tokens."""
     held = [span for span in spans if f"{name}.0" in span]
     n = sum(span[f"{name}.0"].shape[2] for span in held)
     entry = stock.KVCache() if kv is None else stock.QuantizedKVCache(kv.kv_group_size, kv.kv_bits)

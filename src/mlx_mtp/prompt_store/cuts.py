@@ -1,4 +1,4 @@
-"""Where the reading of a prompt is cut, so that later texts can be resumed there: where they are likely to part from it."""
+"""Where to cut the prefill of a prompt: at positions where later texts are likely to differ, so that they resume there."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,29 +6,29 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 LAST = 4  # messages that end in a cut
-LINE = 64  # tokens before a place where texts part: others part a little earlier, as when an hour gets two digits
-NEAR = 2 * LINE  # tokens after another cut, where one more would save little
-EVERY = 4096  # tokens at most between two cuts, so that an edit in the middle costs no more
-OPENING = "<|im_start|>"  # of a message, in the chat templates of these models
+LINE = 64  # tokens before a position where texts differ: others differ a little earlier, as with a two-digit hour
+NEAR = 2 * LINE  # tokens after a cut within which another cut would save little
+EVERY = 4096  # the most tokens between two cuts, which an edit in the middle costs at most
+OPENING = "<|im_start|>"  # the start of a message in the chat templates of these models
 
 
 def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -> list[int]:
-    """The numbers of tokens, in order, after which the cache of a prompt is to be inserted into a store.
+    """The numbers of tokens after which to insert the cache of a prompt into a store, in order.
 
     Args:
-        tokenizer (TokenizerWrapper): Its chat template tells where messages end.
-        n_common (int): The number of the prompt's tokens that the store knows, of whatever text: its ``n_common``.
+        tokenizer (TokenizerWrapper): Its chat template defines where messages end.
+        n_common (int): The ``n_common`` of the store for this prompt.
     """
     opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
     return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)
 
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
-    """Where messages end: wherever the next one opens.
+    """The positions where messages end and the next one begins.
 
     Args:
-        tokens (Sequence[int]): A prompt as rendered, with the opening of the answer at its end.
-        opening (Sequence[int]): The tokens of ``OPENING``, one where the tokenizer knows it.
+        tokens (Sequence[int]): A rendered prompt, which ends with the opening of the answer.
+        opening (Sequence[int]): The tokens of ``OPENING``: one if it is a special token of the tokenizer.
     """
     text, n = np.asarray(tokens), len(opening)
     if n == 0 or len(text) < n:
@@ -38,14 +38,14 @@ def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
 
 
 def choose_cuts(ends: Iterable[int], n_tokens: int, n_common: int = 0, every: int = EVERY) -> list[int]:
-    """Where to cut a prompt, in order; each cut leaves at least one token, which generation begins with.
+    """The positions at which to cut a prompt, in order. At least one token follows each cut: generation begins with it.
 
     Args:
-        ends (Iterable[int]): Where its messages end: the last ones get a cut. Without any, the end of the prompt gets one.
-        n_tokens (int): Of the prompt.
-        n_common (int): Where it parts from all texts before: others may part from it there, too. A cut is made a line before,
-          and a line before the end of the first message, the system's, where the date often is.
-        every (int): The most tokens between two cuts. A cut in between is at the end of a message, if there is one.
+        ends (Iterable[int]): The ends of its messages. The last ones become cuts; without any, the end of the prompt does.
+        n_tokens (int): The number of tokens of the prompt.
+        n_common (int): The position where the prompt differs from all stored texts; other texts may differ there, too. A cut is
+          made a line before it, and a line before the end of the system message, which often has the date.
+        every (int): The most tokens between two cuts. Additional cuts are at the ends of messages where possible.
     """
     known = sorted({end for end in ends if 0 < end < n_tokens}) or [n_tokens - 1] * (n_tokens > 1)
     wanted = {*(known[1:] or known)[-LAST:]}

@@ -1,4 +1,5 @@
-"""The threads between a store and its folder: one writes behind, so that no answer waits for the disk, and one reads ahead."""
+"""The threads between a store and its folder: one writes in the background, so that no request waits for the disk, and one
+reads ahead."""
 
 import json
 import logging
@@ -20,14 +21,14 @@ from .arrays import Arrays, Format
 from .shared_folder import LAYOUT, Entry, Outcome, SharedFolder
 from .tree import Node, StoredArrays, Tokens
 
-RETRY = 60.0  # seconds until the next try where the hour's bytes are used up, or nothing can be written
-POLL = 0.05  # seconds between two looks at a file that another process is writing
-FLUSH = 10.0  # seconds to write the rest when a store is closed,
-LAST_FILE = 5.0  # and to end the file that is being written then
+RETRY = 60.0  # seconds until the next attempt after the hourly limit was reached or a write failed
+POLL = 0.05  # seconds between two checks of a file that another process is writing
+FLUSH = 10.0  # seconds to write the rest when a store is closed
+LAST_FILE = 5.0  # seconds more for the file that is being written at that time
 
 
 def key_of(model: Any, format: Format) -> str:
-    """The name of a model's arrays: a hash of everything that changes a bit of them."""
+    """The name of a model and a format: a hash of everything that the bits of the arrays depend on."""
     device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
     versions = LAYOUT, version("mlx"), version("mlx-lm")
     what = [versions, device, model.fingerprint().hex(), part_of(model), vars(model.args), format]
@@ -39,11 +40,11 @@ class PendingWrite(NamedTuple):
 
     Args:
         node (Node): Its node.
-        stored (StoredArrays): Gets the file's name.
+        stored (StoredArrays): Its arrays in the tree, which get the file's name.
         arrays (Dict[str, mx.array]): The arrays to write, even if the store evicts them meanwhile.
-        tokens (Tokens, optional): Of a span, [n]; ``None`` for a snapshot.
+        tokens (Tokens, optional): The tokens of a span, [n]; ``None`` for a snapshot.
         model (str): The model's name, see ``key_of``.
-        parent (str): The file of the span that it belongs to; empty for none.
+        parent (str): The file of the span above a span, or of a snapshot's own span; empty for none.
     """
 
     node: Node
@@ -57,15 +58,15 @@ class PendingWrite(NamedTuple):
 class DiskWriter:
     """
     Args:
-        folder (SharedFolder): Where the files are. Closed with this.
-        next_write (Callable[[bool], Optional[PendingWrite]]): Says what to write next; called with ``True`` at the end, when
-          more is written than before.
+        folder (SharedFolder): The folder, which ``close`` closes, too.
+        next_write (Callable[[bool], Optional[PendingWrite]]): Returns the next part to write. Its argument
+          is whether the store is being closed: then more is written than before.
         on_written (Callable[[PendingWrite, Outcome, str], None]): Called with the outcome and the file's name.
 
     Attributes:
-        reader (ThreadPoolExecutor): The one thread that reads ahead: MLX's streams are a thread's own.
-        bytes_written (int): By this process.
-        bytes_read (int): By this process.
+        reader (ThreadPoolExecutor): The thread that reads ahead. It has one worker, since MLX's streams belong to threads.
+        bytes_written (int): Bytes that this process has written.
+        bytes_read (int): Bytes that this process has read.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DiskWriter:
         self._thread.start()
 
     def entries(self, model: str, after: int) -> list[Entry]:
-        """The files of a model that were done after the one with this number."""
+        """The files of a model that were completed after the one with this number."""
         try:
             return self.folder.entries(model, after)
         except sqlite3.Error as e:
@@ -92,10 +93,10 @@ class DiskWriter:
             return []
 
     def read(self, name: str, model: str, parent: str, tokens: Tokens | None) -> Arrays | None:
-        """The arrays of a file, if it is there and belongs to this text. A damaged one is dropped.
+        """The arrays of a file; ``None`` if it was removed. A damaged file, or one of another text, is removed.
 
         Args:
-            tokens (Tokens, optional): That the file must have, where it is a span's.
+            tokens (Tokens, optional): The tokens of a span, which the file must have.
         """
         try:
             data = self.folder.read(name)
@@ -121,12 +122,12 @@ class DiskWriter:
             logging.warning(f"{self.folder.path}/{name} cannot be removed: {e}.")
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note that these files are used."""
+        """Record that these files are in use."""
         self._touched.update(names)
         self.wake()
 
     def wake(self) -> None:
-        """Look for something to write."""
+        """Have the writing thread look for parts to write."""
         self._wake.set()
 
     def close(self, seconds: float) -> None:
@@ -150,7 +151,7 @@ class DiskWriter:
                 wait = None if self._write_all(is_last) else RETRY
                 is_failing = False
             except Exception as e:
-                if not is_failing:  # one line, however often it is tried
+                if not is_failing:  # one line for all attempts in a row
                     is_known = isinstance(e, OSError | sqlite3.Error)
                     again = (
                         f"The prompt cache in {self.folder.path} cannot be written now and will be tried again: {e}."
@@ -160,12 +161,12 @@ class DiskWriter:
         self.folder.close()
 
     def _write_all(self, is_last: bool) -> bool:
-        """Write all that there is to write -> whether nothing is left for later."""
+        """Write all parts that are due -> whether nothing has to be tried again later."""
         if names := [self._touched.pop() for _ in range(len(self._touched))]:
             self.folder.touch(names)
         while (write := self.next_write(is_last)) is not None:
             if self._deadline is not None and (not is_last or time.monotonic() > self._deadline):
-                return True  # begin again with all that is written at the end; or the time is up
+                return True  # begin again, with more parts, since the store is being closed; or the time is up
             outcome, name = self._write(write)
             if outcome is Outcome.LATER:
                 return False

@@ -1,7 +1,7 @@
-"""The trees of a store, one for each format, the memory that their arrays take, and what is evicted where it is short.
+"""The trees of a store, one for each format, the memory of their arrays, and eviction.
 
-Evicted is the snapshot whose bytes save the least prefill. Snapshots close to each other save little each, an old text saves
-nothing until a request returns to it, and the end of a text frees its keys and values as well.
+The snapshot whose bytes save the least prefill is evicted first. Snapshots close to each other save little each, an old text
+saves nothing until a request returns to it, and evicting the end of a text frees its keys and values as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ from . import arrays
 from .arrays import Arrays, Format
 from .tree import Handle, Node, StoredArrays, Tokens
 
-ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of its prefill
+ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of the time to prefill it
 
 
 class Forest:
     """
     Attributes:
         nbytes (int): The size of all arrays in memory.
-        now (int): The time, in requests.
+        now (int): The number of requests so far, which serves as the time.
         by_file (Dict[str, Node]): The nodes whose spans are on disk.
     """
 
@@ -48,7 +48,7 @@ class Forest:
     def deepest(self, text: Tokens, kv: KVOptions | None) -> tuple[Format, Node] | None:
         """The node of the longest snapshot to resume a text from.
 
-        At the same length, snapshots with the head's keys and values come first, and then the one used last.
+        Of equal lengths, a snapshot with the head's keys and values is preferred, and then the one that was used last.
         """
         best: tuple[Format, Node] | None = None
         for format, root in self.roots.items():
@@ -62,7 +62,7 @@ class Forest:
         return best
 
     def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
-        """The node of a handle, if it still is a prefix of the text in the tree, or else the root.
+        """The node of a handle if it is still in the tree and a prefix of the text; otherwise the root.
 
         The keys and values of the text's cache up to this node are those of the tree.
         """
@@ -139,12 +139,12 @@ class Forest:
 
 
 def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = False) -> float:
-    """The tokens of prefill that a byte of a snapshot saves, weighted by how often and how lately it was used.
+    """The tokens of prefill that each byte of a snapshot saves, weighted by how often and how recently it was used.
 
     Args:
-        n_tokens (int): The tokens since the snapshot above it, which are prefilled again without it.
+        n_tokens (int): The tokens since the snapshot above it: without this one, they are prefilled again.
         n_bytes (int): The bytes that its eviction frees.
-        age (int): Requests since it was made or used.
+        age (int): The number of requests since it was made or last used.
         uses (int): The number of texts that were resumed from it.
     """
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
@@ -165,7 +165,7 @@ def above(node: Node, matches: Callable[[Node], bool]) -> Node:
 
 
 def only_for(node: Node) -> list[Node]:
-    """The nodes whose spans are in memory for this node's snapshot alone, from the leaves up."""
+    """The nodes whose spans are in memory only for the snapshot of this node, from the leaves up."""
     found: list[Node] = []
     n: Node | None = node
     while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.all_children()):

@@ -1,12 +1,12 @@
 """A folder of arrays of texts, and an SQLite index of its files. Several processes may share it.
 
     index.sqlite             one row for each file
-    0f3a...9c.safetensors    a span: tokens and their rows; or a snapshot: the states after a span's last token
-    5be1...07.writer         locked as long as a writer lives
+    0f3a...9c.safetensors    a span: tokens, keys and values; or a snapshot: the states after a span's last token
+    5be1...07.writer         locked as long as a writing process is alive
 
-A row is made before its file is written, with the name of its writer, and is done when the file has its name. So the folder is
-never larger than its limit, and a killed process leaves nothing unknown. A file without a row is nobody's. Files are not forced
-to the disk: a power failure may damage some, which their digests tell.
+A row with the name of its writer is made before its file is written, and is completed when the file is. So the folder never
+exceeds its limit, and the index lists what a killed process leaves behind. A file without a row is removed. Files are not
+synchronized with the disk: a power failure may damage some, which is recognized by their digests.
 """
 
 import logging
@@ -28,10 +28,10 @@ from .array_file import SUFFIX
 from .writer_lock import SUFFIX as LOCK_SUFFIX
 from .writer_lock import WriterLock, is_alive
 
-LAYOUT = 3  # of the index and the files; those of another one are removed
+LAYOUT = 3  # version of the index and the files; files of another version are removed
 DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # SQLite's codes for a damaged index
-FREE_SHARE, FREE = 0.05, 1 << 30  # of the disk, and bytes: the lesser is left free for others
-BUSY = 10.0  # seconds to wait for another process that writes to the index
+FREE_SHARE, FREE = 0.05, 1 << 30  # a share of the disk, and bytes: the smaller one is left free
+BUSY = 10.0  # seconds to wait while another process writes to the index
 OURS = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}(\.(\w+)\.tmp)?")
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -60,23 +60,23 @@ class Entry(NamedTuple):
 
 
 class Outcome(Enum):
-    """Of writing a file."""
+    """The outcome of writing a file."""
 
     WRITTEN = auto()
-    THERE = auto()  # somebody wrote it before
-    BUSY = auto()  # somebody is writing it
-    ORPHAN = auto()  # the span that it belongs to is no longer there
+    THERE = auto()  # it was written before
+    BUSY = auto()  # another process is writing it
+    ORPHAN = auto()  # the span that it belongs to was removed
     NO_SPACE = auto()
     FAILED = auto()  # the arrays cannot be written
-    LATER = auto()  # the hour's bytes are used up
+    LATER = auto()  # the hourly limit is reached
 
 
 class SharedFolder:
     """
     Args:
-        path (Path): It is made if it does not exist. Only its owner may read it and its files.
-        max_bytes (int): The most that all files may take.
-        max_hourly (int): The most bytes that all processes may write in an hour.
+        path (Path): The folder, which is created if it does not exist. Only its owner may read it and its files.
+        max_bytes (int): The maximum size of all files.
+        max_hourly (int): The maximum number of bytes that all processes together write in an hour.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -84,14 +84,14 @@ class SharedFolder:
 
     def __init__(self, path: Path, max_bytes: int, max_hourly: int):
         self.path, self.max_bytes, self.max_hourly = path, max_bytes, max_hourly
-        self._lock = threading.Lock()  # of the connection, which two threads use
+        self._lock = threading.Lock()  # protects the connection, which two threads use
         self._writer: WriterLock | None = None
         _make_private(path)
         index = path / "index.sqlite"
         try:
             self._db = _connect(index)
         except sqlite3.DatabaseError as e:
-            if not _is_damage(e):  # it is locked, or the disk is full: the index stays
+            if not _is_damage(e):  # it is locked, or the disk is full: the index is kept
                 raise OSError(f"{index} cannot be used: {e}.") from e
             logging.warning(f"{index} cannot be used ({e}): it is moved aside, and the prompt cache starts empty.")
             for suffix in ("-wal", "-shm"):
@@ -124,7 +124,7 @@ class SharedFolder:
             self._db.execute("COMMIT")
 
     def _sweep(self) -> None:
-        """Remove the remains of killed processes, and become a writer."""
+        """Remove the files that killed processes left behind, and become a writer."""
         with self._transaction() as db:
             self._writer = WriterLock(self.path)
             for (writer,) in db.execute("SELECT DISTINCT writer FROM files WHERE writer IS NOT NULL").fetchall():
@@ -140,10 +140,10 @@ class SharedFolder:
                 if is_left:
                     file.unlink(missing_ok=True)
 
-    # What there is
+    # Read
 
     def entries(self, model: str, after: int) -> list[Entry]:
-        """The files of a model that were done after the one with this number."""
+        """The files of a model that were completed after the one with this number."""
         query = "SELECT id, name, parent, tokens, nbytes FROM files WHERE model = ? AND id > ? AND writer IS NULL"
         with self._lock:
             return [Entry(*row) for row in self._db.execute(f"{query} ORDER BY id", (model, after))]
@@ -152,17 +152,17 @@ class SharedFolder:
         """
         Raises:
             ValueError: The file is damaged.
-            OSError: It cannot be read, as where it was dropped.
+            OSError: It cannot be read, for example because it was removed.
         """
         return array_file.read(self._file(name))
 
     def touch(self, names: Iterable[str]) -> None:
-        """These files are being used."""
+        """Record that these files are in use."""
         with self._transaction() as db:
             db.executemany("UPDATE files SET used = ? WHERE name = ?", [(time.time(), name) for name in names])
 
     def forget(self, name: str) -> None:
-        """Drop a file, and all that build on it."""
+        """Remove a file, and all files that continue it."""
         below = "WITH RECURSIVE below(name) AS (SELECT ? UNION SELECT p.name FROM files p JOIN below b ON p.parent = b.name)"
         with self._transaction() as db:
             for (found,) in db.execute(f"{below} SELECT name FROM below", (name,)).fetchall():
@@ -171,7 +171,7 @@ class SharedFolder:
     # Write
 
     def write(self, model: str, parent: str, tokens: bytes | None, name: str, data: memoryview) -> Outcome:
-        """Write a file, and drop those that were used least recently to make space.
+        """Write a file, and remove the least recently used files to make space.
 
         Raises:
             OSError: The disk is full, or the folder cannot be written to.
@@ -188,7 +188,7 @@ class SharedFolder:
         columns = "name, model, parent, tokens, nbytes, used"
         done = f"REPLACE INTO files ({columns}) SELECT {columns} FROM files WHERE name = ? AND writer = ?"
         with self._transaction() as db:
-            if db.execute(done, (name, self._name)).rowcount == 0:  # somebody has removed it
+            if db.execute(done, (name, self._name)).rowcount == 0:  # another process has removed it
                 self._file(name).unlink(missing_ok=True)
                 return Outcome.ORPHAN
         return outcome
@@ -228,7 +228,7 @@ class SharedFolder:
         return Outcome.WRITTEN
 
     def _drop_oldest(self, db: sqlite3.Connection, needed: str) -> bool:
-        """Drop the file that was used least recently of those on which no other builds -> whether there was one."""
+        """Remove the least recently used file that no other file continues -> whether there was one."""
         oldest = db.execute(
             "SELECT name FROM files p WHERE writer IS NULL AND name != ? "
             "AND NOT EXISTS (SELECT 1 FROM files c WHERE c.parent = p.name) ORDER BY used, id DESC LIMIT 1",
@@ -244,7 +244,7 @@ class SharedFolder:
 
     @property
     def _name(self) -> str:
-        """By which the index knows this writer."""
+        """The name of this writer in the index."""
         assert self._writer is not None
         return self._writer.name
 
@@ -287,7 +287,7 @@ def _connect(index: Path) -> sqlite3.Connection:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder that only its owner may read, or make an existing one so: the texts in it are private."""
+    """Create a folder that only its owner may read, or restrict an existing one: the texts in it are private."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_mode & 0o077 == 0:
@@ -310,6 +310,6 @@ def _total(db: sqlite3.Connection) -> int:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the index is no index, or another one's: all else is not its fault."""
+    """Whether the error means that the index is damaged or of another program, rather than locked or without space."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     return code & 0xFF in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ

@@ -1,4 +1,4 @@
-"""Prefixes of texts that were prefilled before, in memory and on disk."""
+"""The store of prefilled prefixes, in memory and on disk."""
 
 import threading
 import weakref
@@ -22,16 +22,16 @@ from .stored_files import Files
 from .tree import Handle, Node, StoredArrays, Tokens
 
 MAX_DISK_BYTES = 64 * 10**9
-MAX_HOURLY_BYTES = 32 * 10**9  # written to disk, which wears
+MAX_HOURLY_BYTES = 32 * 10**9  # SSDs wear with every write
 
 
 class Prefix(NamedTuple):
     """A stored prefix of a text.
 
     Args:
-        prompt_cache (List[Any]): The caller's own.
+        prompt_cache (List[Any]): A cache that the caller may change.
         n_tokens (int): The number of tokens in it; 0 if nothing is stored.
-        handle (Handle, optional): Where it is stored, for ``insert``; ``None`` if nothing is.
+        handle (Handle, optional): The stored prefix, for ``insert``; ``None`` if nothing is stored.
     """
 
     prompt_cache: list[Any]
@@ -44,9 +44,9 @@ class Counts:
     """Counts of a store's work.
 
     Args:
-        fetches (int): Texts that were looked up.
-        hits (int): Those of which a prefix was found.
-        tokens (int): The tokens of these prefixes.
+        fetches (int): The number of texts that were looked up.
+        hits (int): The number of texts of which a prefix was found.
+        tokens (int): The number of tokens of these prefixes.
     """
 
     fetches: int = 0
@@ -136,7 +136,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """The number of tokens that the text shares with a stored one: later texts may differ from it there, too."""
+        """The number of tokens that the text has in common with a stored one: later texts may differ from it there, too."""
         text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
@@ -173,8 +173,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             while (child := self._same_child(node, text, cache, format)) is not None:
                 node = child
             if node.length < len(text):
-                rows = arrays.rows(cache, format, node.length, len(text))
-                node = Node(text[node.length :].copy(), node, self._forest.hold(rows))
+                new = arrays.keys_and_values(cache, format, node.length, len(text))
+                node = Node(text[node.length :].copy(), node, self._forest.hold(new))
             if not in_memory(node):
                 node.snapshot = self._forest.hold(arrays.states(cache, format))
                 node.used = self._forest.now
@@ -208,10 +208,10 @@ class PromptStore(AbstractContextManager["PromptStore"]):
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
         """The child with the text's next tokens, prefilled alike: rounding may differ where a text was cut elsewhere."""
         for child in node.next(text):
-            rows = arrays.rows(cache, format, child.begin, child.length)
+            new = arrays.keys_and_values(cache, format, child.begin, child.length)
             # Read from its file, but not kept in memory: it may differ.
             stored = child.span.arrays or self._files.read(child, child.span, format)
-            if stored is not None and arrays.are_equal(stored, rows):
+            if stored is not None and arrays.are_equal(stored, new):
                 return child
         return None
 

@@ -1,4 +1,4 @@
-"""The files of a store: the spans and snapshots that they have, reading them, and the next one to write."""
+"""The files of a store: the spans and snapshots in them, how they are read, and which to write next."""
 
 import threading
 from typing import Any
@@ -23,24 +23,24 @@ class Files:
         self.model, self.forest, self._lock = model, forest, lock
         self.disk: DiskWriter | None = None
         self._keys: dict[Format, str] = {}
-        self._last_entry: dict[Format, int] = {}  # of the index that was read
+        self._last_entry: dict[Format, int] = {}  # the number of the last entry of the index that was read
 
     def open(self, folder: SharedFolder) -> None:
         self.disk = DiskWriter(folder, self.next_write, self.on_written)
 
     def forget(self) -> None:
-        """Forget the forest, and which files there are."""
+        """Forget the forest and the files."""
         self.forest.clear()
         self._keys, self._last_entry = {}, {}
 
     def key_of(self, format: Format) -> str:
-        """The name of the model and a format in the index."""
+        """The name of the model with a format in the index."""
         if format not in self._keys:
             self._keys[format] = key_of(self.model, format)
         return self._keys[format]
 
     def read_index(self, kv: KVOptions | None) -> None:
-        """Add the files that this process or another one has written since."""
+        """Add the files that any process has written since the last call."""
         if self.disk is None:
             return
         for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)}:
@@ -59,7 +59,7 @@ class Files:
         return False
 
     def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
-        """Have a node's span or snapshot in memory -> whether it is."""
+        """Load a node's span or snapshot into memory if needed -> whether it is in memory."""
         if stored.in_memory:
             return True
         found = self.read(node, stored, format)
@@ -70,11 +70,11 @@ class Files:
             return is_there and stored.in_memory
 
     def _has(self, node: Node, stored: StoredArrays) -> bool:
-        """Whether a span or snapshot is still in the forest: another thread may have dropped it meanwhile."""
+        """Whether a span or snapshot is still in the forest: another thread may have removed it."""
         return node in self.forest and stored in (node.span, node.snapshot)
 
     def read(self, node: Node, stored: StoredArrays, format: Format) -> Arrays | None:
-        """The arrays of a span or snapshot in its file. A missing or damaged one is removed from the forest."""
+        """Read the arrays of a span or snapshot from its file. Without a sound file, it is removed from the forest."""
         disk, above, name = self.disk, node.parent, stored.name
         if disk is None or above is None or name is None:
             return None
@@ -90,7 +90,7 @@ class Files:
         return found
 
     def next_write(self, is_last: bool) -> PendingWrite | None:
-        """The next span or snapshot to write: the snapshot used last of those worth writing, after the spans above it.
+        """The next span or snapshot to write: the spans above the most recently used snapshot worth writing, then the snapshot.
 
         Args:
             is_last (bool): Whether the store is being closed: then the ends of all texts are written as well.
@@ -106,7 +106,7 @@ class Files:
                 continue
             root, *path = node.path()
             key = self.key_of(next(format for format, r in self.forest.roots.items() if r is root))
-            span = next((n for n in path if n.span.name is None), None)  # the first that is not on disk
+            span = next((n for n in path if n.span.name is None), None)  # the first span that is not on disk
             if span is None:
                 return PendingWrite(node, node.snapshot, node.snapshot.arrays, None, key, node.span.name or "")
             assert span.parent is not None
@@ -115,10 +115,10 @@ class Files:
         return None
 
     def on_written(self, write: PendingWrite, outcome: Outcome, name: str) -> None:
-        """Note the outcome of a write, and the file's name."""
+        """Record the outcome of a write and the file's name."""
         with self._lock:
             if write.node not in self.forest:
-                return  # it was evicted meanwhile
+                return  # it was evicted in the meantime
             is_span = write.tokens is not None
             if outcome in (Outcome.WRITTEN, Outcome.THERE):
                 write.stored.name = name
@@ -145,7 +145,7 @@ def _add_entry(forest: Forest, format: Format, entry: Entry) -> None:
 
 
 def _not_on_disk(forest: Forest, node: Node) -> None:
-    """The file of a node's span was dropped: write it again, if it is in memory."""
+    """Handle the removal of the file of a node's span: it is written again if it is in memory."""
     if node.parent is None:
         return
     if not node.span.in_memory:
@@ -160,9 +160,8 @@ def _not_on_disk(forest: Forest, node: Node) -> None:
 
 
 def _is_worth_writing(node: Node) -> bool:
-    """Whether a snapshot saves more than its bytes would as keys and values: so disk grows with the tokens alone.
-
-    Where texts part, and where one was resumed twice, others will be.
+    """Whether to write a snapshot: its bytes are at most those of the keys and values since the snapshot on disk above it, so
+    that disk use grows with tokens; or texts differ behind it or were resumed from it twice, so that others will be, too.
     """
     assert node.snapshot is not None
     last = above(node, lambda n: n.snapshot is not None and n.snapshot.name is not None)

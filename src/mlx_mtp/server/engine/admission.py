@@ -117,7 +117,7 @@ class Admission:
         """The bytes that a request's prompt needs in addition to the running requests."""
         options, together = self.options, [*running, request]
         lengths = [r.n_prompt + r.n_tokens for r in together]
-        caches = self.sizes.together(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
+        caches = self.sizes.caches_of_several(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
         n, chunk = request.n_prompt, min(request.n_prompt, options.prefill_step_size)
         pictured = None if request.encoded is None else request.encoded.pictured
         tower = 0 if pictured is None else pictured.vision.unread_bytes
