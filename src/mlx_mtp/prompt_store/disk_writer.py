@@ -146,10 +146,10 @@ class DiskWriter:
         while not is_last:
             self._wake.wait(wait)
             self._wake.clear()
-            is_last = self._deadline is not None
+            is_last, n_bytes = self._deadline is not None, self.bytes_written
             try:
                 wait = None if self._write_all(is_last) else RETRY
-                is_failing = False
+                is_failing = is_failing and self.bytes_written == n_bytes  # until something was written
             except Exception as e:
                 if not is_failing:  # one line for all attempts in a row
                     is_known = isinstance(e, OSError | sqlite3.Error)
