@@ -9,18 +9,34 @@ from importlib import import_module
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 import mlx_mtp
 from tests.support.decoding import mtp, plain
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG, examples
-from tests.support.scenario import WAYS, assert_single_run, scenarios
+from tests.support.scenario import WAYS, Ask, Scenario, assert_single_run, scenarios
 from tests.support.scripted import Scripted
+
+# Texts that end within a window of right drafts, of which the last ones are not handed over.
+WITHIN_A_WINDOW = Scenario(
+    family="qwen3_5",
+    seed=0,
+    n_layers=2,
+    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", leaves=n) for n in (3, 5, 8)],
+    prefill_step_size=2048,
+    completion_batch_size=32,
+    refused={},
+    close="close",
+    alone={},
+    draft_rows=None,
+    copies=None,
+)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @examples(10)
+@example(scenario=WITHIN_A_WINDOW)
 @given(scenario=scenarios())
 def test_each_text_is_that_of_a_single_run(way, scenario):
     assert_single_run(way, scenario)
