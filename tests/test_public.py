@@ -1,6 +1,7 @@
 """The public names, how they are imported, and the architecture: imports that go down only."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -13,6 +14,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO_NOTE
 
 PACKAGE = Path(mlx_mtp.__file__).parent
+ROOT = Path(__file__).parents[1]
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
 SHARED = {"cli", "files", "prompts"}  # by the commands
 LIBRARY = {
@@ -105,6 +107,15 @@ def test_imports_go_down_only(name):
 def test_no_import_cycle():
     graph = {name: imports_of(name) - {name} for name in FILES}
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # raises CycleError
+
+
+def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
+    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")]
+    found = {
+        name for file in files for name in re.findall(r"^(?:from|import) (tests[.\w]*)", file.read_text(), re.MULTILINE)
+    }
+    assert found
+    assert all(name.startswith("tests.support.") for name in found)
 
 
 def test_public_names():
