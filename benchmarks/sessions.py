@@ -106,7 +106,7 @@ class Client:
         return message | ({"tool_calls": [{"id": "1", "type": "function", "function": call}]} if tools else {})
 
     def _count(self, body: dict[str, Any], say: str, usage: dict[str, Any]) -> None:
-        figures, (_, request, _) = self.figures, read_request(body, OPTIONS)
+        figures, (_, request) = self.figures, read_request(body, OPTIONS)
         prompt = self.tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True)
         assert len(prompt) == usage["prompt_tokens"]
         known = min(max((_common(s, prompt) for s in self.seen), default=0), len(prompt) - 1)

@@ -13,7 +13,7 @@ from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
 ASK = [{"role": "user", "content": "a"}]
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
@@ -136,7 +136,7 @@ def test_a_streamed_thinking_block_is_signed(claude):
         {"role": "assistant", "content": [thinking.model_dump(), text.model_dump(include={"type", "text"})]},
         *ASK,
     ]
-    _, request, _ = messages.read_request({"messages": history}, FLAGS)
+    _, request = messages.read_request({"messages": history}, FLAGS)
     assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
@@ -203,7 +203,7 @@ def test_messages_become_those_of_a_chat_template():
         "output_config": {"effort": "high"},
         "thinking": {"type": "adaptive"},
     }
-    _, request, args = messages.read_request(body, FLAGS)
+    _, request = messages.read_request(body, FLAGS)
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
         {"role": "user", "content": "a\nb"},
@@ -219,7 +219,7 @@ def test_messages_become_those_of_a_chat_template():
     ]
     function = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
     assert request.tools == [{"type": "function", "function": function}]
-    assert args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert request.args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(
@@ -358,8 +358,8 @@ def test_response_without_a_limit_goes_on(client):
     assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("completed", text)
     assert answer["usage"]["output_tokens"] > 512
     limited = SimpleNamespace(**{**vars(FLAGS), "has_max_tokens": True})
-    assert responses.read_request({"input": "a"}, limited)[2].max_tokens == 5
-    assert responses.read_request({"input": "a", "max_output_tokens": 9}, FLAGS)[2].max_tokens == 9
+    assert responses.read_request({"input": "a"}, limited)[1].args.max_tokens == 5
+    assert responses.read_request({"input": "a", "max_output_tokens": 9}, FLAGS)[1].args.max_tokens == 9
     for args, want in (([], False), (["--max-tokens", "512"], True)):
         assert make_parser().parse_args(args).has_max_tokens == want
 
@@ -406,7 +406,7 @@ def test_reasoning_comes_back_as_it_was(client):
     )
     reasoning, text = answer["output"]
     back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
-    _, request, _ = responses.read_request({"input": [back, text]}, FLAGS)
+    _, request = responses.read_request({"input": [back, text]}, FLAGS)
     assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 
 
@@ -428,7 +428,7 @@ def test_items_become_messages_of_a_chat_template():
         "prompt_cache_key": "k",
         "reasoning": {"effort": "none", "summary": "auto"},
     }
-    _, request, args = responses.read_request(body, FLAGS)
+    _, request = responses.read_request(body, FLAGS)
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe short."},
         {"role": "user", "content": "a"},
@@ -444,7 +444,7 @@ def test_items_become_messages_of_a_chat_template():
         {"role": "tool", "content": "done", "tool_call_id": "2"},
         {"role": "user", "content": "<system>\nGo on.\n</system>"},
     ]
-    assert args.chat_template_kwargs == {"enable_thinking": False}
+    assert request.args.chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from mlx_lm.tool_parsers import pythonic
 
-from mlx_mtp.server.answers.answer import Reasoning, make_answer
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
+from mlx_mtp.text.answer import Reasoning, make_answer
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -17,10 +17,10 @@ from prompt_toolkit.output import DummyOutput
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
-from mlx_mtp.chat import commands, terminal, transcript
+from mlx_mtp.chat import commands, terminal
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat.__main__ import main, make_parser
-from mlx_mtp.chat.conversation import Conversation
+from mlx_mtp.chat.conversation import Conversation, Message, load_messages, save_messages
 from mlx_mtp.generate import GenerationResponse
 from tests.support.commands import assert_refused, run_command
 from tests.support.decoding import plain, text_of
@@ -259,9 +259,9 @@ def test_an_answer_that_was_cut_is_closed(trained):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
     conversation = started(trained, chat_template=template)
     end = trained[1].eos_token_id
-    assert conversation._encode([transcript.Message("user", "import os")])[0] != end
+    assert conversation._encode([Message("user", "import os")])[0] != end
     conversation.answer("import os", cut_after(2, []))
-    assert conversation._encode([transcript.Message("user", "b")]) == [
+    assert conversation._encode([Message("user", "b")]) == [
         end,
         *trained[1].encode("<user>b\n", add_special_tokens=False),
     ]
@@ -300,9 +300,9 @@ def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):
     model, tokenizer = trained
     first, said = started(trained, "--mtp"), []
     first.answer(TURNS[0], said.append)
-    transcript.save(tmp_path / "chat.json", first.transcript)
+    save_messages(tmp_path / "chat.json", first.transcript)
     second, texts = started(trained, "--mtp"), []
-    second.restore(transcript.load(tmp_path / "chat.json"))
+    second.restore(load_messages(tmp_path / "chat.json"))
     second.answer(TURNS[1], texts.append)
     prompt = tokenizer.encode(f"{TURNS[0]}\n{''.join(said)}\n{TURNS[1]}\n")
     assert "".join(texts) == tokenizer.decode(plain(prompt, model, max_tokens=20))

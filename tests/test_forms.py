@@ -11,11 +11,11 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.answers import structured_output
-from mlx_mtp.server.answers.call_grammar import CallGrammar
+from mlx_mtp.server import structured_output
 from mlx_mtp.server.api import chat_completions, completions, messages, responses
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.text import grammar
+from mlx_mtp.text.call_grammar import CallGrammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
 from tests.support.server_process import serve_here
@@ -36,7 +36,7 @@ PICK = {
     "required": ["color", "n"],
 }
 ASK = [{"role": "user", "content": "a"}]
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
 OPENAI_TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": PICK}}]
 TOOLS = [
     *({"name": name, "parameters": schema} for name, schema in SCHEMAS.items()),
@@ -144,8 +144,8 @@ def test_each_api_reads_its_own():
         responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS),
         messages.read_request({"messages": ASK, "output_format": flat}, FLAGS),
     ]
-    assert [request.structured_output.grammar for _, request, _ in read] == [{"json_schema": PERSON}] * 4
-    _, request, _ = chat_completions.read_request({"messages": ASK, "response_format": {"type": "json_object"}}, FLAGS)
+    assert [request.structured_output.grammar for _, request in read] == [{"json_schema": PERSON}] * 4
+    _, request = chat_completions.read_request({"messages": ASK, "response_format": {"type": "json_object"}}, FLAGS)
     assert request.structured_output == StructuredOutput("response_format", {"json_schema": {"type": "object"}})
     for body in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {}):
         assert chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1].structured_output is None
@@ -312,7 +312,7 @@ def tokenizer(tagged):
 
 def allows(tokenizer, text: str) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = CallGrammar(tokenizer, StructuredOutput("tool_choice", calls=TOOLS)).lark
+    lark = CallGrammar(tokenizer, TOOLS).lark
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
 
@@ -385,8 +385,7 @@ def test_values_follow_their_schemas(tokenizer, schema, texts, others):
         "required": ["x"],
         "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
     }
-    tools = StructuredOutput("tool_choice", calls=[{"name": "f", "parameters": parameters}])
-    lark = CallGrammar(tokenizer, tools).lark
+    lark = CallGrammar(tokenizer, [{"name": "f", "parameters": parameters}]).lark
     for text in (*texts, *others):
         tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
         n = mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens)
@@ -482,7 +481,7 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
 def test_tools_reach_the_template_as_they_were_sent():
     """With their keys in the client's order: the prompt is that of any server that renders the same template."""
     tools = [{"type": "function", "function": {"strict": None, "parameters": PICK, "name": "pick"}, "z": 1, "a": None}]
-    _, request, _ = chat_completions.read_request({"messages": ASK, "tools": tools}, FLAGS)
+    _, request = chat_completions.read_request({"messages": ASK, "tools": tools}, FLAGS)
     assert json.dumps(request.tools) == json.dumps(tools)
 
 
@@ -493,7 +492,7 @@ def test_each_api_reads_strict_tools():
         responses.read_request({"input": "a", "tools": [{"type": "function", **flat, "parameters": PICK}]}, FLAGS),
         messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS),
     ]
-    for _, request, _ in read:
+    for _, request in read:
         assert not request.structured_output.is_required
         assert [(f["name"], f["parameters"], f["strict"]) for f in request.structured_output.calls] == [
             ("pick", PICK, True)

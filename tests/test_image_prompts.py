@@ -12,7 +12,7 @@ from mlx_mtp import PromptStore, stream_generate
 from mlx_mtp.chat import __main__ as chat_command
 from mlx_mtp.chat import conversation
 from mlx_mtp.chat.__main__ import make_parser, obey
-from mlx_mtp.chat.transcript import Message
+from mlx_mtp.chat.conversation import Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import read_images

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.answers.structured_output import make_output_grammar
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.request import ApiError, StructuredOutput
+from mlx_mtp.server.structured_output import make_output_grammar
 from mlx_mtp.text.schema import Schema, document
 from mlx_mtp.text.tool_calls import CallArguments, ToolCallParser
 from tests.support.profiles import examples
 from tests.support.tool_texts import THINKING, make_model, render
 
 INTEGER, STRING, BOOLEAN = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
-FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None)
+FLAGS = SimpleNamespace(max_tokens=5, temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=None, copy_drafts=None)
 
 
 @pytest.fixture(scope="module")

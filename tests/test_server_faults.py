@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.server.api import chat_completions
-from mlx_mtp.server.api.body import MAX_BODY, parse_json
 from mlx_mtp.server.engine.encode import BoundedTokenizer
+from mlx_mtp.server.http.bodies import MAX_BODY, parse_json
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
@@ -34,7 +34,7 @@ def server(tmp_path_factory):
 
 
 def read(body):
-    flags = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
+    flags = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
     return chat_completions.read_request(parse_json(json.dumps(body).encode()), flags)
 
 
@@ -181,7 +181,7 @@ def test_rejects_invalid_messages(server, messages):
     ids=str,
 )
 def test_accepts_fields_that_change_nothing(changes):
-    _, request, _ = read({**ASK, **changes})
+    _, request = read({**ASK, **changes})
     assert (request.messages, request.tools) == (ASK["messages"], None)
 
 

@@ -13,14 +13,13 @@ import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from mlx_mtp.server.api import body as limits
 from mlx_mtp.server.api import chat_completions
-from mlx_mtp.server.api.body import MAX_BIASES, parse_json
+from mlx_mtp.server.api.body import MAX_BIASES
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.http import app as app_module
 from mlx_mtp.server.http import bodies, connections
 from mlx_mtp.server.http.app import APIS, make_app
+from mlx_mtp.server.http.bodies import parse_json
 from mlx_mtp.server.http.connections import Seldom
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
@@ -60,7 +59,7 @@ def test_a_long_text_is_read():
 @pytest.mark.parametrize("element", ["1", "[]", "{}", '{"a": [1, 2]}'])
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(element, monkeypatch):
     raw = f'{{"prompt": [{",".join([element] * 300_002)}]}}'.encode()
-    monkeypatch.setattr(limits, "from_json", None)
+    monkeypatch.setattr(bodies, "from_json", None)
     with pytest.raises(ApiError, match=r"^The body has more than ") as e:
         parse_json(raw)
     assert e.value.status == 413
@@ -100,7 +99,7 @@ def test_few_errors_are_made_of_many(path, content):
     """pydantic makes one for each element unless it is told to stop."""
     flags = make_parser().parse_args([])
     with pytest.raises(ApiError) as e:
-        APIS[path].module.read_request(content, flags)
+        APIS[path].read_request(content, flags)
     assert e.value.status == 400
     assert isinstance(e.value.__cause__, ValidationError)
     assert e.value.__cause__.error_count() < 20
@@ -111,7 +110,7 @@ def test_logit_bias_is_bounded():
     for n, is_fine in ((MAX_BIASES, True), (MAX_BIASES + 1, False)):
         content = {"messages": ASK, "logit_bias": {str(i): 1 for i in range(n)}}
         if is_fine:
-            assert len(chat_completions.read_request(content, flags)[2].logits.logit_bias) == n
+            assert len(chat_completions.read_request(content, flags)[1].args.logits.logit_bias) == n
         else:
             with pytest.raises(ApiError, match=r"^logit_bias: .*10,001 entries, and 10,000 are allowed") as e:
                 chat_completions.read_request(content, flags)
@@ -129,7 +128,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
         threads["loop"] = threading.current_thread()
         await app(scope, receive, send)
 
-    monkeypatch.setattr(app_module, "parse_json", note)
+    monkeypatch.setattr(bodies, "parse_json", note)
     app = client().app
     with TestClient(loop, base_url="http://localhost") as c:
         c.post(TEXT, content=b"1")

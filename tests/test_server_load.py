@@ -19,12 +19,12 @@ from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.arguments import check, make_parser
 from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine.admission import Admission
-from mlx_mtp.server.engine.caches import Stores
 from mlx_mtp.server.engine.clients import Clients
 from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.engine import Engine
 from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.engine.stores import Stores
 from mlx_mtp.server.http.app import make_app
 from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
 from tests.support.models import tiny_model

@@ -20,8 +20,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.engine.clients import Changes
-from mlx_mtp.server.engine.shared_clients import EVERY, SharedClients
+from mlx_mtp.server.engine.clients import EVERY, Changes, SharedClients
 from mlx_mtp.server.request import Client, Request
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of

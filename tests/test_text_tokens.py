@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.server.answers.answer import Answer, QwenReader
+from mlx_mtp.text.answer import Answer, QwenReader
 from mlx_mtp.text.tokens import Pieces
 from mlx_mtp.text.tool_calls import Text
 from tests.support.tool_texts import SCHEMAS, render

@@ -6,17 +6,17 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.server.answers.answer import QwenReader, Reasoning
 from mlx_mtp.server.api import chat_completions, messages, responses
-from mlx_mtp.server.engine.budget import make_budget
 from mlx_mtp.server.request import Thinking
+from mlx_mtp.server.thinking import make_budget
+from mlx_mtp.text.answer import QwenReader, Reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
 from tests.support.engine import Engine
 from tests.support.tool_texts import make_model
 
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None)
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
 ASK = [{"role": "user", "content": "a"}]
 
 
@@ -107,8 +107,8 @@ def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end(size):
 )
 def test_what_each_api_asks_for(module, fields, variables, budget):
     name = "input" if module is responses else "messages"
-    _, request, args = module.read_request({name: ASK, **fields}, FLAGS)
-    assert args.chat_template_kwargs == variables
+    _, request = module.read_request({name: ASK, **fields}, FLAGS)
+    assert request.args.chat_template_kwargs == variables
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
     assert request.thinking.limit(tokenizer) == budget
 

@@ -42,9 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling(parser)
     add_flags(parser, ["--images"])
     parser.add_argument(
-        "--thinking",
-        choices=("on", "off"),
-        help="Turn thinking on or off (default: on, if the model supports it).",
+        "--thinking", choices=("on", "off"), help="Turn thinking on or off (default: on, if the model supports it)."
     )
     parser.add_argument(
         "--no-figures",
@@ -91,11 +89,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None) -> Conversation:
-    """A conversation as the flags say.
-
-    Raises:
-        ValueError: ``--thinking`` is given, and the chat template has no such switch.
-    """
+    """A conversation as the flags say."""
     names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
     options = Options(
         model=args.model,

@@ -5,31 +5,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..distributed.ranks import from_rank_0
-from . import transcript
-from .conversation import Conversation
+from .conversation import Conversation, load_messages, save_messages
 
 EXIT = "/exit"
 
 
 class Command(NamedTuple):
-    """
-    Args:
-        argument (str): Its argument: ``"FILE"``, ``"[TEXT]"`` or none.
-        use (str): Its description in ``/help``.
-        do (Callable): Runs it.
-    """
-
-    argument: str
-    use: str
+    argument: str  # "FILE", "[TEXT]" or none
+    use: str  # its description in /help
     do: Callable[[Conversation, str], None]
 
 
 def obey(line: str, conversation: Conversation) -> None:
-    """
-    Raises:
-        ValueError: There is no such command, its argument is missing or too much, or the model cannot do it.
-        OSError: A file cannot be read or written.
-    """
+    """Run the command of a line; a ValueError or OSError says why it cannot be run."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     command = COMMANDS.get(name)
@@ -76,13 +64,13 @@ def _image(conversation: Conversation, file: str) -> None:
 
 def _save(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
-    from_rank_0(ranks, lambda: transcript.save(path, conversation.transcript))
+    from_rank_0(ranks, lambda: save_messages(path, conversation.transcript))
     print(f"Saved {len(conversation.messages)} messages to {path}.")
 
 
 def _load(conversation: Conversation, file: str) -> None:
     path, ranks = Path(file).expanduser(), conversation.ranks
-    conversation.restore(from_rank_0(ranks, lambda: transcript.load(path)))
+    conversation.restore(from_rank_0(ranks, lambda: load_messages(path)))
     print(f"Loaded {len(conversation.messages)} messages from {path}.")
 
 

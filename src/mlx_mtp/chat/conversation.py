@@ -1,8 +1,9 @@
-"""A conversation: its messages, its prompt cache, and the tokens that the next turn adds."""
+"""A conversation: its messages and their file, its prompt cache, and the tokens that the next turn adds."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,38 +13,35 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
+from ..files import check_source, write_atomic
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.processor import PLACEHOLDER
 from ..images.prompt import vision_of
 from ..prompt_store import PromptStore
-from .transcript import Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@dataclass
+class Message:
+    role: str  # "system", "user" or "assistant"
+    content: str
+    images: list[str] = field(default_factory=list)  # the files of the images before the text
+
+
 @dataclass(frozen=True)
 class Options:
-    """The flags of ``mlx_mtp chat`` that its answers depend on.
+    """The flags of ``mlx_mtp chat`` that its answers depend on."""
 
-    Args:
-        model (str): The model's name, for errors.
-        system_prompt (str, optional): The first one.
-        is_ours (bool): Whether the model drafts or takes images, and so has a prompt cache of ``make_prompt_cache``.
-        max_kv_size (int, optional): Of the caches of other models.
-        show_drafts (bool): Color tokens by their source.
-        generation (Mapping[str, Any]): The arguments of ``stream_generate``.
-        sampler (Callable[[TokenizerWrapper, int], Sampler]): The sampler of a turn, by its number.
-    """
-
-    model: str
+    model: str  # the model's name, for errors
     system_prompt: str | None
-    is_ours: bool
-    max_kv_size: int | None
-    show_drafts: bool
-    generation: Mapping[str, Any]
-    sampler: Callable[[TokenizerWrapper, int], Sampler]
+    is_ours: bool  # whether the model drafts or takes images, and so has a prompt cache of make_prompt_cache
+    max_kv_size: int | None  # the size of other models' caches
+    show_drafts: bool  # color tokens by their source
+    generation: Mapping[str, Any]  # the arguments of stream_generate
+    sampler: Callable[[TokenizerWrapper, int], Sampler]  # makes the sampler of a turn, by its number
 
 
 class Conversation:
@@ -54,27 +52,20 @@ class Conversation:
         tokenizer (TokenizerWrapper): Its tokenizer.
         options (Options): The flags.
         store (PromptStore, optional): Holds the turns. Default: ``None``, a prompt cache.
-
-    Attributes:
-        messages (List[Message]): The questions and the answers.
-        system_prompt (str, optional): The text before them.
-        attached (List[str]): The files of images for the next question.
-        thinking (bool): Whether the model thinks before it answers.
-        figures (bool): Whether figures of speed and drafts are printed below an answer.
     """
 
     def __init__(self, model: Any, tokenizer: TokenizerWrapper, options: Options, store: PromptStore | None = None):
         self.model, self.tokenizer, self.options, self.store = model, tokenizer, options, store
         self.ranks = getattr(model, "ranks", None)  # a model of plain mlx-lm has none
         self.system_prompt = options.system_prompt
-        self.thinking: bool = tokenizer.has_thinking
-        self.figures = True
+        self.thinking: bool = tokenizer.has_thinking  # whether the model thinks before it answers
+        self.figures = True  # whether figures of speed and drafts are printed below an answer
         self.reset()
 
     def reset(self) -> None:
         """Forget all messages, but for the system prompt."""
-        self.messages: list[Message] = []
-        self.attached: list[str] = []
+        self.messages: list[Message] = []  # the questions and the answers
+        self.attached: list[str] = []  # the files of images for the next question
         self.turn = 0
         self._rewind()
 
@@ -224,3 +215,32 @@ class Conversation:
             messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
         )
         return text
+
+
+def save_messages(file: Path, messages: Sequence[Message]) -> None:
+    """Write or replace a file: ``{"messages": [...]}``, as in OpenAI's API."""
+    rows = [{name: value for name, value in asdict(message).items() if value != []} for message in messages]
+    write_atomic(file, json.dumps({"messages": rows}, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_messages(file: Path) -> list[Message]:
+    """The messages in a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It holds something else.
+    """
+    check_source(file, "/load")
+    try:
+        return [_checked(row) for row in json.loads(file.read_text(encoding="utf-8"))["messages"]]
+    except (ValueError, LookupError, TypeError) as e:
+        raise ValueError(f"{file} is not a conversation that /save wrote.") from e
+
+
+def _checked(row: dict[str, Any]) -> Message:
+    """The message, or a TypeError or ValueError if it is none."""
+    message = Message(**row)
+    texts = [message.content, *message.images]
+    if message.role not in ("system", "user", "assistant") or not all(isinstance(text, str) for text in texts):
+        raise ValueError(row)
+    return message

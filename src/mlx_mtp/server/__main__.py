@@ -24,13 +24,12 @@ from ..memory.needs import size
 from .arguments import check, check_model, make_parser
 from .client_settings import CLIENTS, connection_to
 from .engine.admission import Admission
-from .engine.caches import Stores
-from .engine.clients import Clients
+from .engine.clients import Clients, SharedClients
 from .engine.engine import Engine
 from .engine.frontend import Frontend
 from .engine.metrics import Metrics
 from .engine.provider import ModelProvider
-from .engine.shared_clients import SharedClients
+from .engine.stores import Stores
 from .http.app import make_app
 from .http.connections import Server, listen
 from .options import Options

@@ -147,12 +147,7 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help="Default maximum number of tokens to generate (default: 512); /v1/responses has no limit without this flag.",
     )
     parser.set_defaults(has_max_tokens=False)
-    add(
-        "--decode-concurrency",
-        type=int,
-        default=32,
-        help="Maximum number of requests to decode in parallel",
-    )
+    add("--decode-concurrency", type=int, default=32, help="Maximum number of requests to decode in parallel")
     add(
         "--prompt-concurrency",
         type=int,

@@ -17,36 +17,19 @@ MAX_ANSWER = 32000  # tokens that opencode keeps free for an answer, unless --ma
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """
-    Args:
-        url (str): The server's, without ``/v1``.
-        key (str, optional): Its API key. Default: ``None``, it asks for none.
-        model (str): The name of the model in requests.
-        context (int, optional): The most tokens of a request with its answer, if they are known.
-        max_tokens (int, optional): Of an answer, where the operator has set it.
-    """
-
-    url: str
-    key: str | None = None
-    model: str = DEFAULT
-    context: int | None = None
-    max_tokens: int | None = None
+    url: str  # without /v1
+    key: str | None = None  # the API key, if the server asks for one
+    model: str = DEFAULT  # the model's name in requests
+    context: int | None = None  # the most tokens of a request with its answer, if they are known
+    max_tokens: int | None = None  # the limit of an answer, where the operator has set one
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """
-    Args:
-        command (str): Starts the client.
-        variables (Dict[str, str]): Of its environment.
-        file (str): The client's file, below the user's home. Default: none.
-        text (str): The content of that file.
-    """
-
-    command: str
-    variables: dict[str, str] = field(default_factory=dict)
-    file: str = ""
-    text: str = ""
+    command: str  # starts the client
+    variables: dict[str, str] = field(default_factory=dict)  # the client's environment
+    file: str = ""  # the client's file, below the user's home
+    text: str = ""  # the content of the file
 
     @property
     def note(self) -> str:

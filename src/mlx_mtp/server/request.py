@@ -11,16 +11,13 @@ from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
+from ..text.answer import Answer
 from ..text.grammar import Grammar
 from ..text.tokens import Pieces
-from .answers.answer import Answer
+from .thinking import Thinking
 
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-NO_THINKING = ("none", "minimal")
-BUDGETS = {"low": 1024, "medium": 8192}  # tokens; the others have no limit
-VARIABLE = "reasoning_effort"  # of a chat template that knows of it
 
 
 class ApiError(Exception):
@@ -40,23 +37,14 @@ class ApiError(Exception):
 
 @dataclass
 class Prompt:
-    """A tokenized prompt.
-
-    Args:
-        tokens (List[int]): All tokens of the prompt.
-        in_reasoning (bool): Whether the answer begins with reasoning. Default: ``False``.
-        cuts (List[int]): The numbers of tokens after which the prompt is yet to be cached, in order.
-        n_cached (int): The number of cached tokens.
-        handle (Handle, optional): The place of its prefilled part in a prompt store.
-        pictured (ImagePrompt, optional): The prompt with its images, if it has any.
-    """
+    """A tokenized prompt."""
 
     tokens: list[int]
-    in_reasoning: bool = False
-    cuts: list[int] = field(default_factory=list)
+    in_reasoning: bool = False  # whether the answer begins with reasoning
+    cuts: list[int] = field(default_factory=list)  # the numbers of tokens after which it has yet to be cached, in order
     n_cached: int = 0
-    handle: Handle | None = None
-    pictured: ImagePrompt | None = None
+    handle: Handle | None = None  # its prefilled part in a prompt store
+    pictured: ImagePrompt | None = None  # the prompt with its images
 
     def key_of(self, tokens: list[int]) -> list[int]:
         """The key of these first tokens in prompt caches, in which images are numbers made of their content."""
@@ -74,53 +62,14 @@ class Prompt:
 
 @dataclass
 class StructuredOutput:
-    """The structured output that a request asks for: a grammar, or calls.
+    """The structured output that a request asks for: a grammar, or calls."""
 
-    Args:
-        param (str): The field of the request that asks for it.
-        grammar (Dict[str, Any]): An argument of ``make_grammar``.
-        calls (List[Dict[str, Any]]): The functions that the answer calls.
-        is_required (bool): Whether the answer is calls alone. Otherwise it is free up to the first call, and the arguments of
-          ``strict`` functions alone follow their schemas. Default: ``True``.
-    """
-
-    param: str
-    grammar: dict[str, Any] = field(default_factory=dict)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    param: str  # the field of the body that asks for it
+    grammar: dict[str, Any] = field(default_factory=dict)  # the argument of make_grammar
+    calls: list[dict[str, Any]] = field(default_factory=list)  # the functions that the answer calls
+    # Whether the answer is calls alone. Otherwise it is free up to the first call, and the arguments of strict functions alone
+    # follow their schemas.
     is_required: bool = True
-
-
-@dataclass(frozen=True)
-class Thinking:
-    """A request's fields for thinking; ``None`` where they are absent.
-
-    Args:
-        enabled (bool, optional): Whether to think.
-        effort (str, optional): How much, by OpenAI's names.
-        budget (int, optional): After how many tokens of reasoning its end is forced.
-    """
-
-    enabled: bool | None = None
-    effort: Effort | None = None
-    budget: int | None = None
-
-    def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
-        enabled = self.enabled
-        if enabled is None and self.effort is not None:
-            enabled = self.effort not in NO_THINKING
-        if enabled is None and self.budget is not None:
-            enabled = self.budget > 0
-        effort = {VARIABLE: self.effort} if self.effort is not None and enabled else {}
-        return effort | ({} if enabled is None else {"enable_thinking": enabled})
-
-    def limit(self, tokenizer: Any) -> int | None:
-        """The tokens of reasoning after which its end is forced; those of an effort only where no template knows of it."""
-        if not tokenizer.has_thinking:
-            return None
-        if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
-            return BUDGETS.get(self.effort or "")
-        return self.budget
 
 
 class Client:
@@ -151,72 +100,41 @@ numbers = count()  # of requests
 
 @dataclass(eq=False)
 class Request:
-    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine add to it.
-
-    Args:
-        request_type (str): "chat" or "text".
-        prompt (Union[str, List[int]]): The prompt of a text, or its tokens.
-        messages (List[Any]): The messages of a chat, as chat templates take them.
-        tools (List[Any], optional): The tools of a chat, in OpenAI's form.
-        role_mapping (Dict[str, Any], optional): mlx-lm's, for a model without a chat template.
-        n (int): Answers to each prompt.
-        more_prompts (List[Any]): Texts, or the tokens of each.
-        copy_drafts (Union[int, str], optional): As in ``mtp_generate_step``.
-        thinking (Thinking): How long to think.
-        structured_output (StructuredOutput, optional): The structured output that it asks for.
-        grammar (Grammar, optional): The compiled grammar of that: each text takes a copy.
-        images (List[str]): URLs, in the order of their placeholders; empty once they are read.
-        goes_on (bool): Whether the answer continues a text in the middle of a line.
-        one_call (bool): Whether the answer ends with its first call.
-        param (str): The field of the body with the prompt.
-
-    Attributes:
-        args (GenerationArguments): mlx-lm's: samplers, limits and the like.
-        key (ModelKey): The model that generates it.
-        encoded (Prompt, optional): The prompt's tokens.
-        client (Client): Takes the answer.
-        is_gone (bool): Whether its client has disconnected.
-        n_cached (int): Cached tokens of the prompt.
-        answer (Answer): Takes the text apart.
-        detokenizer (StreamingDetokenizer): mlx-lm's; makes the text.
-        pieces (Pieces, optional): The bytes of each token, where log probabilities are asked for.
-        first_token (float, optional): The time of the first token.
-        n_tokens (int): Tokens of the answer.
-        n_accepted (int): Accepted drafts among them.
-        counts (DraftCounts): Of its drafts.
-    """
+    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine add to it."""
 
     request_type: Literal["chat", "text"]
-    prompt: str | list[int]
-    messages: list[Any]
-    tools: list[Any] | None
-    role_mapping: dict[str, Any] | None
-    n: int = 1
-    more_prompts: list[Any] = field(default_factory=list)
+    prompt: str | list[int]  # the beginning of a text, or its tokens
+    messages: list[Any]  # the messages of a chat, as chat templates take them
+    tools: list[Any] | None = None  # the tools of a chat, in OpenAI's format
+    role_mapping: dict[str, Any] | None = None  # as in mlx-lm's server, for a model without a chat template
+    n: int = 1  # the number of answers to each prompt
+    more_prompts: list[Any] = field(default_factory=list)  # the further prompts of a text
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     structured_output: StructuredOutput | None = None
-    grammar: Grammar | None = None
-    images: list[str] = field(default_factory=list)
-    goes_on: bool = False
-    one_call: bool = False
-    param: str = "messages"
+    grammar: Grammar | None = None  # the structured output, compiled; each sequence takes a copy
+    images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once they are read
+    goes_on: bool = False  # whether the answer continues a text in the middle of a line
+    one_call: bool = False  # whether the answer ends with its first call
+    param: str = "messages"  # the field of the body with the prompt
     number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)
 
-    args: GenerationArguments = field(init=False)
-    key: ModelKey = field(init=False)
+    # The frontend's
+    args: GenerationArguments = field(init=False)  # samplers, limits and the like
+    key: ModelKey = field(init=False)  # the model that answers
     encoded: Prompt | None = field(init=False, default=None)
     client: Client = field(init=False, default_factory=Client)
-    is_gone: bool = field(init=False, default=False)
+    is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
 
+    # The engine's
     n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
-    pieces: Pieces | None = field(init=False, default=None)
-    first_token: float | None = field(init=False, default=None)
+    pieces: Pieces | None = field(init=False, default=None)  # makes the bytes of tokens, for log probabilities
+    first_token: float | None = field(init=False, default=None)  # the time of the first token
     n_tokens: int = field(init=False, default=0)
-    n_accepted: int = field(init=False, default=0)
+    n_accepted: int = field(init=False, default=0)  # the accepted drafts among the tokens
     counts: DraftCounts = field(init=False, default_factory=DraftCounts)
 
     @property
@@ -241,12 +159,5 @@ class Request:
 
     def __getstate__(self) -> dict[str, Any]:
         """For the other ranks, which compile the grammar themselves: the prompt's tokens, not its text, and no client."""
-        unsent: dict[str, Any] = {
-            "prompt": "",
-            "more_prompts": [],
-            "messages": [],
-            "images": [],
-            "grammar": None,
-            "client": Client(),
-        }
-        return vars(self) | unsent
+        unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
+        return vars(self) | unsent | {"client": Client()}

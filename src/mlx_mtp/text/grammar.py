@@ -108,11 +108,7 @@ class Grammar:
         return tokens
 
     def _go_to(self, generated: list[int]) -> bool:
-        """Have the matcher stand behind these tokens -> whether it does: not before its beginning, nor behind a wrong draft.
-
-        Raises:
-            ValueError: The grammar is too complex to go on.
-        """
+        """Have the matcher stand behind these tokens -> whether it does: not before its beginning, nor behind a wrong draft."""
         tokens = generated if self.beginning is None else self.beginning.behind(generated)
         if tokens is None:
             return False
@@ -131,11 +127,7 @@ class Grammar:
             raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
 
     def _allowed(self, size: int) -> mx.array:
-        """The tokens that may come next, [V], bool; also those that end the text, where it may end.
-
-        Raises:
-            ValueError: The grammar is too complex to go on.
-        """
+        """The tokens that may come next, [V], bool; also those that end the text, where it may end."""
         words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
         self._check()  # the mask of a matcher that has failed has the end of the text
         bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
@@ -260,11 +252,7 @@ class GrammarError(ValueError):
 
 @functools.lru_cache(maxsize=16)
 def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
-    """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request.
-
-    Raises:
-        GrammarError: llguidance cannot read the grammar, or it is too large.
-    """
+    """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request."""
     from llguidance import LLMatcher
 
     _check_size(lark)
@@ -303,11 +291,7 @@ def _in_deep_stack(f: Callable[[], T]) -> T:
 
 
 def _check_multiples(lark: str) -> None:
-    """The only keyword whose cost llguidance does not bound: a number has as many states as the multiple that all must be of.
-
-    Raises:
-        GrammarError: It is too large.
-    """
+    """Bound the one keyword whose cost llguidance does not: a number has as many states as the multiple that all must be of."""
     text = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda m: chr(int(m[1], 16)), lark)
     found = [float(x) for x in re.findall(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]{0,400})', text)]
     multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0

@@ -82,29 +82,19 @@ OF_TYPE = {  # the keywords that say more of a type than its name
 
 @dataclass(eq=False)
 class Node:
-    """A schema, with the schemas that it names.
+    """A schema, with the schemas that it names."""
 
-    Args:
-        path (str): Where it is, for errors.
-        own (Dict[str, Any]): The keywords of ``KEYWORDS`` that it has; ``type`` as a set.
-        parts (List[Node]): Schemas that hold as well: ``allOf`` and ``$ref``.
-        options (Dict[str, List[Node]]): ``anyOf`` and ``oneOf``: of each, one holds.
-        others (Node, optional): ``additionalProperties``.
-        is_false (bool): Nothing is valid.
-        is_target (bool): A reference names it.
-    """
-
-    path: str
-    own: Json = field(default_factory=dict)
+    path: str  # where it is, for errors
+    own: Json = field(default_factory=dict)  # the keywords of KEYWORDS that it has; type as a set
     properties: dict[str, "Node"] | None = None
     patterns: dict[str, "Node"] = field(default_factory=dict)
-    others: "Node | None" = None
+    others: "Node | None" = None  # additionalProperties
     items: "Node | None" = None
     prefix: "list[Node]" = field(default_factory=list)
-    parts: "list[Node]" = field(default_factory=list)
-    options: "dict[str, list[Node]]" = field(default_factory=dict)
-    is_false: bool = False
-    is_target: bool = False
+    parts: "list[Node]" = field(default_factory=list)  # schemas that hold as well: allOf and $ref
+    options: "dict[str, list[Node]]" = field(default_factory=dict)  # anyOf and oneOf: of each, one holds
+    is_false: bool = False  # nothing is valid
+    is_target: bool = False  # a reference names it
 
     @property
     def is_plain(self) -> bool:

@@ -77,12 +77,7 @@ def _structure(read: Callable[[str], Any], text: str, types: frozenset[str]) -> 
 
 
 def parse_json(text: str) -> Any:
-    """JSON -> its value. Strings may have line breaks, and numbers that a float cannot hold become strings.
-
-    Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is too deep.
-    """
+    """JSON -> its value; a ValueError if it is none. Strings may have line breaks; numbers beyond floats become strings."""
     values = parse_json_values(text)
     if len(values) != 1:
         raise ValueError(f"{len(values)} values where one belongs")

@@ -43,15 +43,10 @@ from .tool_arguments import is_string, parse_json, parse_json_values, to_json
 
 @dataclass(frozen=True)
 class Text:
-    """Text for the user.
-
-    Args:
-        text (str): The next piece of it.
-        tokens (Sequence[int]): The indices, in the answer, of the tokens that it begins to show. Default: none are known.
-    """
+    """The next piece of the text for the user."""
 
     text: str
-    tokens: Sequence[int] = field(default=(), compare=False)
+    tokens: Sequence[int] = field(default=(), compare=False)  # those that it begins to show, by index in the answer
 
 
 @dataclass(frozen=True)
@@ -102,9 +97,8 @@ class ToolCallParser:
 
     def __init__(self, schemas: Mapping[str, Any]):
         self._text = _Reading()
-        self._content = _Content(self._text)
         self._functions = _Functions(self._text, {name: Schema(schema) for name, schema in schemas.items()})
-        self._json = _JsonBlock(self._text, self._content)
+        self._json = _JsonBlock(self._text)
 
     @property
     def n_calls(self) -> int:
@@ -144,7 +138,7 @@ class ToolCallParser:
         if self._json.is_open:
             return self._json.read()
         text = self._text
-        if self._content.takes_blocks and (m := text.match(BLOCK)) is not None:
+        if text.takes_blocks and (m := text.match(BLOCK)) is not None:
             if m.partial:
                 return False
             if m["json"] is None:
@@ -153,26 +147,25 @@ class ToolCallParser:
             else:
                 self._json.begin(m.start("json"))
             return True
-        self._content.take(text.rest.find("\n") + 1 or len(text.rest))
+        text.take_content(text.rest.find("\n") + 1 or len(text.rest))
         return bool(text.rest)
 
 
 class _Reading:
-    """The text that is not parsed yet, and the events of the rest.
-
-    Attributes:
-        rest (str): The text that is known and not parsed yet.
-        is_last (bool): Whether no text will follow.
-        is_cut (bool): Whether it was cut off there.
-        events (List[Event]): Those not returned yet.
-        n_calls (int): The calls so far.
-    """
+    """The text that is not parsed yet, the events of the rest, and the content outside of blocks, by lines."""
 
     def __init__(self) -> None:
-        self.rest = ""
-        self.is_last = self.is_cut = False
-        self.events: list[Event] = []
+        self.rest = ""  # the text that is known and not parsed yet
+        self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
+        self.events: list[Event] = []  # those not returned yet
         self.n_calls = 0
+        self.line = ""  # the part of a line of content that has been read
+        self.fence = ""  # the marks that opened a code block
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether a block may begin here: at the beginning of a line, and in no code block."""
+        return not self.line and not self.fence
 
     def match(self, pattern: Any, pos: int = 0) -> Any:
         return pattern.match(self.rest, pos, partial=not self.is_last)
@@ -181,12 +174,17 @@ class _Reading:
         taken, self.rest = self.rest[:n], self.rest[n:]
         return taken
 
-    def say(self, text: str) -> None:
-        """Content."""
+    def take_content(self, n: int) -> None:
+        """The next n characters, which end at the end of a line or of the known text, are content."""
+        text = self.take(n)
         if self.events and isinstance(last := self.events[-1], Text):
             self.events[-1] = Text(last.text + text)
         elif text:
             self.events.append(Text(text))
+        self.line += text
+        if text.endswith("\n"):
+            self.fence = fence_after(self.line.rstrip("\n"), self.fence)
+            self.line = ""
 
     def begin_call(self, name: str) -> None:
         self.events.append(CallBegins(self.n_calls, name))
@@ -201,29 +199,6 @@ class _Reading:
 
     def end_call(self) -> None:
         self.events.append(CallEnds(self.n_calls - 1))
-
-
-class _Content:
-    """The text outside of blocks, by lines."""
-
-    def __init__(self, text: _Reading):
-        self.text = text
-        self.line = ""  # the part of a line that has been read
-        self.fence = ""  # the marks that opened a code block
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether a block may begin here: at the beginning of a line, and in no code block."""
-        return not self.line and not self.fence
-
-    def take(self, n: int) -> None:
-        """The next n characters, which end at the end of a line or of the known text, are content."""
-        text = self.text.take(n)
-        self.text.say(text)
-        self.line += text
-        if text.endswith("\n"):
-            self.fence = fence_after(self.line.rstrip("\n"), self.fence)
-            self.line = ""
 
 
 class _Value:
@@ -251,17 +226,12 @@ class _Value:
 
 
 class _Functions:
-    """A block in Qwen's format, of one function or several.
-
-    Attributes:
-        is_open (bool): Whether the text is within a block.
-        value (Optional[_Value]): The one that is being read; ``None`` behind a function.
-    """
+    """A block in Qwen's format, of one function or several."""
 
     def __init__(self, text: _Reading, schemas: dict[str, Schema]):
         self.text, self.schemas = text, schemas
-        self.is_open = False
-        self.value: _Value | None = None
+        self.is_open = False  # whether the text is within a block
+        self.value: _Value | None = None  # the one that is being read; None behind a function
 
     def begin(self, m: Any) -> None:
         """A function's tag, and its first parameter's or its end."""
@@ -368,21 +338,14 @@ class _Functions:
 
 
 class _JsonBlock:
-    """A block of JSON, up to the first ``</tool_call>`` outside its strings.
+    """A block of JSON, up to the first ``</tool_call>`` outside its strings."""
 
-    Attributes:
-        is_open (bool): Whether the text is within a block.
-    """
-
-    def __init__(self, text: _Reading, content: _Content):
-        self.text, self.content = text, content
-        self.is_open = False
+    def __init__(self, text: _Reading):
+        self.text = text
+        self.is_open = False  # whether the text is within a block
 
     def begin(self, start: int) -> None:
-        """
-        Args:
-            start (int): Where the JSON begins in the rest of the text.
-        """
+        """Begin a block, whose JSON begins at ``start`` in the rest of the text."""
         self.is_open, self.is_in_string = True, False
         self.start = self.searched = start
 
@@ -394,7 +357,7 @@ class _JsonBlock:
         calls = _json_calls(text.rest[self.start : end.start() if end else None]) if is_whole else []
         self.is_open = False
         if not calls:
-            self.content.take(self.start)
+            text.take_content(self.start)
             return True
         text.take(end.end() if end else len(text.rest))
         for name, arguments in calls:
@@ -427,18 +390,14 @@ def _escape(text: str) -> str:
 
 def _json_calls(text: str) -> list[tuple[str, str]]:
     """The calls in a block of JSON, as names and the JSON of their arguments. Empty if they are not calls."""
-    for read in (_json_values, ast.literal_eval):
+    for read in (parse_json_values, lambda text: [ast.literal_eval(text)]):
         try:  # the parsers' errors, or those of a value that JSON lacks
-            found = read(text.strip())
-            return [_json_call(call) for call in (found if isinstance(found, list) else [found])]
+            # One call, a list of them, or several one after another.
+            values = read(text.strip())
+            return [_json_call(c) for value in values for c in (value if isinstance(value, list) else [value])]
         except Exception:
             continue
     return []
-
-
-def _json_values(text: str) -> list[Any]:
-    """One call, a list of them, or several one after another."""
-    return [call for value in parse_json_values(text) for call in (value if isinstance(value, list) else [value])]
 
 
 def _json_call(call: Any) -> tuple[str, str]:

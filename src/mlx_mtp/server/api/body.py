@@ -1,13 +1,14 @@
-"""The body of a request: its JSON, and the fields that every API has."""
+"""The body of a request: the fields that every API has, and how they are checked."""
 
 import inspect
 import json
-import math
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le
 from mlx_lm import server as stock
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,20 +18,16 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_core import CoreSchema, from_json
+from pydantic_core import CoreSchema
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.schema import Json
-from ..request import ApiError, Effort, Thinking
+from ..request import ApiError, Request
+from ..thinking import Effort, Thinking
 from . import refused
 
-MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
-# An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
-# well: a million tokens seldom have as many.
-MAX_OBJECTS = 100_000  # brackets and braces
-MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
 MAX_BIASES = 10_000  # entries of logit_bias
 
 
@@ -51,7 +48,7 @@ Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Short | Annotated[list[Short], Field(max_length=64)]
-Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")]
+Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
@@ -87,12 +84,9 @@ class Part(BaseModel):
 
 
 class Body(Part):
-    """The fields of all APIs, including the fields of mlx-lm and of this package.
+    """The fields of all APIs, including the fields of mlx-lm and of this package."""
 
-    A field that would have to change the answer and is not supported is in ``REFUSED``: the values that change nothing, and
-    what to do instead.
-    """
-
+    NEEDED: ClassVar[str]  # the field that a body must have
     REFUSED: ClassVar[refused.Refused] = refused.ALL
 
     model: str = "default_model"
@@ -136,97 +130,44 @@ class Body(Part):
         """How much to think, by the API's own field."""
         return None
 
-    def arguments(
-        self, flags: Any, max_tokens: int | None, stop: list[str], top: int | None = None
-    ) -> stock.GenerationArguments:
-        """mlx-lm's arguments, as in its ``do_POST``: the request's values, or those of the command line. Sampling that the
-        request does not set is ``None`` until the model is known.
+    @property
+    def top(self) -> int | None:
+        """The number of likely tokens to report for each token; ``None``: no log probabilities."""
+        return None
 
-        Args:
-            flags (Options): The server's.
-            max_tokens (int, optional): The request's.
-            top (int, optional): The number of likely tokens to report for each token; ``None``: no log probabilities.
+    def set_arguments(self, request: Request, flags: Any, max_tokens: int | None, stop: list[str]) -> None:
+        """Set the arguments of a request, as mlx-lm's ``do_POST``: the body's values, or those of the server's flags. Sampling
+        that the body does not set is ``None`` until the model is known.
         """
-
-        def given(name: str, default: Any) -> Any:
-            return default if (value := getattr(self, name)) is None else value
-
-        return stock.GenerationArguments(
+        n_drafts = flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+        request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
+        request.args = stock.GenerationArguments(
             model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
-            sampling=stock.SamplingArguments(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                xtc_probability=self.xtc_probability,
-                xtc_threshold=self.xtc_threshold,
-            ),
-            logits=stock.LogitsProcessorArguments(
-                logit_bias=None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()},
-                repetition_penalty=self.repetition_penalty,
-                repetition_context_size=self.repetition_context_size,
-                presence_penalty=self.presence_penalty,
-                presence_context_size=self.presence_context_size,
-                frequency_penalty=self.frequency_penalty,
-                frequency_context_size=self.frequency_context_size,
-            ),
+            sampling=self._fields_of(stock.SamplingArguments),
+            logits=self._fields_of(stock.LogitsProcessorArguments),
             stop_words=stop,
             max_tokens=flags.max_tokens if max_tokens is None else max_tokens,
-            num_draft_tokens=given("num_draft_tokens", flags.num_draft_tokens),
+            num_draft_tokens=n_drafts,
             seed=None if self.seed is None else self.seed % 2**64,
             chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
-            logprobs=top is not None,
-            top_logprobs=top or 0,
+            logprobs=self.top is not None,
+            top_logprobs=self.top or 0,
         )
+
+    def _fields_of(self, kind: Any) -> Any:
+        """Some of mlx-lm's arguments, which have the names of the body's fields."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
 B = TypeVar("B", bound=Body)
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # which pydantic puts between the names of fields
 
 
-def stop_words(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
-
-
-def parse_json(raw: bytes | bytearray) -> Json:
-    """The fields of a body that are not null.
-
-    Raises:
-        ApiError: The bytes are no JSON object, or it has too many values.
-    """
-    if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
-        allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
-        raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
-    try:
-        body = from_json(raw, allow_inf_nan=False)
-    except ValueError as e:
-        raise ApiError(400, f"Invalid JSON in request body: {e}") from e
-    if not isinstance(body, dict):
-        raise ApiError(400, "Request should be a JSON dictionary")
-    _check_numbers(body)
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _check_numbers(body: Json) -> None:
-    """Refuse numbers too large for a float, which are parsed as infinity."""
-    for name, field in body.items():
-        values = [field]
-        while values:
-            value = values.pop()
-            if isinstance(value, dict):
-                values += value.values()
-            elif isinstance(value, list):
-                values += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
-
-
 def read(kind: type[B], body: Json) -> B:
-    """A body, checked; ``body`` is without the fields that are null.
-
-    Raises:
-        ApiError: What is wrong with it.
-    """
+    """A body of these fields, which are not null; an ApiError says which one is wrong."""
+    if kind.NEEDED not in body:
+        needed = "a prompt" if kind.NEEDED == "prompt" else kind.NEEDED
+        raise ApiError(400, f"Request did not contain {needed}", param=kind.NEEDED)
     for name, (harmless, fix) in kind.REFUSED.items():
         if name in body and body[name] not in harmless:
             value = json.dumps(body[name])[:100]

@@ -6,20 +6,19 @@ A call that ``max_tokens`` has cut keeps its place: its arguments are what the m
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..answers.answer import Reasoning
 from ..engine.delta import Delta
-from ..request import ApiError, Effort, Request
+from ..request import ApiError, Request
+from ..thinking import Effort
 from .body import Part, Short, at_most, read
 from .conversation import Images, arguments_of, make_request, unsupported
-from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, error_content, logprob_of
-
-__all__ = ["ChatBody", "ChatWriter", "error_content", "read_request"]
+from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, logprob_of
 
 
 class ImageUrl(Part):
@@ -58,6 +57,7 @@ class Tool(Part):
 
 
 class ChatBody(OpenAIBody):
+    NEEDED: ClassVar = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
@@ -77,8 +77,7 @@ class ChatBody(OpenAIBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
-    """The body, the request and mlx-lm's arguments."""
+def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request]:
     body = read(ChatBody, content)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
@@ -86,17 +85,17 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request, Any]:
     tools = content["tools"] if body.tools and body.tool_choice != "none" else []
     images = Images()
     request = make_request(
+        body,
         [_message(m, f"messages[{i}].content", images) for i, m in enumerate(body.messages)],
         images,
         tools,
-        thinking=body.thinking_wanted,
         outputs=[body.structured_output],
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
-        role_mapping=body.role_mapping,
     )
-    request.n = body.n
-    return body, request, body.openai_arguments(flags)
+    request.role_mapping = body.role_mapping
+    body.set_openai_arguments(request, flags)
+    return body, request
 
 
 def _text(part: ContentPart, where: str, images: Images) -> str:
@@ -125,9 +124,8 @@ class ChatChoice(Choice):
 
     def __init__(self, index: int, body: ChatBody):
         super().__init__(index, body)
-        self.text = self.reasoning = ""
+        self.reasoning = ""
         self.tool_calls: list[Json] = []
-        self.tokens: list[int] = []  # of the text, by index
 
     def pieces(self, step: Delta) -> Iterator[Json]:
         for e in step.events:

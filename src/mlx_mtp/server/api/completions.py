@@ -12,9 +12,7 @@ from ..engine.delta import Delta
 from ..request import Request
 from . import refused
 from .body import read
-from .openai import Choice, OpenAIBody, OpenAIWriter, TextLogprobs, TopLogprobs, error_content
-
-__all__ = ["CompletionBody", "CompletionWriter", "error_content", "read_request"]
+from .openai import Choice, OpenAIBody, OpenAIWriter, TextLogprobs, TopLogprobs
 
 MAX_PROMPTS = 128
 Prompt = Annotated[str, StringConstraints(min_length=1)]
@@ -23,6 +21,7 @@ Prompts = Annotated[list[Prompt] | list[Tokens], Field(min_length=1, max_length=
 
 
 class CompletionBody(OpenAIBody):
+    NEEDED: ClassVar = "prompt"
     REFUSED: ClassVar = refused.COMPLETIONS
     prompt: Prompt | Tokens | Prompts
     logprobs: TopLogprobs | None = None
@@ -42,15 +41,13 @@ class CompletionBody(OpenAIBody):
         return self.logprobs
 
 
-def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request, Any]:
-    """The body, the request and mlx-lm's arguments."""
+def read_request(content: Json, flags: Any) -> tuple[CompletionBody, Request]:
     body = read(CompletionBody, content)
     first, *others = body.prompts
-    request = Request(
-        "text", first, [], None, None, param="prompt", structured_output=body.structured_output, goes_on=True
-    )
-    request.n, request.more_prompts = body.n, others
-    return body, request, body.openai_arguments(flags)
+    output = body.structured_output
+    request = Request("text", first, [], more_prompts=others, param="prompt", structured_output=output, goes_on=True)
+    body.set_openai_arguments(request, flags)
+    return body, request
 
 
 class CompletionChoice(Choice):
@@ -58,8 +55,6 @@ class CompletionChoice(Choice):
 
     def __init__(self, index: int, body: CompletionBody):
         super().__init__(index, body)
-        self.text = ""
-        self.tokens: list[int] = []  # of the text, by index
         self.told = TextLogprobs()
 
     def pieces(self, step: Delta) -> list[Json]:

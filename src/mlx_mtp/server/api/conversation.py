@@ -11,9 +11,10 @@ from typing import Any
 
 from ...images.prompt import MARK
 from ...text.schema import Json
-from ..answers.structured_output import from_strict_tools, from_tool_choice, only_one
 from ..engine.encode import goes_on
-from ..request import ApiError, Request, StructuredOutput, Thinking
+from ..request import ApiError, Request, StructuredOutput
+from ..structured_output import from_strict_tools, from_tool_choice, only_one
+from .body import Body
 
 SYSTEM = ("system", "developer")
 
@@ -34,68 +35,53 @@ def fold_roles(messages: list[Json]) -> list[Json]:
     """
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := text_of(m.get("content")))]
-    first = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-    return [*first, *(_folded(m) for m in messages[n:])]
+    folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    for m in messages[n:]:
+        text = f"<system>\n{text_of(m.get('content'))}\n</system>"
+        folded.append({"role": "user", "content": text} if m["role"] in SYSTEM else m)
+    return folded
 
 
 def make_request(
+    body: Body,
     messages: list[Json],
     images: Images,
     tools: list[Json],
     *,
-    thinking: Thinking,
     outputs: Sequence[StructuredOutput | None],
     tool_choice: Any,
     one_call: bool,
-    param: str = "messages",
-    role_mapping: dict[str, Any] | None = None,
 ) -> Request:
     """The request of a conversation, for all APIs.
 
     Args:
         messages (List[Dict[str, Any]]): In order, with any role.
         tools (List[Dict[str, Any]]): In OpenAI's format.
-        outputs (Sequence[StructuredOutput]): The structured outputs that the API's fields ask for: one at most.
+        outputs (Sequence[StructuredOutput]): The structured outputs that the body's fields ask for: one at most.
         tool_choice (Any): See ``from_tool_choice``.
         one_call (bool): Whether the answer ends with its first call.
-        param (str): The field with the messages.
 
     Raises:
-        ApiError: These do not go together.
+        ApiError: These cannot be combined.
     """
     messages = fold_roles(messages)
     output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
+    continues = goes_on(messages)
+    if continues and output is not None and output.is_required:
+        message = f"{output.param} cannot be combined with a last message of the assistant, which the answer continues."
+        raise ApiError(400, message, param=output.param)
     return Request(
         "chat",
         "",
         messages,
         tools or None,
-        role_mapping,
-        thinking=thinking,
+        thinking=body.thinking_wanted,
         structured_output=output,
         images=images,
-        goes_on=continues(messages, output),
+        goes_on=continues,
         one_call=one_call,
-        param=param,
+        param=body.NEEDED,
     )
-
-
-def _folded(message: Json) -> Json:
-    if message["role"] not in SYSTEM:
-        return message
-    return {"role": "user", "content": f"<system>\n{text_of(message.get('content'))}\n</system>"}
-
-
-def continues(messages: list[Json], output: StructuredOutput | None) -> bool:
-    """Whether the answer continues the last message.
-
-    Raises:
-        ApiError: The answer has a structured output, of which the last message would be a part.
-    """
-    if goes_on(messages) and output is not None and output.is_required:
-        message = f"{output.param} cannot be combined with a last message of the assistant, which the answer continues."
-        raise ApiError(400, message, param=output.param)
-    return goes_on(messages)
 
 
 def unsupported(kind: str, where: str, param: str, fix: str) -> ApiError:

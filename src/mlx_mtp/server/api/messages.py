@@ -11,12 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..answers.answer import Reasoning
-from ..answers.structured_output import from_response_format
 from ..engine.delta import Delta
-from ..request import ApiError, Effort, Request, Thinking
+from ..request import ApiError, Request
+from ..structured_output import from_response_format
+from ..thinking import Effort, Thinking
 from . import refused
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
@@ -79,6 +80,7 @@ class OutputConfig(Part):
 
 
 class MessagesBody(Body):
+    NEEDED: ClassVar = "messages"
     REFUSED: ClassVar = refused.MESSAGES
     max_tokens: Positive | None = None
     system: str | list[Block] | None = None
@@ -99,8 +101,7 @@ class MessagesBody(Body):
         return Thinking(asked.type != "disabled", effort, budget)
 
 
-def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]:
-    """The body, the request and mlx-lm's arguments."""
+def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
     body = read(MessagesBody, content)
     blocks = [BILLING.sub("", text).strip() for text in _texts(body.system, "system")]
     system = "\n\n".join(block for block in blocks if block)
@@ -108,28 +109,23 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request, Any]
     images = Images()
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
-    tools = _tools(body)
+    ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
+    tools = ours if body.tool_choice.type != "none" else []
     outputs = (
         from_response_format(body.output_config.format, "output_config.format"),
         from_response_format(body.output_format, "output_format"),
     )
     request = make_request(
+        body,
         messages,
         images,
-        tools,
-        thinking=body.thinking_wanted,
+        [function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools],
         outputs=outputs,
         tool_choice=body.tool_choice.model_dump(),
         one_call=body.tool_choice.disable_parallel_tool_use,
     )
-    return body, request, body.arguments(flags, body.max_tokens, body.stop_sequences or [])
-
-
-def _tools(body: MessagesBody) -> list[Json]:
-    if body.tool_choice.type == "none":
-        return []
-    ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
-    return [function_tool(t.name, t.description, t.input_schema, t.strict) for t in ours]
+    body.set_arguments(request, flags, body.max_tokens, body.stop_sequences or [])
+    return body, request
 
 
 def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:
@@ -160,7 +156,8 @@ def _messages(message: Message, where: str, images: Images) -> list[Json]:
     messages: list[Json] = []
     for block in blocks:
         if block.type == "tool_result":
-            result = _result(block, where, images)
+            result = "\n".join(_texts(block.content, where, images))
+            result = f"Error: {result}" if block.is_error else result
             messages.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
             continue
         text = _text(block, where, images)
@@ -169,11 +166,6 @@ def _messages(message: Message, where: str, images: Images) -> list[Json]:
         else:
             messages.append({"role": message.role, "content": text})
     return messages
-
-
-def _result(block: Block, where: str, images: Images) -> str:
-    text = "\n".join(_texts(block.content, where, images))
-    return f"Error: {text}" if block.is_error else text
 
 
 def _assistant(blocks: list[Block], where: str) -> Json:

@@ -11,12 +11,12 @@ from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
 from ...text.schema import Json
-from ..answers.structured_output import from_response_format, only_one
 from ..engine.delta import Delta, Likely
-from ..request import ApiError, StructuredOutput
+from ..request import ApiError, Request, StructuredOutput
+from ..structured_output import from_response_format, only_one
 from . import refused
-from .body import Body, Part, Positive, Stop, stop_words
-from .writer import Usage, event, keep_alive
+from .body import Body, Part, Positive, Stop
+from .writer import Usage, Writer, event
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # of a prompt
@@ -24,7 +24,6 @@ MAX_TOP = 20
 LEAST = -9999.0  # OpenAI's, in place of minus infinity
 TopLogprobs = Annotated[int, Ge(0), Le(MAX_TOP)]
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 fingerprint = cache(get_system_fingerprint)
 
@@ -54,25 +53,17 @@ class OpenAIBody(Body):
         return self.n
 
     @property
-    def top(self) -> int | None:
-        """The number of likely tokens to report for each token; ``None``: no log probabilities."""
-        raise NotImplementedError
-
-    @property
     def structured_output(self) -> StructuredOutput | None:
-        """
-        Raises:
-            ApiError: More than one is asked for, or one that does not exist.
-        """
         guided = {"json_schema": self.guided_json, "regex": self.guided_regex, "lark": self.guided_grammar}
         names = "guided_json", "guided_regex", "guided_grammar"
         outputs = [StructuredOutput(name, {kind: g}) for name, (kind, g) in zip(names, guided.items()) if g is not None]
         return only_one(*outputs, from_response_format(self.response_format, "response_format"))
 
-    def openai_arguments(self, flags: Any) -> Any:
-        """mlx-lm's arguments."""
+    def set_openai_arguments(self, request: Request, flags: Any) -> None:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.arguments(flags, max_tokens, stop_words(self.stop), self.top)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        request.n = self.n
+        self.set_arguments(request, flags, max_tokens, stop)
 
 
 class Choice:
@@ -84,6 +75,8 @@ class Choice:
 
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
+        self.text = ""
+        self.tokens: list[int] = []  # of the text, by index
         self.finish_reason: str | None = None
         self.has_begun = False  # whether a chunk has had it
         self.steps: list[Delta] = []  # kept for their log probabilities
@@ -110,17 +103,11 @@ class Choice:
         raise NotImplementedError
 
 
-class OpenAIWriter:
+class OpenAIWriter(Writer):
     def __init__(self, choice_kind: type[Choice], body: OpenAIBody):
         self.body, self.choice_kind = body, choice_kind
         self.id, self.created = f"{choice_kind.prefix}-{uuid.uuid4()}", int(time.time())
         self.choices = [choice_kind(i, body) for i in range(body.n_choices)]
-
-    def begin(self, usage: Usage) -> bytes:
-        return b""
-
-    def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        return keep_alive(n_read, n_prompt)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]

@@ -16,20 +16,19 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..answers.answer import Reasoning
-from ..answers.structured_output import from_response_format
 from ..engine.delta import Delta
 from ..engine.encode import NO_LIMIT
-from ..request import ApiError, Effort, Request
+from ..request import ApiError, Request
+from ..structured_output import from_response_format
+from ..thinking import Effort
 from . import refused
 from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
-from .openai import TopLogprobs, error_content, logprob_of
+from .openai import TopLogprobs, logprob_of
 from .writer import BlockWriter, Usage, event
-
-__all__ = ["ResponsesBody", "ResponsesWriter", "error_content", "read_request"]
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
@@ -75,6 +74,7 @@ class ReasoningOptions(Part):
 
 
 class ResponsesBody(Body):
+    NEEDED: ClassVar = "input"
     REFUSED: ClassVar = refused.RESPONSES
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -94,7 +94,6 @@ class ResponsesBody(Body):
 
     @property
     def top(self) -> int | None:
-        """The number of likely tokens to report for each token; ``None``: no log probabilities."""
         is_asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or [])
         return (self.top_logprobs or 0) if is_asked else None
 
@@ -114,33 +113,31 @@ def _full_name(space: str | None, name: str) -> str:
     return name if space is None else f"{space}__{name}"
 
 
-def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request, Any]:
-    """The body, the request and mlx-lm's arguments."""
+def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
     body = read(ResponsesBody, content)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     images = Images()
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]", images)
-    tools = [_tool(name, t) for name, (t, _) in body.named_tools.items()] if body.tool_choice != "none" else []
+    tools = [
+        function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters, tool.strict)
+        for name, (tool, _) in body.named_tools.items()
+        if body.tool_choice != "none"
+    ]
     request = make_request(
+        body,
         messages,
         images,
         tools,
-        thinking=body.thinking_wanted,
         outputs=[from_response_format((body.text or {}).get("format"), "text.format")],
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
-        param="input",
     )
     # As the API says, an answer without a limit goes on to the end of the context, unless the server's operator has set one.
     limit = None if flags.has_max_tokens else NO_LIMIT
-    return body, request, body.arguments(flags, body.max_output_tokens or limit, [], body.top)
-
-
-def _tool(name: str, tool: Tool) -> Json:
-    parameters = INPUT if tool.type == "custom" else tool.parameters
-    return function_tool(name, tool.description, parameters, tool.strict)
+    body.set_arguments(request, flags, body.max_output_tokens or limit, [])
+    return body, request
 
 
 def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> None:

@@ -5,30 +5,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...decoding.counts import DraftCounts
+from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..answers.answer import Reasoning
 from ..engine.delta import Delta
 from ..request import ApiError
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of a request.
+    """The tokens of a request."""
 
-    Args:
-        n_prompt (int): Tokens of its prompts, each counted once.
-        n_cached (int): Cached tokens among them.
-        n_generated (int): Tokens of all answers.
-        n_accepted (int): Accepted drafts among them.
-        drafts (List[DraftCounts], optional): The drafts of each answer. ``None`` where the server makes none.
-    """
-
-    n_prompt: int
-    n_cached: int
-    n_generated: int
-    n_accepted: int
-    drafts: list[DraftCounts] | None
+    n_prompt: int  # tokens of the prompts, each counted once
+    n_cached: int  # cached tokens among them
+    n_generated: int  # tokens of all answers
+    n_accepted: int  # accepted drafts among them
+    drafts: list[DraftCounts] | None  # the drafts of each answer; None where the server makes none
 
 
 class Writer(Protocol):
@@ -36,9 +28,11 @@ class Writer(Protocol):
 
     def begin(self, usage: Usage) -> bytes:
         """The beginning of a stream."""
+        return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """The progress of prefill, in a stream."""
+        """The progress of prefill, in a stream: a comment, which clients skip."""
+        return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """A token's part of a stream.
@@ -63,27 +57,15 @@ def event(data: Json, name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
-def keep_alive(n_read: int, n_prompt: int) -> bytes:
-    """A comment in a stream, which clients skip: the progress of prefill."""
-    return f": keepalive {n_read}/{n_prompt}\n\n".encode()
+class BlockWriter(Writer, Protocol):
+    """The part of a ``Writer`` that the APIs with blocks share: which block is open. An API says how each is written."""
 
-
-class BlockWriter:
-    """The part of a ``Writer`` that the APIs with blocks share: which block is open. An API says how each is written.
-
-    Attributes:
-        blocks (List[Dict[str, Any]]): Those of the answer so far.
-        is_open (bool): Whether the last one goes on.
-        finish_reason (str, optional): The reason why the answer has ended; ``None`` before its end.
-    """
+    blocks: list[Json]  # the answer so far
+    is_open: bool = False  # whether the last one goes on
+    finish_reason: str | None = None  # why the answer has ended
 
     def __init__(self) -> None:
-        self.blocks: list[Json] = []
-        self.is_open = False
-        self.finish_reason: str | None = None
-
-    def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        return keep_alive(n_read, n_prompt)
+        self.blocks = []
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         self.finish_reason = step.finish_reason or self.finish_reason
@@ -124,28 +106,21 @@ class BlockWriter:
 
     def text(self, piece: Text) -> bytes:
         """A piece of text in a stream."""
-        raise NotImplementedError
 
     def reasoning(self, piece: Reasoning) -> bytes:
         """A piece of reasoning in a stream."""
-        raise NotImplementedError
 
     def call(self, call: CallBegins) -> Json:
         """The block of a call."""
-        raise NotImplementedError
 
     def arguments(self, piece: CallArguments) -> bytes:
         """A piece of the last call's arguments in a stream."""
-        raise NotImplementedError
 
     def opened(self, block: Json) -> bytes:
         """The beginning of the last block in a stream."""
-        raise NotImplementedError
 
     def closed(self, block: Json) -> bytes:
         """Complete the last block -> its end in a stream."""
-        raise NotImplementedError
 
     def message(self, usage: Usage) -> Json:
         """The answer, once its blocks are closed."""
-        raise NotImplementedError

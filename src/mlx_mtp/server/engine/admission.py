@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
-from mlx_lm.sample_utils import Sampler
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 
 from ...batch.generator import BatchGenerator
 from ...caches.prompt_cache import has_head
@@ -16,13 +16,14 @@ from ...images.prompt import ImageEmbeddings
 from ...memory.account import Account
 from ...memory.needs import STEP, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
+from ...text.answer import make_answer
 from ...text.tokens import Pieces
-from ..answers.answer import make_answer
 from ..options import Options
 from ..request import NO_MEMORY, ApiError, ModelKey, Prompt, Request
-from .budget import make_processors
-from .caches import Stores
+from ..structured_output import make_output_grammar
+from ..thinking import make_budget
 from .provider import ModelProvider
+from .stores import Stores
 
 
 class Admission:
@@ -34,26 +35,17 @@ class Admission:
         ranks (Ranks, optional): Who runs the model. Several ranks do not ask the account: a request that one has memory for
           and another has not would part them.
         account (Account): The server's memory and its limit.
-
-    Attributes:
-        batch (BatchGenerator): Of the model that is loaded; ``None`` before there is one.
-        sizes (Sizes): Of this model.
-        max_cache_bytes (int): Of all prompt caches.
     """
 
     def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None, account: Account):
         self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
         self.account = account
-        self.batch: Any = None
-        self.sizes: Sizes
-        self.max_cache_bytes = 0
+        self.batch: Any = None  # the BatchGenerator of the loaded model
+        self.sizes: Sizes  # of this model
+        self.max_cache_bytes = 0  # of all prompt caches
 
     def open(self, key: ModelKey) -> None:
-        """Load a model in place of the one before, with its caches and a batch generator.
-
-        Raises:
-            ValueError, OSError: The model cannot be loaded, or ``--prompt-cache-dir`` not be used.
-        """
+        """Load a model in place of the one before, with its caches and a batch generator."""
         if self.batch is not None and self.models.key == key:
             return
         self.close()
@@ -99,10 +91,10 @@ class Admission:
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether a request can begin beside the running ones."""
-        together = [*running, request]
-        if len(together) == 1:
+        requests = [*running, request]
+        if len(requests) == 1:
             return True
-        if request.key != self.models.key or any(map(self._is_alone, together)):
+        if request.key != self.models.key or any(map(self._is_alone, requests)):
             return False
         return self.ranks is not None or self.need(request, running) <= self._free()
 
@@ -115,8 +107,8 @@ class Admission:
 
     def need(self, request: Request, running: Iterable[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
-        options, together = self.options, [*running, request]
-        lengths = [r.n_prompt + r.n_tokens for r in together]
+        options = self.options
+        lengths = [r.n_prompt + r.n_tokens for r in (*running, request)]
         caches = self.sizes.caches_of_several(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
         n, chunk = request.n_prompt, min(request.n_prompt, options.prefill_step_size)
         pictured = None if request.encoded is None else request.encoded.pictured
@@ -143,11 +135,7 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        """Give a request to the batch generator -> its uid there.
-
-        Raises:
-            ApiError: The prompt does not fit in the memory.
-        """
+        """Give a request to the batch generator -> its uid there; an ApiError if the prompt does not fit in the memory."""
         self._check_fits(request)
         args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
         cache, n_cached = self.caches.fetch(prompt)
@@ -171,7 +159,7 @@ class Admission:
             caches=[cache],
             all_tokens=[prompt.tokens[:n_cached]],
             samplers=[self.make_sampler(request)],
-            logits_processors=[make_processors(tokenizer, request, prompt)],
+            logits_processors=[self._make_processors(request, prompt)],
             stop_sequences=[self.stop_sequences],
             num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
             copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
@@ -207,6 +195,15 @@ class Admission:
             seed=seed,
             acceptance=self.options.acceptance,
         )
+
+    def _make_processors(self, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
+        """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
+        tokenizer = self.models.tokenizer
+        processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
+        processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
+        if (budget := request.thinking.limit(tokenizer)) is not None:
+            processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
+        return processors
 
     def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
         """Keep a prompt cache of these tokens for later requests."""

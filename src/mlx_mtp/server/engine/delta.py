@@ -7,54 +7,34 @@ from typing import Any
 import mlx.core as mx
 
 from ...batch.generator import Response
+from ...text.answer import Event
 from ...text.tokens import Pieces
-from ..answers.answer import Event
 from ..request import Request
 
 
 @dataclass(frozen=True)
 class Likely:
-    """A token and its log probability.
+    """A token and its log probability."""
 
-    Args:
-        piece (bytes): Its text, which may end within a character.
-        logprob (float): Before the temperature and the sampler's filters.
-    """
-
-    piece: bytes
-    logprob: float
+    piece: bytes  # the token's text, which may end within a character
+    logprob: float  # before the temperature and the sampler's filters
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A token's part of an answer.
+    """A token's part of an answer."""
 
-    Args:
-        events (List[Event]): Its text, reasoning and calls.
-        token (int): The token.
-        finish_reason (str, optional): The reason why the answer ends here, if it does.
-        stop_word (str, optional): The request's stop word that ended the text.
-        source (str, optional): "model", or the source of the accepted draft: "head", "copies" or "grammar".
-        likely (Likely, optional): The token's log probability, if the request asks for it.
-        top (List[Likely]): The likeliest tokens at its position, in order, as many as the request asks for.
-    """
-
-    events: list[Event]
+    events: list[Event]  # the token's text, reasoning and calls
     token: int
-    finish_reason: str | None
-    stop_word: str | None = None
-    source: str | None = None
-    likely: Likely | None = None
-    top: list[Likely] = field(default_factory=list)
+    finish_reason: str | None  # why the answer ends here, if it does
+    stop_word: str | None = None  # the stop word that ended the text
+    source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
+    likely: Likely | None = None  # the token's log probability, if the request asks for it
+    top: list[Likely] = field(default_factory=list)  # as many of the likeliest tokens as it asks for, in order
 
 
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
-    """Add a token to the request's answer.
-
-    Args:
-        response (Response): The batch generator's, with a token.
-        finish_reason (str, optional): "stop" or "length" with the last token.
-    """
+    """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" with the last one."""
     token, logprobs = response.token, response.logprobs
     assert logprobs is not None
     request.n_tokens += 1

@@ -12,10 +12,10 @@ from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory.account import Account
 from ...memory.needs import size
-from ..answers.structured_output import make_output_grammar
-from ..images import MAX_PIXELS, check_client, fetch_all
 from ..options import Options
 from ..request import NO_MEMORY, ApiError, Prompt, Request
+from ..structured_output import make_output_grammar
+from .fetch_images import MAX_PIXELS, check_client, fetch_all
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token: a text that fits the context is seldom longer
@@ -28,18 +28,6 @@ def goes_on(messages: list[Any]) -> bool:
     """Whether the answer continues the last message: one of the assistant, with text and without calls."""
     last = messages[-1]
     return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
-
-
-def check_continues(tokenizer: Any, request: Request) -> None:
-    """
-    Raises:
-        ApiError: The request's last message is to be continued, and there is no chat template that could leave its end open.
-    """
-    if request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template:
-        message = (
-            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
-        )
-        raise ApiError(400, message, param=request.param)
 
 
 class BoundedTokenizer:
@@ -66,11 +54,7 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
-        """The tokens of a text, or those that a client has sent. ``images.prompt.MARK`` stands for an image.
-
-        Raises:
-            ApiError: The text does not fit the context, or a token is not in the vocabulary.
-        """
+        """The tokens of a text, or those that a client has sent. ``images.prompt.MARK`` stands for an image."""
         if not isinstance(text, str):
             if (most := max(text)) >= self.n_ids:
                 raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
@@ -104,14 +88,11 @@ class BoundedTokenizer:
                 setattr(args.sampling, field, value)
 
     def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
-        """Check a request against the model, and shorten the server's own limit on tokens where the context ends.
+        """Raise an ApiError if a request does not fit the model. The server's own limit on tokens ends with the context.
 
         Args:
             default_max_tokens (int): The server's limit, for a request without its own.
             param (str): The field with the prompt.
-
-        Raises:
-            ApiError: The prompt or a field does not fit the model.
         """
         if n_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param=param)
@@ -139,7 +120,13 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     Raises:
         ApiError: The prompt, or a field that depends on the model, does not fit the model.
     """
-    check_continues(tokenizer, request)
+    if (
+        request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template
+    ):  # which leaves its end open
+        message = (
+            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
+        )
+        raise ApiError(400, message, param=request.param)
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
         pictured = _read_images(tokenizer, request, tokens, options, account) if request.images else None
@@ -179,15 +166,10 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
 def _read_images(
     tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options, account: Account
 ) -> ImagePrompt:
-    """
-    Raises:
-        ApiError: The model takes no images, or the memory is too short for these.
-        ValueError: One of them cannot be read.
-    """
+    """The prompt with its images; an ApiError or ValueError if the model takes none, or one cannot be read or is too large."""
     if tokenizer.vision is None:
-        raise ApiError(
-            400, "The model takes no images: send text, or start the server with --images.", param=request.param
-        )
+        message = "The model takes no images: send text, or start the server with --images."
+        raise ApiError(400, message, param=request.param)
     images, most = fetch_all(request, options), tokenizer.context_length
 
     def before_each(n_bytes: int) -> None:

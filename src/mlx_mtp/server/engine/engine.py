@@ -15,30 +15,23 @@ from ...memory.account import is_out_of_memory
 from ...memory.needs import size
 from ..request import NO_MEMORY, ApiError, Request, Started, Waiting
 from .admission import Admission
-from .clients import Clients
+from .clients import Clients, reseed, seed_alike
 from .delta import make_delta
 from .metrics import Metrics
-from .shared_clients import reseed, seed_alike
 
 
 class Engine:
     """Takes requests in order, and generates together the requests that ``Admission`` admits.
 
     An error ends the running requests, never the thread.
-
-    Attributes:
-        waiting (Deque[Request]): Requests that have not begun, in order.
-        running (Dict[int, Request]): Requests that have begun, by their uid in the batch generator.
-        loaded (Future[None]): Done when the default model is loaded, or with the error of loading it.
-        error (BaseException, optional): The error that ended the thread.
     """
 
     def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
         self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
-        self.loaded: Future[None] = Future()
-        self.error: BaseException | None = None
+        self.waiting: deque[Request] = deque()  # in order
+        self.running: dict[int, Request] = {}  # by their uid in the batch generator
+        self.loaded: Future[None] = Future()  # done when the default model is loaded, or with the error of loading it
+        self.error: BaseException | None = None  # that ended the thread
         metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
@@ -143,11 +136,7 @@ class Engine:
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Run a step of the batch generator, and send its tokens.
-
-        Args:
-            finish_reason (str, optional): Ends each answer with its next token. Default: ``None``.
-        """
+        """Run a step of the batch generator, and send its tokens; a ``finish_reason`` ends each answer with its next token."""
         batch = self.admission.batch
         with self.metrics.step([request.counts for request in self.running.values()]):
             prefilled, generated = batch.next()
@@ -186,11 +175,7 @@ class Engine:
             self._finish(uid, last)
 
     def _finish(self, uid: int, last: Response | None = None) -> None:
-        """End a request, and keep its cache for the next turn.
-
-        Args:
-            last (Response, optional): The sequence's last. Default: ``None``, it is in the batch generator yet.
-        """
+        """End a request, and keep its cache for the next turn. Without a ``last`` response its sequence is in the batch yet."""
         if last is None:
             prompt_cache, tokens = self.admission.batch.remove([uid], return_prompt_caches=True)[uid]
         else:

@@ -62,11 +62,7 @@ class Frontend:
         return self.engine.is_alive
 
     async def generate(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
-        """The start and the tokens of a request and, every few seconds while it waits, the progress of its prefill.
-
-        Raises:
-            ApiError: It cannot be generated.
-        """
+        """The start and the tokens of a request and, every few seconds while it waits, the progress of its prefill."""
         prompt = await self._encode_request(request)
         if self.options.prompt_cache_dir is not None and prompt.pictured is None:
             # With images, the generation thread reads the files: their keys need the tower, which it alone runs.
@@ -79,9 +75,6 @@ class Frontend:
         """The items of all answers, each with the answer's number; see ``generate``.
 
         The first answer to a prompt prefills it. The others begin at its first token, and find the prompt in the prompt cache.
-
-        Raises:
-            ApiError: One of them cannot be generated.
         """
         queue: asyncio.Queue[Any] = asyncio.Queue()
         n_of_each = choices[0].n

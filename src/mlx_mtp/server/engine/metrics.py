@@ -2,61 +2,52 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ...decoding.counts import DraftCounts
 from ...memory.account import Account
 
+NAMESPACE = "mlx_mtp"  # every metric's name begins with it
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
 class Metrics:
-    """Every metric's name begins with ``mlx_mtp_``."""
-
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()  # one for each server, not for the process
-        common: dict[str, Any] = {"namespace": "mlx_mtp", "registry": self.registry}
-        self.requests = Counter("requests", "Requests answered, by HTTP status.", ["status"], **common)
-        self.in_flight = Gauge("requests_in_flight", "Requests being generated.", **common)
-        self.queue_length = Gauge("queue_length", "Requests waiting.", **common)
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens.", **common)
-        self.cached_prompt_tokens = Counter(
-            "cached_prompt_tokens", "Prompt tokens found in the prompt cache.", **common
+        self.registry = registry = CollectorRegistry()  # one for each server, not for the process
+        counter = partial(Counter, namespace=NAMESPACE, registry=registry)
+        gauge = partial(Gauge, namespace=NAMESPACE, registry=registry)
+        histogram = partial(Histogram, namespace=NAMESPACE, registry=registry)
+        self.requests = counter("requests", "Requests answered, by HTTP status.", ["status"])
+        self.in_flight = gauge("requests_in_flight", "Requests being generated.")
+        self.queue_length = gauge("queue_length", "Requests waiting.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
+        self.cached_prompt_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prompt cache.")
+        self.cache_hits = counter("prompt_cache_hits", "Prompts with tokens found in the prompt cache.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated.")
+        self.drafted_tokens = counter("drafted_tokens", "Drafts of the head, by position in the window.", ["position"])
+        self.accepted_tokens = counter("accepted_tokens", "Accepted drafts, by position.", ["position"])
+        self.copied_tokens = counter("copied_tokens", "Drafts copied from the text.")
+        self.accepted_copied_tokens = counter("accepted_copied_tokens", "Accepted drafts copied from the text.")
+        self.forced_tokens = counter("forced_tokens", "Drafts forced by a grammar.")
+        self.accepted_forced_tokens = counter("accepted_forced_tokens", "Accepted drafts forced by a grammar.")
+        self.depth = gauge("depth", "Drafts in the latest step, by the number of requests at once.", ["requests"])
+        self.drafted_by_size = counter(
+            "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"]
         )
-        self.cache_hits = Counter("prompt_cache_hits", "Prompts with tokens found in the prompt cache.", **common)
-        self.generated_tokens = Counter("generated_tokens", "Tokens generated.", **common)
-        self.drafted_tokens = Counter(
-            "drafted_tokens", "Drafts of the head, by position in the window.", ["position"], **common
+        self.accepted_by_size = counter(
+            "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", ["requests"]
         )
-        self.accepted_tokens = Counter("accepted_tokens", "Accepted drafts, by position.", ["position"], **common)
-        self.copied_tokens = Counter("copied_tokens", "Drafts copied from the text.", **common)
-        self.accepted_copied_tokens = Counter(
-            "accepted_copied_tokens", "Accepted drafts copied from the text.", **common
+        self.mode_switches = counter(
+            "mode_switches", "Switches of a sequence between running alone and in a batch.", ["to"]
         )
-        self.forced_tokens = Counter("forced_tokens", "Drafts forced by a grammar.", **common)
-        self.accepted_forced_tokens = Counter(
-            "accepted_forced_tokens", "Accepted drafts forced by a grammar.", **common
-        )
-        self.depth = Gauge(
-            "depth", "Drafts in the latest step, by the number of requests at once.", ["requests"], **common
-        )
-        self.drafted_by_size = Counter(
-            "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"], **common
-        )
-        self.accepted_by_size = Counter(
-            "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", ["requests"], **common
-        )
-        self.mode_switches = Counter(
-            "mode_switches", "Switches of a sequence between running alone and in a batch.", ["to"], **common
-        )
-        self.first_token = Histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, **common
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS
         )
         self.n_generating = 0  # in the latest step
-        self.rate = Histogram("tokens_per_second", "Speed of a request after its first token.", buckets=RATES, **common)
+        self.rate = histogram("tokens_per_second", "Speed of a request after its first token.", buckets=RATES)
 
     @contextmanager
     def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
@@ -106,7 +97,7 @@ class Metrics:
             ("active", "Memory of MLX's arrays.", lambda: account.active),
             ("buffers", "Memory kept by MLX for new arrays.", lambda: account.buffers),
         ):
-            gauge = Gauge(f"memory_{name}_bytes", text, namespace="mlx_mtp", registry=self.registry)
+            gauge = Gauge(f"memory_{name}_bytes", text, namespace=NAMESPACE, registry=self.registry)
             gauge.set_function(value)
 
     def text(self) -> bytes:

@@ -23,12 +23,6 @@ class ModelProvider:
     """Loads one model at a time, with its MTP head if the server drafts, and only models that the operator serves.
 
     The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.
-
-    Attributes:
-        key (ModelKey, optional): The loaded model's.
-        model (MTPModel): The loaded model.
-        tokenizer (TokenizerWrapper): Its tokenizer.
-        tokenizers (Dict[ModelKey, BoundedTokenizer]): The tokenizers of all models that were loaded.
     """
 
     def __init__(self, options: Options):
@@ -37,17 +31,13 @@ class ModelProvider:
         folder = Path(options.model)
         self.name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.model)
         self.served = [self.name, *options.serve_model]
-        self.key: ModelKey | None = None
+        self.key: ModelKey | None = None  # of the loaded model
         self.model: Any = None
         self.tokenizer: Any = None
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
 
     def resolve(self, asked: ModelDescription) -> ModelKey:
-        """The model of a request. Where only one is served, any name means that one.
-
-        Raises:
-            ApiError: A request may not name this model.
-        """
+        """The model of a request, if it may name it. Where only one is served, any name means that one."""
         options, name = self.options, asked.model
         adapter = None if asked.adapter == DEFAULT else asked.adapter
         if asked.draft != DEFAULT:
@@ -70,11 +60,7 @@ class ModelProvider:
         return key[0], self.tokenizers.get(key)
 
     def load(self, key: ModelKey) -> None:
-        """Load a model in place of the one before.
-
-        Raises:
-            ValueError, OSError: It cannot be loaded.
-        """
+        """Load a model in place of the one before."""
         if key == self.key:
             return
         self.reset()

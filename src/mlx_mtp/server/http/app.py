@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -21,10 +20,15 @@ from ..._version import __version__
 from ...checkpoint.load import DEMO, DEMO_NOTE
 from ...checkpoint.storage.hub import cached_repositories
 from ...text.schema import Json
-from ..api import chat_completions, completions, messages, responses
-from ..api.body import Body, parse_json
+from ..api import chat_completions, completions, messages, openai, responses
+from ..api.body import Body
+from ..api.chat_completions import ChatBody, ChatWriter
+from ..api.completions import CompletionBody, CompletionWriter
+from ..api.messages import MessagesBody, MessagesWriter
+from ..api.responses import ResponsesBody, ResponsesWriter
 from ..api.writer import Writer
 from ..engine.frontend import Frontend
+from ..options import Options
 from ..request import ApiError, Request
 from .bodies import Bodies
 from .browsers import ANY, Browsers
@@ -35,28 +39,22 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of
 
 
 class API(NamedTuple):
-    """The API of a path.
+    """The API of a path."""
 
-    Args:
-        module (ModuleType): Has ``read_request`` and ``error_content``.
-        body (type): The model of a request's body.
-        writer (type): Writes the answer.
-        needs (str): The field that a body must have.
-    """
-
-    module: ModuleType
     body: type[Body]
-    writer: Callable[[Any], Writer]
-    needs: str
+    read_request: Callable[[Json, Options], tuple[Any, Request]]  # from the fields of a body
+    writer: Callable[[Any], Writer]  # of an answer, from the body
+    error_content: Callable[[ApiError], Json]
 
 
-CHAT = API(chat_completions, chat_completions.ChatBody, chat_completions.ChatWriter, "messages")
-RESPONSES = API(responses, responses.ResponsesBody, responses.ResponsesWriter, "input")
-MESSAGES = API(messages, messages.MessagesBody, messages.MessagesWriter, "messages")
+CHAT = API(ChatBody, chat_completions.read_request, ChatWriter, openai.error_content)
+COMPLETIONS = API(CompletionBody, completions.read_request, CompletionWriter, openai.error_content)
+RESPONSES = API(ResponsesBody, responses.read_request, ResponsesWriter, openai.error_content)
+MESSAGES = API(MessagesBody, messages.read_request, MessagesWriter, messages.error_content)
 APIS = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
-    "/v1/completions": API(completions, completions.CompletionBody, completions.CompletionWriter, "prompt"),
+    "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
@@ -126,9 +124,7 @@ class Endpoints:
             if most is not None and len(self.waiting) >= most:
                 raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            return GeneratedResponse(
-                self.frontend, request.choices(), api.writer(body), body.stream, api.module.error_content, self.waiting
-            )
+            return GeneratedResponse(self.frontend, request.choices(), api.writer(body), body.stream, self.waiting)
 
         return endpoint
 
@@ -145,17 +141,7 @@ class Endpoints:
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
-        return await self.bodies.read(http, lambda raw: self._parse(raw, api))
-
-    def _parse(self, raw: bytearray, api: API) -> tuple[Any, Request]:
-        content = parse_json(raw)
-        if api.needs not in content:
-            needed = "a prompt" if api.needs == "prompt" else api.needs
-            raise ApiError(400, f"Request did not contain {needed}", param=api.needs)
-        options = self.frontend.options
-        body, request, request.args = api.module.read_request(content, options)
-        request.copy_drafts = options.copy_drafts if body.copy_drafts is None else body.copy_drafts
-        return body, request
+        return await self.bodies.read(http, lambda content: api.read_request(content, self.frontend.options))
 
     async def root(self) -> Response:
         """The chat page, or with ``--no-ui`` the name and version."""
@@ -211,9 +197,8 @@ class Endpoints:
         bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
         given = (bearer, http.headers.get("x-api-key", ""))
         if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
-            raise ApiError(
-                401, "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
-            )
+            message = "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
+            raise ApiError(401, message)
 
 
 class Counting:
@@ -248,7 +233,7 @@ def _error_response(http: HTTPRequest, error: ApiError) -> Response:
     """In the form of the API that was asked; on a path that several share, a header tells Anthropic's clients."""
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
-    return JSONResponse(api.module.error_content(error), error.status, HEADERS.get(error.status))
+    return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
 
 
 async def _answer_error(http: HTTPRequest, error: Any) -> Response:

@@ -1,16 +1,23 @@
-"""The bytes of requests: how many may arrive, in which time, and where they are parsed."""
+"""The bytes of requests: how many may arrive, in which time, and where their JSON is parsed."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from ..api.body import MAX_BODY
+from ...text.schema import Json
 from ..engine.frontend import in_thread
 from ..request import ApiError
 
 T = TypeVar("T")
+MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
+# An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
+# well: a million tokens seldom have as many.
+MAX_OBJECTS = 100_000  # brackets and braces
+MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
 MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
 LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
 MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
@@ -24,19 +31,19 @@ class Bodies:
         self.n_bytes = 0  # of the bodies that arrive or are parsed
         self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
 
-    async def read(self, http: Request, parse: Callable[[bytearray], T]) -> T:
-        """The body of a request, parsed.
+    async def read(self, http: Request, parse: Callable[[Json], T]) -> T:
+        """What ``parse`` makes of the body's fields that are not null.
 
         Raises:
-            ApiError: It is too large, arrives too slowly or in part, or is refused by ``parse``.
+            ApiError: The body is too large, arrives too slowly or in part, is no JSON object, or is refused by ``parse``.
         """
         raw = bytearray()
         try:
             await self._receive(http, raw)
             if len(raw) <= LARGE_BODY:
-                return parse(raw)
+                return parse(parse_json(raw))
             async with self.parsing:
-                return await in_thread(parse, raw)
+                return await in_thread(lambda: parse(parse_json(raw)))
         finally:
             self.n_bytes -= len(raw)
             raw.clear()  # also where an error has it
@@ -64,3 +71,36 @@ class Bodies:
         if self.n_bytes + n > MAX_BODIES:
             raise ApiError(429, "Too many large bodies are arriving: try again later.", code="rate_limit_exceeded")
         self.n_bytes += n
+
+
+def parse_json(raw: bytes | bytearray) -> Json:
+    """The fields of a body that are not null.
+
+    Raises:
+        ApiError: The bytes are no JSON object, or it has too many values.
+    """
+    if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+        allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
+        raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as e:
+        raise ApiError(400, f"Invalid JSON in request body: {e}") from e
+    if not isinstance(body, dict):
+        raise ApiError(400, "Request should be a JSON dictionary")
+    _check_numbers(body)
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_numbers(body: Json) -> None:
+    """Refuse numbers too large for a float, which are parsed as infinity."""
+    for name, field in body.items():
+        values = [field]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, list):
+                values += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])

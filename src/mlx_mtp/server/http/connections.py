@@ -32,14 +32,10 @@ OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class State(ServerState):
-    """
-    Attributes:
-        incomplete (Dict[Connection, None]): Connections whose clients have to send more before there can be an answer, the one
-          that waits longest first. Some have sent all of a request since: these are dropped where one is looked for.
-    """
-
     def __init__(self) -> None:
         super().__init__()
+        # Connections whose clients have to send more before there can be an answer, the one that waits longest first. Some have
+        # sent all of a request since: these are dropped where one is looked for.
         self.incomplete: dict[Connection, None] = {}
 
 

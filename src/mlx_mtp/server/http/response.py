@@ -3,18 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ...text.schema import Json
 from ..api.writer import Usage, Writer
 from ..engine.delta import Delta
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
 
+HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # of a stream
 FIGURES = "figures"  # in the scope of a request that was generated: they end its line in the log
 
 
@@ -44,45 +44,35 @@ class GeneratedResponse(Response):
     Args:
         choices (List[Request]): The answers to generate, of ``Request.choices``.
         is_stream (bool): Whether the client wants a stream.
-        error_content (Callable): Writes an error for the API.
         waiting (Set[int]): Has the first request's number until its first token.
     """
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        choices: list[Request],
-        writer: Writer,
-        is_stream: bool,
-        error_content: Callable[[ApiError], Json],
-        waiting: set[int],
-    ):
+    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: set[int]):
         super().__init__()
-        self.waiting = waiting
-        self.frontend, self.choices = frontend, choices
-        self.writer, self.is_stream, self.error_content = writer, is_stream, error_content
+        self.frontend, self.choices, self.writer = frontend, choices, writer
+        self.is_stream, self.waiting = is_stream, waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with watched(self.choices, receive):
-                await (self._stream(send) if self.is_stream else self._send_whole(scope, receive, send))
+                if self.is_stream:
+                    await self._stream(send)
+                else:
+                    async for _ in self._pieces():
+                        pass
+                    await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
         except OSError:
             logging.info("The client has disconnected.")
         finally:
             self.waiting.discard(self.choices[0].number)
             scope[FIGURES] = (figures_of(self.choices, self._usage()),)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for _ in self._pieces():
-            pass
-        await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
-
     async def _stream(self, send: Send) -> None:
         has_begun = False
         try:
             async for piece in self._pieces():
                 if not has_begun:
-                    await _begin_stream(send)
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     has_begun = True
                 if piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -129,8 +119,3 @@ def figures_of(choices: Sequence[Request], usage: Usage) -> str:
         accepted = sum(counts.n_accepted for counts in usage.drafts or ())
         figures.append(f"{accepted} of {drafted} drafts accepted")
     return ", ".join(figures)
-
-
-async def _begin_stream(send: Send) -> None:
-    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})

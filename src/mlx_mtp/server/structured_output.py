@@ -5,24 +5,17 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...text.grammar import Grammar, GrammarError, make_grammar
-from ...text.schema import Json, Schema, document
-from ..request import ApiError, Request, StructuredOutput
-from .answer import start_of_calls, think_marks
-from .call_grammar import CallGrammar
+from ..text.answer import functions_of, start_of_calls, think_marks
+from ..text.call_grammar import CallGrammar
+from ..text.grammar import Grammar, GrammarError, make_grammar
+from ..text.schema import Json, Schema, document
+from .request import ApiError, Request, StructuredOutput
 
 MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read, and that are left free one after another
 
 
 def from_response_format(value: Any, param: str) -> StructuredOutput | None:
-    """
-    Args:
-        value (Any): OpenAI's ``response_format``, or ``text.format`` of Responses.
-        param (str): The field.
-
-    Raises:
-        ApiError: It is none of ``text``, ``json_object`` and ``json_schema``.
-    """
+    """The structured output of a field, OpenAI's ``response_format`` or ``text.format``: text, json_object or json_schema."""
     kind = value.get("type") if isinstance(value, dict) else None
     if value is None or kind == "text":
         return None
@@ -39,10 +32,7 @@ def from_response_format(value: Any, param: str) -> StructuredOutput | None:
 
 
 def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
-    """
-    Raises:
-        ApiError: More than one structured output is asked for.
-    """
+    """The structured output that is asked for; an ApiError if there are several."""
     outputs = [output for output in asked if output is not None]
     if len(outputs) > 1:
         first, second, *_ = (output.param for output in outputs)
@@ -51,13 +41,10 @@ def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
 
 
 def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
-    """
-    Args:
-        choice (Any): A ``tool_choice`` of any API: ``auto``, ``none``, or ``required`` (``any``), or the name of a tool.
-        tools (List[Dict[str, Any]]): In OpenAI's format.
+    """The structured output of a ``tool_choice`` of any API: ``auto``, ``none``, ``required`` (``any``), or the name of a tool.
 
-    Raises:
-        ApiError: It is none of these, or there is no such tool.
+    Args:
+        tools (List[Dict[str, Any]]): The tools, in OpenAI's format.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind in ("auto", "none"):
@@ -75,14 +62,14 @@ def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
 
 def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
     """The structured output of ``tool_choice: auto`` with a ``strict`` tool: the answer is free up to its first call."""
-    functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
+    functions = functions_of(tools)
     is_strict = any(f.get("strict") is True for f in functions)
     return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None
 
 
 def _calls_of(name: str | None, tools: list[Json]) -> StructuredOutput:
     """Calls of the tool of this name; ``None`` means any."""
-    functions = [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
+    functions = functions_of(tools)
     calls = functions if name is None else [f for f in functions if f["name"] == name]
     if not calls:
         missing = "the request has no tools" if name is None else f"there is no tool {name[:50]!r}"
@@ -112,25 +99,20 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
 
 
 def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool) -> Grammar:
-    """
-    Raises:
-        ValueError: The grammar cannot be read.
-        RecursionError: It is too deep.
-    """
+    """The grammar; a ValueError if it cannot be read, and a RecursionError if it is too deep."""
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
     if output.calls:
         return _compile_calls(tokenizer, output, after)
-    grammar = dict(output.grammar)
-    if "json_schema" in grammar:
-        grammar["json_schema"] = _checked(grammar["json_schema"])
-    return make_grammar(tokenizer, **grammar, after=after)
+    if "json_schema" in output.grammar:
+        return make_grammar(tokenizer, json_schema=_checked(output.grammar["json_schema"]), after=after)
+    return make_grammar(tokenizer, **output.grammar, after=after)
 
 
 def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after: Any) -> Grammar:
     """Where llguidance cannot read a schema of a tool that is not strict, what it says there is left free."""
-    calls = CallGrammar(tokenizer, output)
+    calls = CallGrammar(tokenizer, output.calls, output.is_required)
     for _ in range(MAX_LOOSENED):
         try:
             return make_grammar(tokenizer, lark=calls.lark, after=after)
@@ -143,11 +125,7 @@ def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after:
 
 
 def _checked(schema: Json) -> Json:
-    """The schema of an answer as llguidance takes it.
-
-    Raises:
-        ValueError: It is malformed, or a grammar cannot enforce it.
-    """
+    """The schema of an answer as llguidance takes it; a ValueError if it is malformed, or no grammar can enforce it."""
     read = Schema(schema)
     if read.malformed:
         raise ValueError(read.malformed[0])

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ...text import tool_calls
-from ...text.reasoning import ReasoningReader, overlap
-from ...text.tokens import TextTokens
-from ...text.tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
+from . import tool_calls
+from .reasoning import ReasoningReader, overlap
+from .schema import Json
+from .tokens import TextTokens
+from .tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,6 @@ class Answer:
 
     def _say(self, text: str) -> list[Event]:
         return [Text(text, self.tokens.take(len(text)))] if text else []
-
-
-def _texts(text: str) -> list[Event]:
-    return [Text(text)] if text else []
 
 
 class _Edges:
@@ -224,7 +221,9 @@ class QwenReader:
 
     def _text(self) -> list[Event]:
         text, self._rest = self._rest, ""
-        return list(self._calls.add(text)) if self._calls is not None else _texts(text)
+        if self._calls is not None:
+            return list(self._calls.add(text))
+        return [Text(text)] if text else []
 
     def _calls_at_end(self) -> list[Event]:
         """The complete calls behind the last words of the reasoning."""
@@ -270,7 +269,9 @@ def make_answer(
     """
     if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
-    schemas = schemas_of(tools) if tools and tokenizer.has_tool_calling else None
+    schemas = None
+    if tools and tokenizer.has_tool_calling:
+        schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
     return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas), stop_words, one_call=one_call)
 
 
@@ -279,7 +280,6 @@ def think_marks(tokenizer: Any) -> tuple[str, str] | None:
     return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 
-def schemas_of(tools: list[Any]) -> dict[str, Any]:
-    """OpenAI's tools -> their names and the JSON schemas of their parameters."""
-    functions = [tool["function"] for tool in tools]
-    return {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
+def functions_of(tools: list[Any]) -> list[Json]:
+    """The functions of OpenAI's tools, without those that have no name."""
+    return [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]

@@ -35,11 +35,7 @@ class Stores:
         self.store: PromptStore  # of the loaded model
 
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
-        """Use the store of this model, which has been loaded.
-
-        Raises:
-            OSError: ``--prompt-cache-dir`` cannot be used.
-        """
+        """Use the store of this model, which has been loaded; an OSError if ``--prompt-cache-dir`` cannot be used."""
         if key not in self.stores:
             limit = self.options.prompt_cache_disk_bytes
             self.stores[key] = PromptStore(

@@ -1,35 +1,46 @@
-"""A limit on the tokens of a model's reasoning, at which its end is forced."""
+"""How long a model reasons: a request's fields for it, and a limit on the tokens, at which the end is forced."""
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.sample_utils import LogitsProcessor, make_logits_processors
+from mlx_lm.sample_utils import LogitsProcessor
 
-from ..answers.answer import QwenReader
-from ..answers.structured_output import make_output_grammar
-from ..request import Prompt, Request
+from ..text.answer import QwenReader
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+NO_THINKING = ("none", "minimal")
+BUDGETS = {"low": 1024, "medium": 8192}  # tokens; the others have no limit
+VARIABLE = "reasoning_effort"  # of a chat template that knows of it
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
 
 
-def make_processors(tokenizer: Any, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
-    """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
-    asked = request.args.logits
-    processors: list[LogitsProcessor] = make_logits_processors(
-        asked.logit_bias,
-        asked.repetition_penalty,
-        asked.repetition_context_size,
-        asked.presence_penalty,
-        asked.presence_context_size,
-        asked.frequency_penalty,
-        asked.frequency_context_size,
-    )
-    processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
-    budget = request.thinking.limit(tokenizer)
-    if budget is not None:
-        processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
-    return processors
+@dataclass(frozen=True)
+class Thinking:
+    """A request's fields for thinking; ``None`` where they are absent."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget: int | None = None  # tokens of reasoning after which its end is forced
+
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template."""
+        enabled = self.enabled
+        if enabled is None and self.effort is not None:
+            enabled = self.effort not in NO_THINKING
+        if enabled is None and self.budget is not None:
+            enabled = self.budget > 0
+        effort = {VARIABLE: self.effort} if self.effort is not None and enabled else {}
+        return effort | ({} if enabled is None else {"enable_thinking": enabled})
+
+    def limit(self, tokenizer: Any) -> int | None:
+        """The tokens of reasoning after which its end is forced; those of an effort only where no template knows of it."""
+        if not tokenizer.has_thinking:
+            return None
+        if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
+            return BUDGETS.get(self.effort or "")
+        return self.budget
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:

@@ -13,10 +13,9 @@ from llguidance import regex_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from ...text.schema import ANY, STRING, Json, Leaf, Node, Schema, document, may_match, types_of
-from ...text.tool_arguments import to_json
-from ...text.tool_calls import END, LONGEST_KEY, START
-from ..request import StructuredOutput
+from .schema import ANY, STRING, Json, Leaf, Node, Schema, document, may_match, types_of
+from .tool_arguments import to_json
+from .tool_calls import END, LONGEST_KEY, START
 
 END_OF_PARAMETER = "\n</parameter>\n"
 END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
@@ -36,28 +35,17 @@ _quote = json.dumps  # of a string in Lark
 
 @dataclass(frozen=True)
 class Rule:
-    """
-    Args:
-        text (str): The rule's text, on one line.
-        free (str, optional): The text to use where llguidance cannot parse the rule's. Default: ``None``, an error.
-        path (str): The schema that it is of, for errors.
-    """
-
-    text: str
-    free: str | None = None
-    path: str = ""
+    text: str  # on one line
+    free: str | None = None  # the text to use where llguidance cannot parse the first; None: an error
+    path: str = ""  # the schema that it is of, for errors
 
 
 class Rules:
-    """The rules of a grammar, by name and in order, a line each.
-
-    Attributes:
-        is_strict (bool): Whether those that are added must be read.
-    """
+    """The rules of a grammar, by name and in order, a line each."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Rule] = {}
-        self.is_strict = False
+        self.is_strict = False  # whether those that are added must be read
 
     def __len__(self) -> int:
         return len(self.by_name)
@@ -85,31 +73,34 @@ class Rules:
 
 
 class CallGrammar:
-    """The grammar of one or more calls of a request's tools.
+    """The grammar of one or more calls of these functions.
+
+    Args:
+        tools (List[Dict[str, Any]]): The functions, in OpenAI's format.
+        is_required (bool): Whether the answer is calls alone, with arguments that follow their schemas. Otherwise arguments of
+          ``strict`` functions alone do. Default: ``True``.
 
     Raises:
         ValueError: The model writes its calls in another way, a schema is malformed, or a strict one cannot be enforced.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, output: StructuredOutput):
-        write = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}.get(
-            tokenizer.tool_parser
-        )
+    def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True):
+        writers = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}
+        write = writers.get(tokenizer.tool_parser)
         if write is None:
             raise ValueError("no grammar describes the calls of this model: leave it out")
         self.rules = Rules()
         self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
         self._texts = {"value"}  # the rules that take any text
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
-        names = [f"call_{i}" for i in range(len(output.calls))]
-        self.rules.add("start", r"/\n{0,2}/ calls" if output.is_required else "calls")
+        names = [f"call_{i}" for i in range(len(tools))]
+        self.rules.add("start", r"/\n{0,2}/ calls" if is_required else "calls")
         self.rules.add("calls", r"call (/\n{0,2}/ call)* /\n?/")
         self.rules.add("call", " | ".join(names))
         self.rules.add("value", _free_value(tokenizer))
-        for name, tool in zip(names, output.calls):
+        for name, tool in zip(names, tools):
             self.rules.is_strict = is_strict = tool.get("strict") is True
-            is_exact = output.is_required or is_strict
-            schema = _read(tool, is_strict) if is_exact else None
+            schema = _read(tool, is_strict) if is_required or is_strict else None
             self.rules.add(name, f"{begin} {write(tool['name'], schema)} {end}")
 
     @property
@@ -149,7 +140,8 @@ class CallGrammar:
         found: Values = {}
         for name in names:
             nodes = [n for node in leaf for n in node.named(name)]
-            can_be = _can_be_written(name) and not any(n.is_false for n in nodes)
+            can_be_written = 0 < len(name) <= LONGEST_KEY and not set(name) & set("\n<>")
+            can_be = can_be_written and not any(n.is_false for n in nodes)
             types = ANY.intersection(*map(schema.types, nodes))
             found[name] = (self._value(schema, nodes), types) if can_be else None
         return found
@@ -252,9 +244,7 @@ class CallGrammar:
         """A text where the value may be a string; else JSON."""
         types = schema.types(node)
         if "string" not in types:
-            return self.rules.add(
-                f"value_{len(self.rules)}", f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}"
-            )
+            return self._add_value(f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}")
         leaves = self._leaves(schema, node)
         if leaves is None or (not self.rules.is_strict and any(_allows_all(leaf, "string") for leaf in leaves)):
             return "value"
@@ -270,7 +260,10 @@ class CallGrammar:
         options += [_quote(text + END_OF_PARAMETER) for text in dict.fromkeys(texts)]
         if not options:
             raise ValueError(f"{node.path} allows no value")
-        return self.rules.add(f"value_{len(self.rules)}", " | ".join(options))
+        return self._add_value(" | ".join(options))
+
+    def _add_value(self, text: str) -> str:
+        return self.rules.add(f"value_{len(self.rules)}", text)
 
     def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
         """The rule of a text that one of the conditions holds for, or that is read as another type.
@@ -293,7 +286,7 @@ class CallGrammar:
         if not others & STRUCTURES:
             return text
         structure = f"{self._json(schema, node, others & STRUCTURES)} {_quote(END_OF_PARAMETER)}"
-        self._texts.add(value := self.rules.add(f"value_{len(self.rules)}", f"{structure} | {text}"))
+        self._texts.add(value := self._add_value(f"{structure} | {text}"))
         return value
 
     def _json(self, schema: Schema, node: Node, types: frozenset[str]) -> str:
@@ -306,10 +299,7 @@ class CallGrammar:
 
 
 def _read(tool: Json, is_strict: bool) -> Schema:
-    """
-    Raises:
-        ValueError: The schema is malformed, or that of a strict tool cannot be enforced.
-    """
+    """A tool's schema; a ValueError if it is malformed, or is strict and cannot be enforced."""
     schema = Schema(tool.get("parameters"), f"{tool['name']}.parameters")
     if schema.malformed:
         raise ValueError(schema.malformed[0])
@@ -333,10 +323,6 @@ def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
 def _parameter(key: str, value: str) -> str:
     """A parameter in Lark, of its name and its value, both in Lark."""
     return f'("<parameter=" {key} ">\\n" {value})'
-
-
-def _can_be_written(name: str) -> bool:
-    return 0 < len(name) <= LONGEST_KEY and not set(name) & set("\n<>")
 
 
 def _allows_all_others(node: Node) -> bool:

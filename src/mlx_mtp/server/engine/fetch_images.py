@@ -6,9 +6,9 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, build_opener
 from urllib.request import Request as URLRequest
 
-from ..images.open import MAX_BYTES, decode_url
-from .options import Options
-from .request import ApiError, Request
+from ...images.open import MAX_BYTES, decode_url
+from ..options import Options
+from ..request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
 MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels

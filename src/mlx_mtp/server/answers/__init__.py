@@ -1,1 +1,0 @@
-"""An answer taken apart as it is written, and the grammars that it has to follow."""
