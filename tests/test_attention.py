@@ -37,7 +37,7 @@ def verify(model, bits: int | None, n: int, rows: int | None, **options) -> mx.a
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_a_window_in_groups_is_the_window(family, bits):
     model = deep_model(family, **HEADS)
-    for n in (2, 3, 4, 5, 8, 9, 13, 17):
+    for n in (2, 5, 9, 17):
         want = verify(model, bits, n, None)
         for rows in (1, 2, 3, 4):
             # Sums in another order: a few roundings of float32 (6e-8), which two layers pass on.

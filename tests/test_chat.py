@@ -83,7 +83,7 @@ def test_every_flag_is_mlx_lms():
 STORED = ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir")
 
 
-@pytest.mark.parametrize("flags", [(), STORED[:-1], STORED], ids=str)
+@pytest.mark.parametrize("flags", [(), STORED], ids=str)
 def test_turns_share_a_cache_until_it_is_reset(capsys, answers, flags, tmp_path):
     flags = [*flags, tmp_path / "store"] if flags == STORED else flags
     stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])

@@ -21,6 +21,7 @@ from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
+from tests.support.profiles import LONG
 from tests.support.scripted import script_copies
 from tests.support.ways import WAYS, alone_and_beside_others, company_of, generate
 
@@ -268,7 +269,7 @@ def test_auto_takes_the_better_source(machine, text, head_rate):
     """Never slower than plain decoding or the head alone, and near the best of all fixed choices."""
 
     def seconds(make):
-        return sum(decode(make(), machine, TEXTS[text], head_rate, seed) for seed in range(3))
+        return sum(decode(make(), machine, TEXTS[text], head_rate, seed) for seed in range(3 if LONG else 2))
 
     auto = seconds(lambda: Depth(8))
     head_alone = seconds(lambda: HeadAlone(8))

@@ -70,9 +70,10 @@ def with_experts(weights, family, fused):
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize(
+    ("family", "fused"), [*((family, False) for family in FAMILIES[:3]), ("qwen3_5_moe", True)], ids=str
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "per expert"])
 @pytest.mark.parametrize(
     ("raw", "prefix"),
     [(True, "model.language_model."), (True, ""), (False, "language_model."), (False, "")],

@@ -12,7 +12,7 @@ from mlx_mtp import mtp_generate_step
 from mlx_mtp.sampling.processors import keeps_state
 from tests.support.batches import Fault
 from tests.support.decoding import assert_goes_on, plain
-from tests.support.models import DATA, load_reference, model_of
+from tests.support.models import model_of
 from tests.support.profiles import examples
 from tests.support.ways import alone_and_beside_others, every_way, generate
 
@@ -73,11 +73,10 @@ def test_stateful_processor_sees_only_yielded_tokens(n):
     assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
 
 
-def test_stateful_processor_with_rollback_is_asked_about_drafts():
+def test_stateful_processor_with_rollback_is_asked_about_drafts(trained):
     """A draft of the wrong parity is never accepted."""
-    model = load_reference(DATA / "dense")
     accepted = [
-        sum(run([kind()], model=model, max_tokens=60, num_draft_tokens=2).last.counts.accepted)
+        sum(run([kind()], model=trained[0], max_tokens=40, num_draft_tokens=2).last.counts.accepted)
         for kind in (Copied, RolledBack, Alternating)
     ]
     assert accepted[0] == accepted[1] > accepted[2]

@@ -19,7 +19,7 @@ from tests.support.profiles import LONG, examples
 LEVEL = 1e-5  # of each chi-square test
 # Draws of each case.
 MANY = pytest.mark.parametrize(
-    "n", [pytest.param(100_000, id="many"), pytest.param(1_000_000, marks=pytest.mark.slow, id="a million")]
+    "n", [pytest.param(50_000, id="many"), pytest.param(1_000_000, marks=pytest.mark.slow, id="a million")]
 )
 
 probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).map(lambda x: np.array(x) / sum(x))

@@ -48,7 +48,7 @@ def test_noise_draws_from_p():
 @pytest.mark.parametrize("neighbour", ["position", "seed"])
 def test_noise_of_neighbours_is_independent(neighbour):
     pairs = np.zeros((len(P), len(P)))
-    for i in range(4000):
+    for i in range(2500):
         other = {"position": (7, i + 1), "seed": (8, i)}[neighbour]
         pairs[drawn(7, i), drawn(*other)] += 1
     assert independence(pairs[:4, :4]) > LEVEL  # cells of the last are too rare

@@ -83,7 +83,7 @@ def test_an_image_in_pieces_is_the_same(size):
 def test_scores_are_never_all_in_memory(monkeypatch):
     args, tensors, _ = stored("wide")
     tower = make_tower(args, in_float32(tensors))
-    rows, columns = 32, 32
+    rows, columns = 30, 30
     pixels = mx.random.normal((rows, columns, 4, args.patch_dim))
     mx.eval(pixels, tower.parameters())
     n = rows * columns * 4
