@@ -94,7 +94,7 @@ def run(monkeypatch, folder, name, *flags):
         "--drafts",
         2,
     ]
-    argv += ["--answers", 1, "--temp", 0, "--max-tokens", 20, "--batch-size", 8, "--steps-per-eval", 13, *flags]
+    argv += ["--answers", 1, "--temp", 0, "--max-tokens", 12, "--batch-size", 8, "--steps-per-eval", 10, *flags]
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.fit", *map(str, argv)])
     command.main()
 
@@ -102,7 +102,7 @@ def run(monkeypatch, folder, name, *flags):
 @pytest.fixture(scope="module")
 def fitted(folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run(monkeypatch, folder, "fitted", "--iters", 26, "--learning-rate", 1e-2)
+        run(monkeypatch, folder, "fitted", "--iters", 20, "--learning-rate", 1e-2)
     return folder / "fitted"
 
 
@@ -137,7 +137,7 @@ def test_the_head_keeps_its_dtype_and_its_origin(folder, fitted):
     config = json.loads((fitted / "config.json").read_text())
     assert config["mlx_mtp"]["source"] == str(folder / "model")
     assert config["mlx_mtp"]["dtype"] == "float32"
-    assert "25 iterations, 2 drafts" in config["mlx_mtp_fit"]["trained_on"]
+    assert "19 iterations, 2 drafts" in config["mlx_mtp_fit"]["trained_on"]
     card = (fitted / "README.md").read_text()
     assert "tokens per step" in card
     assert f"--graft-mtp-from {folder / 'model'} --model {fitted}" in card
