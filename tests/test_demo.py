@@ -13,7 +13,8 @@ def run(capsys, *args):
     return run_command(command.main, capsys, *args)
 
 
-def test_plain_and_drafts_are_compared(capsys, trained, equal_steps):
+def test_plain_and_drafts_are_compared(capsys, trained, equal_steps, monkeypatch):
+    monkeypatch.setattr(command, "ROUNDS", 1)
     model, tokenizer = trained
     prompt = "def read(path):\n    with open(path) as f:"
     status, out, err = run(capsys, "--model", TRAINED, "--prompt", prompt, "-m", 20)

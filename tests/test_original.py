@@ -7,6 +7,8 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import huggingface_hub
 import mlx.core as mx
@@ -46,9 +48,17 @@ def card(folder, *base_models):
     return folder
 
 
+@cache
+def converted(family):
+    """A conversion of a family's checkpoint that has lost the head, as most have, in a temporary folder."""
+    folder = TemporaryDirectory(prefix="conversion-")
+    convert(str(DATA / family), f"{folder.name}/out", mtp=False, quantize=True, q_bits=4, q_group_size=32)
+    return folder
+
+
 def conversion(folder, family="dense", *base_models):
-    """A conversion of a family's checkpoint that has lost the head, as most have; its name and card say no more than given."""
-    convert(str(DATA / family), str(folder), mtp=False, quantize=True, q_bits=4, q_group_size=32)
+    """A copy of it, whose name and card say no more than given."""
+    shutil.copytree(f"{converted(family).name}/out", folder)
     (folder / "README.md").unlink(missing_ok=True)
     configure(folder, mlx_mtp=None)
     return card(folder, *base_models) if base_models else folder
