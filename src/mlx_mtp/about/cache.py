@@ -40,10 +40,9 @@ def run(args: argparse.Namespace) -> None:
     if not chosen:
         raise ValueError(f"There is no downloaded head of {args.remove}: `mlx_mtp cache` lists the heads.")
     for head in chosen:
-        n = head.nbytes
-        source = head.source
+        removed = f"Removed the head of {head.source}, {head.nbytes / 1e6:.1f} MB"
         remove(head)
-        print(f"Removed the head of {source}, {n / 1e6:.1f} MB")
+        print(removed)
 
 
 def cache_folders() -> Iterator[tuple[str, str]]:

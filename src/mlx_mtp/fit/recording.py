@@ -61,10 +61,11 @@ def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dic
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
     hidden = model.model(tokens)  # [B, T, H]
     mx.eval(hidden)
+    n_rows = max(ROWS // model.output_layer.weight.shape[0], 1)  # at once
     for b, text in enumerate(texts):
         n = len(text.tokens)
         first = max(n - length, 0)
-        ids, probabilities = zip(*(_top_k(model, rows) for rows in _chunks(model, hidden[b, first:n])))
+        ids, probabilities = zip(*(_top_k(model, hidden[b, i : min(i + n_rows, n)]) for i in range(first, n, n_rows)))
         yield {
             "tokens": tokens[b, first:n],
             "hidden": hidden[b, first:n],
@@ -72,11 +73,6 @@ def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dic
             "probabilities": mx.concatenate(list(probabilities)),
             "n_prompt": mx.array(max(text.n_prompt - first, 0)),
         }
-
-
-def _chunks(model: MTPModel, hidden: mx.array) -> Iterator[mx.array]:
-    n = max(ROWS // model.output_layer.weight.shape[0], 1)
-    yield from (hidden[i : i + n] for i in range(0, len(hidden), n))
 
 
 def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:

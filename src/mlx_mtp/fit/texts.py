@@ -64,15 +64,13 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")
-            read = _read_jsonl if file.suffix == ".jsonl" else _read_file
-            texts += read(str(file), content, tokenizer, length)
+            if file.suffix == ".jsonl":
+                texts += _read_jsonl(str(file), content, tokenizer, length)
+            else:
+                texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
         except (LookupError, TypeError, ValueError) as e:  # mlx-lm and chat templates raise all of them
             raise ValueError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
     return texts
-
-
-def _read_file(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Text]:
-    return _pieces(name, tokenizer.encode(content, verbose=False), length)
 
 
 def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Text]:
