@@ -27,7 +27,7 @@ class Sizes:
     def format_of(self, *_):
         return FORMAT
 
-    def rows(self, cache, format, begin, end):
+    def keys_and_values(self, cache, format, begin, end):
         return (end - begin) * self.n_token
 
     def states(self, cache, format):
