@@ -12,7 +12,7 @@ EXIT = "/exit"
 
 class Command(NamedTuple):
     argument: str  # "FILE", "[TEXT]" or none
-    use: str  # its description in /help
+    use: str  # the description in /help
     do: Callable[[Conversation, str], None]
 
 

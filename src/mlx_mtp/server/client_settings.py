@@ -11,7 +11,7 @@ from .engine.provider import DEFAULT
 from .options import Options
 
 NO_KEY = "none"  # clients send some key
-KEY_VARIABLE = "MLX_MTP_API_KEY"  # of Codex
+KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex reads
 MAX_ANSWER = 32000  # tokens that opencode keeps free for an answer, unless --max-tokens says it
 
 

@@ -43,7 +43,7 @@ class Prompt:
     in_reasoning: bool = False  # whether the answer begins with reasoning
     cuts: list[int] = field(default_factory=list)  # the numbers of tokens after which it has yet to be cached, in order
     n_cached: int = 0
-    handle: Handle | None = None  # its prefilled part in a prompt store
+    handle: Handle | None = None  # the prefilled part in a prompt store
     pictured: ImagePrompt | None = None  # the prompt with its images
 
     def key_of(self, tokens: list[int]) -> list[int]:
@@ -95,7 +95,7 @@ class Waiting:
     n_prompt: int
 
 
-numbers = count()  # of requests
+numbers = count()  # the numbers of requests
 
 
 @dataclass(eq=False)
@@ -158,6 +158,6 @@ class Request:
         return [self, *again]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the other ranks, which compile the grammar themselves: the prompt's tokens, not its text, and no client."""
+        """The state for other ranks, which compile the grammar: the prompt's tokens without its text, and no client."""
         unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
         return vars(self) | unsent | {"client": Client()}

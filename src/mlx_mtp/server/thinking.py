@@ -12,7 +12,7 @@ from ..text.answer import QwenReader
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NO_THINKING = ("none", "minimal")
 BUDGETS = {"low": 1024, "medium": 8192}  # tokens; the others have no limit
-VARIABLE = "reasoning_effort"  # of a chat template that knows of it
+VARIABLE = "reasoning_effort"  # the variable of chat templates that know of efforts
 MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
 
 
@@ -25,7 +25,7 @@ class Thinking:
     budget: int | None = None  # tokens of reasoning after which its end is forced
 
     def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
+        """The variables of the chat template."""
         enabled = self.enabled
         if enabled is None and self.effort is not None:
             enabled = self.effort not in NO_THINKING
@@ -53,7 +53,7 @@ def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) 
         in_reasoning (bool): Whether the prompt has begun the reasoning.
     """
 
-    @lru_cache(maxsize=1)  # of a few positions in a row
+    @lru_cache(maxsize=1)  # a few positions in a row ask for the same
     def ending(thought: tuple[int, ...]) -> list[int]:
         """The tokens that end the reasoning behind these; none if there is none, or it has ended."""
         marks = tokenizer.think_start, tokenizer.think_end

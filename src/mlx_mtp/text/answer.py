@@ -104,7 +104,7 @@ class _Edges:
     def __init__(self, skips: bool = False, holds: bool = True):
         self.skips, self.holds = skips, holds
         self._has_text = False
-        self._breaks = ""  # at the end of what came last
+        self._breaks = ""  # the line breaks at the end of the last piece
 
     def skip(self, text: str) -> str:
         """The next piece, without the breaks that come next."""
@@ -173,7 +173,7 @@ class QwenReader:
         self.reasoning = ReasoningReader(self.end)
         self._calls = None if schemas is None else ToolCallParser(schemas)
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
-        self._rest = ""  # that has not been read
+        self._rest = ""  # the text that has not been read
 
     @property
     def in_reasoning(self) -> bool:
@@ -244,7 +244,7 @@ def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool)
     return None if i < 0 else _start_of_calls(text[: i + len(START) + 1], think, in_reasoning)
 
 
-@lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
+@lru_cache(maxsize=8)  # the positions of a window behind a quoted tag
 def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
     reader, n = QwenReader(think, in_reasoning, {}), 0
     while (i := text.find(START, n)) >= 0:
@@ -276,7 +276,7 @@ def make_answer(
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:
-    """Those around reasoning, if the model has any."""
+    """The marks around reasoning, if the model has any."""
     return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 

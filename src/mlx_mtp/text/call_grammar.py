@@ -29,8 +29,8 @@ SCALARS = {  # texts that are read as these types
 }
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
-Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types, or that there can be none
-_quote = json.dumps  # of a string in Lark
+Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types; None: no value is valid
+_quote = json.dumps  # writes a string in Lark
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CallGrammar:
         if write is None:
             raise ValueError("no grammar describes the calls of this model: leave it out")
         self.rules = Rules()
-        self._names: dict[tuple[Node, ...], str] = {}  # of the rules of values
+        self._names: dict[tuple[Node, ...], str] = {}  # the names of the rules of values
         self._texts = {"value"}  # the rules that take any text
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"call_{i}" for i in range(len(tools))]
@@ -179,13 +179,13 @@ class CallGrammar:
         if not speak or any(not _takes_others(node) for node in speak):
             return None
         if self.rules.is_strict and all(_allows_all_others(node) for node in speak):
-            return None  # as where the schema does not speak of them
+            return None  # as if the schema did not speak of them
         if self.rules.is_strict:
             key = "patternProperties" if speak[0].patterns else "additionalProperties"
             raise ValueError(f"{speak[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
         known = "|".join(map(_literal, names))
         others = f" & ~/({known})/" if known else ""
-        if len(speak) > 1:  # which of them speak of a name depends on the name
+        if len(speak) > 1:  # the name decides which of them speak of it
             return _parameter(self.rules.add_terminal(f"{KEY}{others}", KEY, speak[0].path), "value")
         (node,) = speak
         keys = [(f"/{_search(pattern)}/", n) for pattern, n in node.patterns.items() if not n.is_false]
@@ -203,7 +203,7 @@ class CallGrammar:
         if least <= n_required and (most is None or (other is None and most >= len(parts))):
             texts = [part if is_required else f"({part})?" for part, is_required in parts]
             return " ".join([*texts, *([f"{other}*"] if other else [])]) or '""'
-        after: list[str | None] = []  # by the number of parts taken: the rule of the rest
+        after: list[str | None] = []  # the rule of the rest, by the number of parts taken
         for n in range(len(parts) + 1):
             need, room = max(0, least - n), None if most is None else most - n
             if room is not None and room < need:
@@ -222,7 +222,7 @@ class CallGrammar:
         return after[0]
 
     def _leaves(self, schema: Schema, node: Node) -> list[Leaf] | None:
-        """Those of a schema that is written here, and not as JSON; ``None``: it is left free."""
+        """The alternatives of a schema that is written here, and not as JSON; ``None``: it is left free."""
         leaves = schema.leaves(node)
         if self.rules.is_strict and leaves is None:
             raise ValueError(f"{node.path} has too many alternatives")

@@ -29,8 +29,8 @@ from ..pacing.rates import Rates
 from .reasoning import end_of_reasoning
 
 T = TypeVar("T")
-MAX_CHARACTERS = 1 << 19  # of a grammar in Lark
-MAX_MULTIPLE = 100_000  # of all multipleOf, in units of their last decimal
+MAX_CHARACTERS = 1 << 19  # in a grammar in Lark
+MAX_MULTIPLE = 100_000  # for the least common multiple of all multipleOf, in units of the last decimal
 STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
 STACK_LOCK = threading.Lock()
 TOO_LARGE = ("too big", "too large", "symbols.len()")  # llguidance's words
@@ -49,7 +49,7 @@ class Beginning:
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
         self.tokenizer, self.find = tokenizer, find
         self._known: list[int] = []  # the text that it was found in
-        self._n = 0  # its tokens up to there
+        self._n = 0  # the number of its tokens up to there
         self._head: list[int] = []  # the last of its tokens behind it
 
     def behind(self, tokens: list[int]) -> list[int] | None:
@@ -73,7 +73,7 @@ class Grammar:
     """A logits processor that leaves the tokens that a grammar allows. Make it with ``make_grammar``, one for each text.
 
     Args:
-        matcher (llguidance.LLMatcher): Of the grammar.
+        matcher (llguidance.LLMatcher): The grammar's state.
         beginning (Beginning, optional): Where it begins. Default: at once.
     """
 

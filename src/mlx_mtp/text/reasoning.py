@@ -20,7 +20,7 @@ def end_of_reasoning(text: str, end: str) -> int | None:
     return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing
 
 
-@lru_cache(maxsize=8)  # of the positions of a window behind a quoted tag
+@lru_cache(maxsize=8)  # the positions of a window behind a quoted tag
 def _end_of_reasoning(text: str, end: str) -> int | None:
     _, behind = ReasoningReader(end).add(text)
     return None if behind is None else len(text) - len(behind)
@@ -29,8 +29,8 @@ def _end_of_reasoning(text: str, end: str) -> int | None:
 class ReasoningReader:
     def __init__(self, end: str):
         self.end = end
-        self._pieces: list[str] = []  # of the reasoning so far
-        self._rest = ""  # that has not been read
+        self._pieces: list[str] = []  # the reasoning so far
+        self._rest = ""  # the text that has not been read
         self._line = self._fence = ""  # the part of a line so far, and the marks that opened a code block
         self._answer: int | None = None  # the first piece behind a quoted tag that may have been the last
 

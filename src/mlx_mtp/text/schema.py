@@ -22,7 +22,7 @@ Json = dict[str, Any]
 STRING = frozenset({"string"})
 ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
 PYTHON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-FORMATS = (  # that llguidance enforces
+FORMATS = (  # the formats that llguidance enforces
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
 UNENFORCED = (
@@ -35,7 +35,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
 }
-DEPTH = 64  # of schemas within schemas; a reference begins anew
+DEPTH = 64  # levels of schemas within schemas; a reference begins anew
 MOST_LEAVES = 256  # alternatives of one schema
 MOST_WORK = 1 << 18  # combinations that are looked at to find those of all
 ROUNDS = 16  # over schemas that contain themselves
@@ -141,7 +141,7 @@ class Schema:
         self.malformed: list[str] = []
         self.unenforced: list[str] = []
         self._raw = schema
-        self._nodes: dict[int, Node] = {}  # by the id of what they were read of
+        self._nodes: dict[int, Node] = {}  # nodes by the id of the object that they were read of
         self._todo: list[tuple[Node, Json, int]] = []
         self._leaves: dict[Node, list[Leaf] | None] = {}
         self._work = 0

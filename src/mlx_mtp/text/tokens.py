@@ -20,11 +20,11 @@ class TextTokens:
 
     def __init__(self) -> None:
         self._n_tokens = 0
-        self._first_silent = 0  # of the last tokens, whose characters are not complete
+        self._first_silent = 0  # the first of the last tokens, whose characters are not complete
         self._n_told = 0  # the tokens up to the last one that was told of
         # What the model has said since the last text or since anything else: characters, and the tokens of each.
         self._said, self._owners = "", list[range]()
-        self._begin = 0  # of the last token in it
+        self._begin = 0  # the position of the last token in it
         self._has_left = False  # whether it begins with something that is not text
         self._text: list[range] = []  # the tokens of each character of the text that has not been given yet
 

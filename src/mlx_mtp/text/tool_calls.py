@@ -46,12 +46,14 @@ class Text:
     """The next piece of the text for the user."""
 
     text: str
-    tokens: Sequence[int] = field(default=(), compare=False)  # those that it begins to show, by index in the answer
+    tokens: Sequence[int] = field(
+        default=(), compare=False
+    )  # the tokens that it begins to show, by index in the answer
 
 
 @dataclass(frozen=True)
 class CallBegins:
-    index: int  # of the call in the answer
+    index: int  # the call's number in the answer
     name: str
 
 
@@ -157,7 +159,7 @@ class _Reading:
     def __init__(self) -> None:
         self.rest = ""  # the text that is known and not parsed yet
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
-        self.events: list[Event] = []  # those not returned yet
+        self.events: list[Event] = []  # the events that were not returned yet
         self.n_calls = 0
         self.line = ""  # the part of a line of content that has been read
         self.fence = ""  # the marks that opened a code block

@@ -23,7 +23,7 @@ from .body import Body, Part, Positive, Short, read
 from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
 
-SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop those without one, and nothing checks it
+SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {
     401: "authentication_error",
@@ -185,7 +185,7 @@ class MessagesWriter(BlockWriter):
     def __init__(self, body: MessagesBody):
         super().__init__()
         self.body = body
-        self.input = ""  # of the last call, as text
+        self.input = ""  # the input of the last call, as text
         self.stop_word: str | None = None
         self.id = f"msg_{uuid.uuid4().hex}"
 

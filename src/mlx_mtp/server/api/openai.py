@@ -19,7 +19,7 @@ from .body import Body, Part, Positive, Stop
 from .writer import Usage, Writer, event
 
 DONE = b"data: [DONE]\n\n"
-MAX_CHOICES = 8  # of a prompt
+MAX_CHOICES = 8  # answers to a prompt
 MAX_TOP = 20
 LEAST = -9999.0  # OpenAI's, in place of minus infinity
 TopLogprobs = Annotated[int, Ge(0), Le(MAX_TOP)]
@@ -69,18 +69,18 @@ class OpenAIBody(Body):
 class Choice:
     """One of the answers to a request, with the names that the API has for it."""
 
-    prefix: str  # of an id
+    prefix: str  # begins an id
     kind: str
     chunk_kind: str
 
     def __init__(self, index: int, body: Any):
         self.index, self.body = index, body
         self.text = ""
-        self.tokens: list[int] = []  # of the text, by index
+        self.tokens: list[int] = []  # the tokens of the text, by index
         self.finish_reason: str | None = None
         self.has_begun = False  # whether a chunk has had it
         self.steps: list[Delta] = []  # kept for their log probabilities
-        self.sources: list[str] = []  # of the tokens since the last chunk
+        self.sources: list[str] = []  # the sources of the tokens since the last chunk
 
     def read(self, step: Delta) -> None:
         """Take a step into account, before it is written."""

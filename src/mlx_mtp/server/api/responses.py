@@ -31,7 +31,11 @@ from .openai import TopLogprobs, logprob_of
 from .writer import BlockWriter, Usage, event
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
+INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}  # for a custom tool
 
 
 class ContentPart(Part):
@@ -65,7 +69,7 @@ class Tool(Part):
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
-    tools: "list[Tool] | None" = None  # of a namespace
+    tools: "list[Tool] | None" = None  # the tools of a namespace
 
 
 class ReasoningOptions(Part):
@@ -158,7 +162,7 @@ def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> N
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    elif not item.type.endswith(("_call", "_call_output")):  # of tools that OpenAI's servers ran
+    elif not item.type.endswith(("_call", "_call_output")):  # calls of tools that OpenAI's servers ran
         raise unsupported(item.type, where, "input", "send the item itself")
 
 
@@ -199,7 +203,7 @@ class ResponsesWriter(BlockWriter):
         self.body, self.tools = body, body.named_tools
         self.n_reasoning = 0
         self.steps: list[Delta] = []  # where their log probabilities are asked for
-        self.numbers = count()  # of events
+        self.numbers = count()  # the numbers of events
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
 
     def begin(self, usage: Usage) -> bytes:
@@ -338,5 +342,5 @@ def _new(prefix: str) -> str:
 def _shown(item: Json) -> Json:
     """An item as clients get it: a custom tool's has text in place of arguments."""
     if item["type"] != "custom_tool_call":
-        return json.loads(json.dumps(item))  # as it is now: it goes on
+        return json.loads(json.dumps(item))  # a copy, as the item changes later
     return {"input": "", **{name: value for name, value in item.items() if name != "arguments"}}

@@ -41,8 +41,8 @@ class Admission:
         self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
         self.account = account
         self.batch: Any = None  # the BatchGenerator of the loaded model
-        self.sizes: Sizes  # of this model
-        self.max_cache_bytes = 0  # of all prompt caches
+        self.sizes: Sizes  # the loaded model's
+        self.max_cache_bytes = 0  # the limit of all prompt caches
 
     def open(self, key: ModelKey) -> None:
         """Load a model in place of the one before, with its caches and a batch generator."""

@@ -45,7 +45,7 @@ class Changes:
 class Clients:
     def __init__(self) -> None:
         self.arriving: Queue[Request] = Queue()
-        self.open: set[Request] = set()  # whose answers are awaited
+        self.open: set[Request] = set()  # requests whose answers are awaited
         self.is_stopping = False  # whether the server ends
 
     # Any thread
@@ -95,9 +95,9 @@ class SharedClients(Clients):
         self.ranks = ranks
         self.n_turns = 0  # since the last exchange
         self.n_idle = 0  # exchanges since there was a request
-        self.sent: mx.array | None = None  # at the last exchange by each rank, [R, 3]
+        self.sent: mx.array | None = None  # each rank's numbers at the last exchange, [R, 3]
         self.unsent = Changes()  # rank 0's
-        self.checksum = 0  # of what was generated
+        self.checksum = 0  # a checksum of the generated tokens
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
         self.n_turns += 1

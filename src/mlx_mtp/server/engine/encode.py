@@ -120,9 +120,8 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     Raises:
         ApiError: The prompt, or a field that depends on the model, does not fit the model.
     """
-    if (
-        request.goes_on and request.request_type == "chat" and not tokenizer.has_chat_template
-    ):  # which leaves its end open
+    is_chat = request.request_type == "chat"
+    if is_chat and request.goes_on and not tokenizer.has_chat_template:  # nothing else leaves the message's end open
         message = (
             "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
         )

@@ -29,9 +29,9 @@ class Engine:
     def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
         self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
         self.waiting: deque[Request] = deque()  # in order
-        self.running: dict[int, Request] = {}  # by their uid in the batch generator
+        self.running: dict[int, Request] = {}  # requests by their uid in the batch generator
         self.loaded: Future[None] = Future()  # done when the default model is loaded, or with the error of loading it
-        self.error: BaseException | None = None  # that ended the thread
+        self.error: BaseException | None = None  # the error that ended the thread
         metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()

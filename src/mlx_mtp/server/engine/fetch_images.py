@@ -11,7 +11,7 @@ from ..options import Options
 from ..request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
-MAX_PIXELS = 1 << 28  # of all images of a request: 22 photos of 12 megapixels
+MAX_PIXELS = 1 << 28  # in all images of a request: 22 photos of 12 megapixels
 
 
 def fetch_all(request: Request, flags: Options) -> list[bytes]:

@@ -31,7 +31,7 @@ class ModelProvider:
         folder = Path(options.model)
         self.name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.model)
         self.served = [self.name, *options.serve_model]
-        self.key: ModelKey | None = None  # of the loaded model
+        self.key: ModelKey | None = None  # the loaded model's
         self.model: Any = None
         self.tokenizer: Any = None
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}

@@ -32,7 +32,7 @@ class Stores:
     def __init__(self, options: Options, ranks: Ranks | None = None):
         self.options, self.ranks = options, ranks
         self.stores: dict[ModelKey, PromptStore] = {}
-        self.store: PromptStore  # of the loaded model
+        self.store: PromptStore  # the loaded model's
 
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
         """Use the store of this model, which has been loaded; an OSError if ``--prompt-cache-dir`` cannot be used."""

@@ -35,15 +35,18 @@ from .browsers import ANY, Browsers
 from .page_files import PageFiles, page_response
 from .response import FIGURES, GeneratedResponse, watched
 
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of errors; seconds, where too many wait
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "2"},
+}  # headers of errors; seconds, where too many wait
 
 
 class API(NamedTuple):
     """The API of a path."""
 
     body: type[Body]
-    read_request: Callable[[Json, Options], tuple[Any, Request]]  # from the fields of a body
-    writer: Callable[[Any], Writer]  # of an answer, from the body
+    read_request: Callable[[Json, Options], tuple[Any, Request]]  # takes the fields of a body
+    writer: Callable[[Any], Writer]  # makes the writer of an answer, from the body
     error_content: Callable[[ApiError], Json]
 
 
@@ -179,7 +182,7 @@ class Endpoints:
         return names
 
     def _describe(self, name: str) -> Json:
-        """As OpenAI's clients read it, and vLLM's; and as Anthropic's."""
+        """A model, with the fields of OpenAI, vLLM and Anthropic."""
         created, (path, tokenizer) = self.frontend.created, self.frontend.models.find(name)
         length = None if tokenizer is None else tokenizer.context_length
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
@@ -230,7 +233,7 @@ class Counting:
 
 
 def _error_response(http: HTTPRequest, error: ApiError) -> Response:
-    """In the form of the API that was asked; on a path that several share, a header tells Anthropic's clients."""
+    """An error in the form of the API that was asked. On a path that several share, a header tells Anthropic's clients."""
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
@@ -241,7 +244,7 @@ async def _answer_error(http: HTTPRequest, error: Any) -> Response:
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
-    """Those of the framework: there is no such path, or it takes another method."""
+    """An error of the framework: there is no such path, or it takes another method."""
     message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
     return _error_response(http, ApiError(error.status_code, message))
 

@@ -28,8 +28,10 @@ class Bodies:
     """The bodies of all requests to a server."""
 
     def __init__(self) -> None:
-        self.n_bytes = 0  # of the bodies that arrive or are parsed
-        self.parsing = asyncio.Lock()  # of large bodies: one at a time, so that the event loop runs between two
+        self.n_bytes = 0  # bytes of the bodies that arrive or are parsed
+        self.parsing = (
+            asyncio.Lock()
+        )  # held by a large body: one at a time is parsed, so that the event loop runs between two
 
     async def read(self, http: Request, parse: Callable[[Json], T]) -> T:
         """What ``parse`` makes of the body's fields that are not null.

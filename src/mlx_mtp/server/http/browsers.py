@@ -26,7 +26,7 @@ class Browsers(CORSMiddleware):
     Args:
         app (ASGIApp): The application behind.
         names (Collection[str]): Names of the server; ``*`` allows all.
-        origins (Collection[str], optional): Of the pages that may use the server besides its own; ``*`` allows all. Default:
+        origins (Collection[str], optional): Pages that may use the server besides its own; ``*`` allows all. Default:
           ``None``, those of ``localhost``.
         refuse (Callable): Makes the answer to a request and an error.
     """

@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def wait(self, seconds: float) -> None:
-        """For another thread: wait until all answers have been sent, for at most this time."""
+        """Called by another thread: wait until all answers have been sent, for at most this time."""
         deadline = time.monotonic() + seconds
         while self.server_state.tasks and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -14,7 +14,7 @@ from ..engine.delta import Delta
 from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
 
-HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # of a stream
+HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
 FIGURES = "figures"  # in the scope of a request that was generated: they end its line in the log
 
 
@@ -97,7 +97,7 @@ class GeneratedResponse(Response):
                 yield self.writer.begin(self._usage())
 
     def _usage(self) -> Usage:
-        first = self.choices[:: self.choices[0].n]  # of each prompt
+        first = self.choices[:: self.choices[0].n]  # the first answer to each prompt
         return Usage(
             n_prompt=sum(request.n_prompt for request in first),
             n_cached=sum(request.n_cached for request in first),
