@@ -128,7 +128,7 @@ def test_json_of_a_schema(demo):
     prompt = tokenizer.encode("person = ")
     (end,) = tokenizer.eos_token_ids
     texts = []
-    for options in ({"num_draft_tokens": 0}, {"num_draft_tokens": 3}, {"num_draft_tokens": "auto"}):
+    for options in ({"num_draft_tokens": 0}, {"num_draft_tokens": 3}):
         grammar = make_grammar(tokenizer, json_schema=PERSON)
         tokens = mtp(prompt, model, max_tokens=60, logits_processors=[grammar], **options)
         texts.append(tokenizer.decode(until_end(tokens, end)[:-1]))

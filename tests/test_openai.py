@@ -163,7 +163,7 @@ def test_completions_have_logprobs_of_their_own_form(writer):
 
 
 def test_several_answers_read_a_prompt_once(drafting, writer):
-    prompt = "class Stack:\n" + "    def push(self, item):\n        self.items.append(item)\n\n" * 30
+    prompt = "class Stack:\n" + "    def push(self, item):\n        self.items.append(item)\n\n" * 12
     options = {"model": "default_model", "prompt": prompt, "max_tokens": 12, "temperature": 1.5}
     before = drafting.metrics()
     answer = writer.completions.create(**options, n=4, seed=2**64 - 2)
