@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -86,11 +85,6 @@ def test_version(name, capsys):
         PARSERS[name].parse_args(["--version"])
     assert e.value.code == 0
     assert capsys.readouterr().out == f"mlx_mtp {name} {mlx_mtp.__version__}\n"
-
-
-def test_a_module_runs_as_its_script():
-    done = subprocess.run([sys.executable, "-m", "mlx_mtp.chat", "--version"], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"mlx_mtp chat {mlx_mtp.__version__}\n", "")
 
 
 @pytest.mark.parametrize("name", PARSERS)

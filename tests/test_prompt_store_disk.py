@@ -3,11 +3,8 @@
 import errno
 import os
 import random
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -707,45 +704,6 @@ def write_over(files, i):
 def in_memory(store):
     for node in store._forest.nodes():
         yield sum(part.nbytes for part in (node.span, node.snapshot) if part is not None and part.in_memory)
-
-
-KILLED = """
-import sys
-from tests.test_prompt_store_disk import stored, read
-path, seed = sys.argv[1], int(sys.argv[2])
-print("ready", flush=True)
-for i in range(1000):
-    with stored(path, max_disk_bytes=400_000) as store:
-        text = [(seed + i) % 32, *range(20), i % 7, *range(9)]
-        read(store.model, text, (5, 12), store)
-"""
-
-
-@pytest.mark.slow
-def test_kill(tmp_path):
-    """At any moment of writing and evicting: no error after it, no wrong token, the folder within its limit.
-
-    Here, with real signals; what they leave is left by ``leave_as_killed`` among the random operations.
-    """
-    model, rng, n = model_of("qwen3_5"), random.Random(0), 50
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for seed in range(n):
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path), str(seed)], env=env, stdout=subprocess.PIPE, text=True
-        )
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.1, 0.8))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        with stored(tmp_path, max_disk_bytes=400_000) as store:
-            assert size(tmp_path) <= 400_000
-            assert not list(tmp_path.glob("*.tmp"))
-            for i in range(40):
-                text = [(seed + i) % 32, *range(20), i % 7, *range(9), 1]
-                fetched, n_fetched, _ = store.fetch(text)
-                if n_fetched > 0:
-                    assert_same_next(model, fetched, read(model, text[:n_fetched], (5, 12)))
 
 
 def test_files_are_safetensors(tmp_path):
