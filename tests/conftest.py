@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import shutil
@@ -31,6 +32,11 @@ def pytest_configure(config):
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
+
+
+def pytest_collection_finish():
+    """What the imports made stays, so that the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture
