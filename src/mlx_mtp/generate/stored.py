@@ -93,9 +93,9 @@ def _prefill_part(
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that is shown these tokens [N] before all others, as if they were part of them."""
-    return (
-        processor if isinstance(processor, Grammar) else _Seeing(before, processor)
-    )  # a grammar sees the answer alone
+    if isinstance(processor, Grammar):  # it sees the answer alone
+        return processor
+    return _Seeing(before, processor)
 
 
 class _Seeing:

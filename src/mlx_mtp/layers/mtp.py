@@ -92,8 +92,7 @@ def _before_attention(
 
     Returns:
         Tuple[mx.array, ...]: The input of the last n positions [B, n, H]; then, as ``layer.before_attention``, their queries,
-        the
-          keys and values of all positions, and the gate of the last n.
+          the keys and values of all positions, and the gate of the last n.
     """
     (layer,) = mtp.layers
     x = mtp.combine(embeddings, hidden)  # [B, T, H]

@@ -75,9 +75,8 @@ class Depth:
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.02  # of the time, at most, lost to probing
     FIRST_LOSS = 1.0  # the time, in plain steps, that probing may lose in addition, so that it can begin
-    MARGIN = (
-        0.03  # the gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors
-    )
+    # The gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors.
+    MARGIN = 0.03
     PLAIN_AFTER_PROBE = 0  # plain steps behind a probe
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 

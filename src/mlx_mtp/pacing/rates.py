@@ -13,9 +13,8 @@ class Rates:
         estimate (list[float]): [n].
     """
 
-    FADING = (
-        0.96  # the weight of a count after the next one: a third after 25, so it follows the text within a paragraph
-    )
+    # The weight of a count after the next one: a third after 25, so it follows the text within a paragraph.
+    FADING = 0.96
     PRIOR = 0.7  # the rate of the first bucket before any count: between prose and code
     WEIGHT = 2.0  # the number of drafts that the prior, or the bucket before, counts as
 

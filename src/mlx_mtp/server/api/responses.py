@@ -31,11 +31,8 @@ from .openai import TopLogprobs, logprob_of
 from .writer import BlockWriter, Usage, event
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-INPUT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-}  # for a custom tool
+# The parameters of a custom tool.
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class ContentPart(Part):

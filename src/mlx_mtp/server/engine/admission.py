@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
 from ...caches.prompt_cache import has_head
@@ -159,7 +160,7 @@ class Admission:
             caches=[cache],
             all_tokens=[prompt.tokens[:n_cached]],
             samplers=[self.make_sampler(request)],
-            logits_processors=[self._make_processors(request, prompt)],
+            logits_processors=[_make_processors(tokenizer, request, prompt)],
             stop_sequences=[self.stop_sequences],
             num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
             copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
@@ -196,15 +197,6 @@ class Admission:
             acceptance=self.options.acceptance,
         )
 
-    def _make_processors(self, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
-        """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
-        tokenizer = self.models.tokenizer
-        processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
-        processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
-        if (budget := request.thinking.limit(tokenizer)) is not None:
-            processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
-        return processors
-
     def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
         """Keep a prompt cache of these tokens for later requests."""
         if tokens and request.encoded is not None:
@@ -214,3 +206,12 @@ class Admission:
     def make_room(self) -> None:
         """Keep ``--prompt-cache-bytes``, the caches of running requests included."""
         self.caches.trim_to(self.max_cache_bytes - self.batch.prompt_cache_nbytes)
+
+
+def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
+    """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
+    processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
+    processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
+    if (budget := request.thinking.limit(tokenizer)) is not None:
+        processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
+    return processors

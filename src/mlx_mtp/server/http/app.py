@@ -35,10 +35,7 @@ from .browsers import ANY, Browsers
 from .page_files import PageFiles, page_response
 from .response import FIGURES, GeneratedResponse, watched
 
-HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "2"},
-}  # headers of errors; seconds, where too many wait
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
 
 
 class API(NamedTuple):

@@ -29,9 +29,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self.n_bytes = 0  # bytes of the bodies that arrive or are parsed
-        self.parsing = (
-            asyncio.Lock()
-        )  # held by a large body: one at a time is parsed, so that the event loop runs between two
+        self.parsing = asyncio.Lock()  # one large body at a time is parsed, so that the event loop runs between two
 
     async def read(self, http: Request, parse: Callable[[Json], T]) -> T:
         """What ``parse`` makes of the body's fields that are not null.
