@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten
 
 from mlx_mtp import prompts
 from mlx_mtp.benchmark import __main__ as benchmark
@@ -21,30 +20,20 @@ from mlx_mtp.benchmark.report import percent, show, verdict
 from mlx_mtp.benchmark.runs import AUTO, COPIES, COPY, HEAD, NO_COPIES, PLAIN, TARGET, repeated_share, sum_counts
 from mlx_mtp.benchmark.synthetic import SHAPES, synthetic_model
 from mlx_mtp.decoding.counts import DraftCounts
+from tests.support.checkpoints import parameters
 from tests.support.commands import run_command
 from tests.support.models import DATA
 from tests.support.published import ARCHITECTURES
 
 RUNS = (1, 3, NO_COPIES, COPIES, AUTO)
 SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
-}
-SMALL_DENSE = SMALL | {"intermediate_size": 128}
-SMALL_EXPERTS = SMALL | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 TWO = {"a": mx.array([5, 6, 7]), "b": mx.array([9, 8, 7, 6, 5])}
 
 
@@ -63,30 +52,24 @@ def report():
 
 
 def small(name: str) -> dict:
-    return SHAPES[name] | (SMALL_EXPERTS if "num_experts" in SHAPES[name] else SMALL_DENSE)
+    return SHAPES[name] | SMALL | (EXPERTS if "num_experts" in SHAPES[name] else {"intermediate_size": 128})
 
 
 # Prompts
 
 
-def test_nine_kinds_of_prompts(demo):
-    texts = prompts.nine_kinds()
-    assert len(texts) == 9
-    assert len(set(texts.values())) == 9
-    files = {file.name for file in prompts.FOLDER.glob("*.txt")}
-    assert {f"{name}.txt" for name in (*texts, *prompts.copying_kinds())} == files
-    sizes = {name: prompts.encode(demo[1], text).size for name, text in texts.items()}
-    assert max(sizes, key=sizes.__getitem__) == "code_review"
+def test_kinds_of_prompts(demo):
+    nine, copying = prompts.nine_kinds(), prompts.copying_kinds()
+    assert len({*nine.values()}) == 9
+    assert list(copying) == list(prompts.COPYING)
+    assert {f"{name}.txt" for name in (*nine, *copying)} == {file.name for file in prompts.FOLDER.glob("*.txt")}
+    sizes = {name: prompts.encode(demo[1], text).size for name, text in (nine | copying).items()}
+    assert max(nine, key=sizes.__getitem__) == "code_review"
     assert sizes["code_review"] > 2000
-
-
-def test_copying_kinds_of_prompts(demo):
-    texts = prompts.copying_kinds()
-    assert list(texts) == list(prompts.COPYING)
-    assert all(prompts.encode(demo[1], text).size > 1000 for text in texts.values())
-    for name, text in texts.items():
+    for name, text in copying.items():
         answer = (DATA / "answers" / f"{name}.txt").read_text(encoding="utf-8")
         words = [answer[i : i + 12] for i in range(0, len(answer) - 12, 12)]
+        assert sizes[name] > 1000, name
         assert sum(word in text for word in words) > 0.25 * len(words), name
 
 
@@ -120,9 +103,10 @@ def test_a_chat_model_gets_its_template():
 # Arithmetic
 
 
-@given(
-    st.lists(st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k), st.booleans())), min_size=1)
-)
+STEPS = st.integers(0, 4).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k), st.booleans()))
+
+
+@given(st.lists(STEPS, min_size=1))
 def test_time_of_steps(steps):
     parts, counts = Parts(verify=[1.0, 1.3, 1.7, 1.9, 2.9], head=0.17, rollback=[]), DraftCounts()
     for k, n, copies in steps:
@@ -238,11 +222,8 @@ def test_warns_of_texts_that_repeat_themselves(parts_not_timed):
     plain_token = script.token
     script.token = lambda i: i % 7 if i >= 6 else plain_token(i)
     report = measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
-    assert (
-        show(report)
-        .splitlines()[-1]
-        .startswith("Warning: texts that repeat themselves, and how much of each: a 62%, b 68%.")
-    )
+    warning = "Warning: texts that repeat themselves, and how much of each: a 62%, b 68%."
+    assert show(report).splitlines()[-1].startswith(warning)
     report.repeated = {"a": 1 / 3, "b": 0.2}
     assert "Warning" not in show(report)
 
@@ -268,23 +249,19 @@ def test_reports_a_different_token(monkeypatch):
 # Synthetic models
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), [("0.8b-bf16", "0.8B"), ("4b-4bit", "4B"), ("27b-4bit", "27B"), ("35b-a3b-4bit", "35B-A3B")]
-)
-def test_shapes_match_published_models(name, model):
-    family, text = ARCHITECTURES[model]
-    shape = SHAPES[name]
-    assert shape["model_type"] == family
-    assert {key: shape[key] for key in text} == text
+PUBLISHED = {"0.8b-bf16": "0.8B", "4b-4bit": "4B", "27b-4bit": "27B", "35b-a3b-4bit": "35B-A3B"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_match_their_names(name):
+def test_shapes_are_those_of_published_models_and_of_their_names(name):
     shape = SHAPES[name]
+    if name in PUBLISHED:
+        family, text = ARCHITECTURES[PUBLISHED[name]]
+        assert shape.items() >= {**text, "model_type": family}.items()
     module = import_module(f"mlx_mtp.models.{shape['model_type']}")
     config = {"model_type": shape["model_type"], "text_config": shape}
-    model = module.Model(module.ModelArgs.from_dict(config))  # lazy: no weight is made
-    size = sum(p.size for path, p in tree_flatten(model.parameters()) if "mtp." not in path) / 1e9
+    weights = parameters(module.Model(module.ModelArgs.from_dict(config)))  # lazy: no weight is made
+    size = sum(p.size for path, p in weights.items() if "mtp." not in path) / 1e9
     billions = 0.75 if name == "0.8b-bf16" else float(name.partition("b-")[0])  # its name rounds up
     assert 0.95 * billions < size < 1.06 * billions
 
@@ -292,10 +269,9 @@ def test_shapes_match_their_names(name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_only_the_backbone_is_quantized(name):
     model, _ = synthetic_model(small(name), 0.5)
-    layers = {
-        path: m for path, m in model.named_modules() if "norm" not in path and "weight" in m and "conv" not in path
-    }
-    assert all(hasattr(m, "bits") == (name.endswith("4bit") and "mtp." not in path) for path, m in layers.items())
+    for path, m in model.named_modules():
+        if "weight" in m and "norm" not in path and "conv" not in path:
+            assert hasattr(m, "bits") == (name.endswith("4bit") and "mtp." not in path), path
     logits = type(model).__mro__[1].__call__(model, mx.array([[1, 2, 3]]))  # before the script replaces them
     assert mx.isfinite(logits).all()
     assert mx.std(logits.astype(mx.float32)).item() > 0.1
@@ -331,72 +307,41 @@ def test_acceptance_rate_is_as_set(name, cheaper, acceptance):
 
 def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
-    file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    common = ("--synthetic", "4b-4bit", "--repeat", 1, "-m", 12)
-    _, out, _ = run_command(
-        benchmark.main,
-        capsys,
-        *common,
-        "--compare-depths",
-        2,
-        "--assume-acceptance",
-        0.9,
-        "--json",
-        file,
-        "--plot",
-        picture,
-        "--context",
-        40,
-    )
+    flags = "--synthetic 4b-4bit --repeat 1 -m 12 --compare-depths 2 --assume-acceptance 0.9 --context 40"
+    files = ("--json", tmp_path / "b.json", "--plot", tmp_path / "b.png")
+    _, out, _ = run_command(benchmark.main, capsys, *flags.split(), *files)
     assert "Acceptance was SET to 0.9, not measured" in out
-    report = json.loads(file.read_text())
-    exact, one = report["parts"]["exact"], report["parts"]["verify"][0]
-    assert (
-        f"With --exact, relative to the plain pass over 1: 2: {exact['2'] / one:.2f}, 17: {exact['17'] / one:.2f}\n"
-        in out
-    )
+    report = json.loads((tmp_path / "b.json").read_text())
+    exact = [f"{k}: {report['parts']['exact'][k] / report['parts']['verify'][0]:.2f}" for k in ("2", "17")]
+    assert f"With --exact, relative to the plain pass over 1: {', '.join(exact)}\n" in out
     assert report["acceptance_was_set"] == 0.9
-    assert [(r["run"], r["prompt_tokens"]) for r in report["results"]] == [
-        (k, 40) for k in (1, 1, 2, 2, NO_COPIES, NO_COPIES, AUTO, AUTO)
-    ]
-    for r in report["results"]:
-        assert f"{r['mtp_tps']:.1f}" in out
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    runs = [(run, 40) for run in (1, 2, NO_COPIES, AUTO) for _ in ("the prompt", OVERALL)]
+    assert [(r["run"], r["prompt_tokens"]) for r in report["results"]] == runs
+    assert all(f"{r['mtp_tps']:.1f}" in out for r in report["results"])
+    assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
     assert out.splitlines()[-1].startswith(f"auto: {report['results'][-1]['ratio']:.2f} x plain mlx-lm")
 
 
-@pytest.mark.parametrize(
-    ("rounds", "line"),
-    [
+def test_the_verdict_is_of_auto_on_all_prompts(report):
+    unclear = ", from 0.90 to 1.10 by round: no clear difference; give --repeat more rounds"
+    for ratios, line in (
         ((1.1, 1.15, 1.2), "auto: 1.15 x plain mlx-lm; use --mtp"),
         ((0.9, 0.95, 0.99), "auto: 0.95 x plain mlx-lm: leave --mtp out"),
-        (
-            (0.9, 1.02, 1.1),
-            "auto: 1.02 x plain mlx-lm, from 0.90 to 1.10 by round: no clear difference; give --repeat more rounds",
-        ),
-    ],
-)
-def test_the_verdict_is_of_auto_on_all_prompts(report, rounds, line):
-    names = ("ratio_low", "ratio", "ratio_high")
-    results = [
-        replace(
-            r, **dict(zip(names, rounds if (r.prompt, r.run) == (OVERALL, AUTO) else [1 / x for x in rounds[::-1]]))
-        )
-        for r in report.results
-    ]
-    assert verdict(replace(report, results=results)) == line
+        ((0.9, 1.02, 1.1), f"auto: 1.02 x plain mlx-lm{unclear}"),
+    ):
+        results = []
+        for r in report.results:
+            of_r = ratios if (r.prompt, r.run) == (OVERALL, AUTO) else [1 / x for x in ratios[::-1]]
+            results.append(replace(r, **dict(zip(("ratio_low", "ratio", "ratio_high"), of_r))))
+        assert verdict(replace(report, results=results)) == line
 
 
 @pytest.mark.slow
 def test_several_lengths(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")  # or a table goes on below
     monkeypatch.setitem(SHAPES, "4b-4bit", small("4b-4bit"))
-    _, out, _ = run_command(
-        benchmark.main,
-        capsys,
-        *("--synthetic", "4b-4bit", "--repeat", 1, "-m", 8, "--compare-depths", 1, "--json", tmp_path / "b.json"),
-        *("--context", 20, 50),
-    )
+    flags = "--synthetic 4b-4bit --repeat 1 -m 8 --compare-depths 1 --context 20 50 --json"
+    _, out, _ = run_command(benchmark.main, capsys, *flags.split(), tmp_path / "b.json")
     reports = json.loads((tmp_path / "b.json").read_text())
     assert [{r["prompt_tokens"] for r in report["results"]} for report in reports] == [{20}, {50}]
     lines = out.splitlines()
@@ -444,39 +389,39 @@ def test_prompts_from_a_file(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("flags", "message"),
     [
-        (["--assume-acceptance", "0.5"], "--assume-acceptance requires --synthetic"),
-        (["--synthetic", "4b-4bit", "--assume-acceptance", "1.5"], "from 0 to 1, not 1.5"),
-        (["--synthetic", "4b-4bit", "--model", "x"], "remove --model"),
-        (["--synthetic", "4b-4bit", "--report", "r.json"], "remove --model, --mtp, --prompts and --report"),
-        (["--report", "r.json", "--compare-depths"], "remove --compare-depths"),
-        (["--report", "r.json", "--tune"], "remove --report"),
-        (["--report", "/no/such/folder/r.json"], "There is no folder /no/such/folder"),
-        (["--context", "9", "10", "--report", "r.json"], "--report takes one length"),
-        (["--synthetic", "4b-4bit", "--draft-vocab", "list.json"], "give --draft-vocab a number"),
-        (["--compare-depths", "9"], "from 1 to 8, not 9"),
-        (["--plot", "x.png"], "requires --compare-depths"),
-        (["--plot", "x.pgn", "--compare-depths"], "x.pgn is not an image"),
-        (["--json", "/no/such/folder/b.json"], "There is no folder /no/such/folder"),
-        (["--json", "/tmp"], "/tmp is a folder"),
-        (["--tune", "/tmp"], "/tmp is a folder"),
-        (["--prompts", "/no/such/file"], "/no/such/file"),
-        (["--context", "9", "-5"], "not -5"),
-        (["--context", "9", "10", "--plot", "x.png", "--compare-depths"], "--plot takes one length"),
-        (["--context", "9", "10", "--tune"], "--tune takes one length"),
-        (["--tune", "--synthetic", "4b-4bit"], "remove --synthetic"),
-        (["--tune", "--compare-depths"], "remove --compare-depths"),
-        (["--tune", "--draft-vocab", "0"], "remove --draft-vocab"),
-        (["--tune", "--settings", "off"], "remove --settings"),
-        (["--tune", "--repeat", "1"], "--repeat 2 or more"),
-        (["-m", "1"], "2 or more, not 1"),
-        (["--repeat", "0"], "1 or more, not 0"),
-        (["--model", "/no/such/model"], "/no/such/model"),
+        ("--assume-acceptance 0.5", "--assume-acceptance requires --synthetic"),
+        ("--synthetic 4b-4bit --assume-acceptance 1.5", "from 0 to 1, not 1.5"),
+        ("--synthetic 4b-4bit --model x", "remove --model"),
+        ("--synthetic 4b-4bit --report r.json", "remove --model, --mtp, --prompts and --report"),
+        ("--report r.json --compare-depths", "remove --compare-depths"),
+        ("--report r.json --tune", "remove --report"),
+        ("--report /no/such/folder/r.json", "There is no folder /no/such/folder"),
+        ("--context 9 10 --report r.json", "--report takes one length"),
+        ("--synthetic 4b-4bit --draft-vocab list.json", "give --draft-vocab a number"),
+        ("--compare-depths 9", "from 1 to 8, not 9"),
+        ("--plot x.png", "requires --compare-depths"),
+        ("--plot x.pgn --compare-depths", "x.pgn is not an image"),
+        ("--json /no/such/folder/b.json", "There is no folder /no/such/folder"),
+        ("--json /tmp", "/tmp is a folder"),
+        ("--tune /tmp", "/tmp is a folder"),
+        ("--prompts /no/such/file", "/no/such/file"),
+        ("--context 9 -5", "not -5"),
+        ("--context 9 10 --plot x.png --compare-depths", "--plot takes one length"),
+        ("--context 9 10 --tune", "--tune takes one length"),
+        ("--tune --synthetic 4b-4bit", "remove --synthetic"),
+        ("--tune --compare-depths", "remove --compare-depths"),
+        ("--tune --draft-vocab 0", "remove --draft-vocab"),
+        ("--tune --settings off", "remove --settings"),
+        ("--tune --repeat 1", "--repeat 2 or more"),
+        ("-m 1", "2 or more, not 1"),
+        ("--repeat 0", "1 or more, not 0"),
+        ("--model /no/such/model", "/no/such/model"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(capsys, argv, message):
-    status, out, err = run_command(benchmark.main, capsys, *argv)
+def test_an_error_is_one_line_and_status_2(capsys, flags, message):
+    status, out, err = run_command(benchmark.main, capsys, *flags.split())
     assert (status, out) == (2, "")
     assert message in err.splitlines()[-1]
 

@@ -21,8 +21,8 @@ def run_command(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "
     return status, *capsys.readouterr()
 
 
-def assert_refused(main: Callable[[], Any], capsys: Any, *argv: Any, message: str, stdin: str = "") -> None:
-    """The command ends with status 2 and one line that says this, and prints nothing else."""
+def refusal(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "") -> str:
+    """The one line of a command that ends with status 2 and prints nothing else."""
     status, out, err = run_command(main, capsys, *argv, stdin=stdin)
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert message in err
+    return err

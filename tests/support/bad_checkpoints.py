@@ -1,0 +1,77 @@
+"""What spoils a checkpoint, and the errors that follow."""
+
+import re
+
+from mlx_mtp.models import MODEL_TYPES
+
+from .checkpoints import INDEX, WEIGHTS, configure, drop, edit, no_head
+
+
+def configured(**changes):
+    return lambda folder: configure(folder, **changes)
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def removed(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def dropped(*names):
+    return lambda folder: drop(folder, names.__contains__)
+
+
+def narrow_fc(folder):
+    edit(folder, lambda w: w.update({"mtp.fc.weight": w["mtp.fc.weight"][:, :-1]}))
+
+
+def no_head_no_claim(folder):
+    no_head(folder)
+    configure(folder, text={"mtp_num_hidden_layers": 0})
+
+
+def cut_short(folder):
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damaged_header(folder):
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:20] + b"\xff" * 20 + data[40:])
+
+
+PART = dropped("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
+TWO_SHARDS = b'{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+NO_JSON, MISSING = r"config\.json", FileNotFoundError
+# What makes a checkpoint bad, the error and its message, and whether plain mlx-lm loads it all the same
+BAD = {
+    "no head": (no_head, ValueError, "config of .*model claims .* `mlx_mtp convert .*, or generate without --mtp", True),
+    "no head, no claim": (no_head_no_claim, ValueError, "model has no MTP head: .*convert.*, or generate without", True),
+    "part of a head": (PART, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
+    "wrong shape": (narrow_fc, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
+    "own embeddings": (
+        configured(text={"mtp_use_dedicated_embeddings": True}), ValueError, "its own embeddings", True),
+    "cut short": (cut_short, ValueError, "truncated or damaged", False),
+    "damaged header": (damaged_header, ValueError, "truncated or damaged", False),
+    "missing shard": (written(INDEX, TWO_SHARDS), MISSING, "model-00002-of-00002.s.*, which its index names", True),
+    "missing tensor": (
+        written(INDEX, b'{"weight_map": {"a.weight": "model.safetensors"}}'), ValueError, "lacks the tensor a.weight", True),
+    "llama": (configured(model_type="llama"), ValueError, ", ".join(MODEL_TYPES), False),
+    "qwen4_exp": (
+        configured(model_type="qwen4_exp"), ValueError, "qwen4_exp is supported neither here nor by mlx-lm", False),
+    "no config": (removed("config.json"), MISSING, "no config.json", False),
+    "config cut short": (written("config.json", b"{"), ValueError, "is not JSON", False),
+    "config a list": (written("config.json", b"[]"), ValueError, NO_JSON, False),
+    "config not text": (written("config.json", b"\xff\xfe{}"), ValueError, NO_JSON, False),
+    "no weights": (removed(WEIGHTS), MISSING, "No safetensors", False),
+    "config empty": (written("config.json", b"{}"), ValueError, "Model type None is supported neither", False),
+    "no text config": (configured(text_config=None), ValueError, "text_config of .* is not an object", False),
+    "size not a number": (
+        configured(text={"hidden_size": "192"}), ValueError, r"model could not be loaded \(TypeError.*is its config\.j", False),
+    "index cut short": (written(INDEX, b"{"), ValueError, re.escape(INDEX), True),
+    "index a list": (written(INDEX, b"[]"), ValueError, re.escape(INDEX), True),
+    "index without weight_map": (written(INDEX, b"{}"), ValueError, re.escape(INDEX), True),
+    "index of no files": (written(INDEX, b'{"weight_map": {"a": ["x"]}}'), ValueError, re.escape(INDEX), True),
+}  # fmt: skip
