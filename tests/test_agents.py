@@ -60,10 +60,8 @@ def blocks(answer: dict) -> list[dict]:
 
 
 def test_message_has_text_thinking_and_calls(claude):
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    answer = message(
-        claude, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=MESSAGES_TOOLS, thinking=thinking, max_tokens=2000
-    )
+    options = dict(tools=MESSAGES_TOOLS, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
+    answer = message(claude, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", **options)
     assert blocks(answer) == [
         {"type": "thinking", "thinking": "Hm.", "signature": messages.SIGNATURE},
         {"type": "text", "text": "I add."},
@@ -73,20 +71,16 @@ def test_message_has_text_thinking_and_calls(claude):
     assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "default_model")
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "reason", "word"),
-    [
-        ({}, "Yes.", "end_turn", None),
-        ({"max_tokens": 3}, "Yes, in", "max_tokens", None),
+def test_message_says_why_it_ends(claude):
+    text = "Yes, in every case."
+    for options, said_of_it, reason, word in (
+        ({}, text, "end_turn", None),
+        ({"max_tokens": 3}, None, "max_tokens", None),
         ({"stop_sequences": ["no", "every"]}, "Yes, in ", "stop_sequence", "every"),
-    ],
-)
-def test_message_says_why_it_ends(claude, options, text, reason, word):
-    answer = message(claude, "Yes." if not options else "Yes, in every case.", **options)
-    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, word)
-    assert text.startswith(answer["content"][0]["text"])
-    if reason != "max_tokens":
-        assert answer["content"][0]["text"] == text
+    ):
+        answer = message(claude, text, **options)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, word)
+        assert answer["content"][0]["text"] == (said_of_it or "Yes, in"[: len(answer["content"][0]["text"])])
 
 
 def test_message_thinks_within_its_budget(server, claude):
@@ -102,23 +96,20 @@ def test_message_thinks_within_its_budget(server, claude):
     assert 9 <= answer["usage"]["output_tokens_details"]["reasoning_tokens"] <= 11
 
 
-def test_an_answer_may_have_one_call_only(server, claude, client):
-    text, calls = f"First.\n\n{ADD}\n{ADD}\nDone.", [{"type": "text", "text": "First."}]
+def test_an_answer_may_have_one_call_only(claude, client):
+    text = f"First.\n\n{ADD}\n{ADD}\nDone."
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     answer = message(claude, text, tools=MESSAGES_TOOLS, tool_choice=choice)
-    calls.append({"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}})
-    assert (blocks(answer), answer["stop_reason"]) == (calls, "tool_use")
+    call = {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}}
+    assert (blocks(answer), answer["stop_reason"]) == ([{"type": "text", "text": "First."}, call], "tool_use")
     answer = response(client, text, tools=RESPONSES_TOOLS, parallel_tool_calls=False)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
-    tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
-    body = {"model": "default_model", "messages": ASK, "tools": tools}
-    both = said(text, enable_thinking=False)
-    for parallel in (True, False):
-        answer = client.chat.completions.create(**body, parallel_tool_calls=parallel, extra_body=both)
-        assert len(answer.choices[0].message.tool_calls) == 1 + parallel
     json_calls = "<tool_call>\n" + json.dumps([{"name": "add", "arguments": {}}] * 2) + "\n</tool_call>"
-    body["extra_body"] = said(json_calls, enable_thinking=False)
-    assert len(client.chat.completions.create(**body, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
+    for says, parallel in ((text, True), (text, False), (json_calls, False)):
+        options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says, enable_thinking=False))
+        answer = client.chat.completions.create(model="default_model", messages=ASK, **options)
+        assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
 
 def test_a_streamed_thinking_block_is_signed(claude):
@@ -131,12 +122,8 @@ def test_a_streamed_thinking_block_is_signed(claude):
     kinds = [event.delta.type if event.type == "content_block_delta" else event.type for event in events]
     assert kinds[kinds.index("signature_delta") + 1 :][:2] == ["signature", "content_block_stop"]
     assert kinds.count("signature_delta") == 1
-    history = [
-        *ASK,
-        {"role": "assistant", "content": [thinking.model_dump(), text.model_dump(include={"type", "text"})]},
-        *ASK,
-    ]
-    _, request = messages.read_request({"messages": history}, FLAGS)
+    content = [thinking.model_dump(), text.model_dump(include={"type", "text"})]
+    _, request = messages.read_request({"messages": [*ASK, {"role": "assistant", "content": content}, *ASK]}, FLAGS)
     assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
@@ -168,52 +155,40 @@ def test_message_usage_tells_what_was_cached(claude):
     assert second.cache_read_input_tokens > first.cache_read_input_tokens
 
 
+def text(text: str, **more) -> dict:
+    return {"type": "text", "text": text, **more}
+
+
 def test_messages_become_those_of_a_chat_template():
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "1",
-        "content": [{"type": "text", "text": "no file"}],
-        "is_error": True,
-    }
-    body = {
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"},
-            {"type": "text", "text": "You are a coder.", "cache_control": {"type": "ephemeral"}},
-            {"type": "text", "text": "x-anthropic-billing-header: cch=2f;\nBe kind.\n"},
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("no file")], "is_error": True}
+    read = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
+    body = dict(
+        system=[
+            text("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"),
+            text("You are a coder.", cache_control={"type": "ephemeral"}),
+            text("x-anthropic-billing-header: cch=2f;\nBe kind.\n"),
         ],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        messages=[
+            {"role": "user", "content": [text("a"), text("b")]},
             {"role": "system", "content": "Be short."},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
-                    {"type": "text", "text": "I read."},
-                    {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}},
-                ],
-            },
-            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+            {"role": "assistant", "content": [thought, text("I read."), use]},
+            {"role": "user", "content": [result, text("Well?")]},
         ],
-        "tools": [
-            {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}},
-            {"type": "web_search_20250305", "name": "web_search"},
-        ],
-        "metadata": {"user_id": "1"},
-        "context_management": {"edits": []},
-        "output_config": {"effort": "high"},
-        "thinking": {"type": "adaptive"},
-    }
+        tools=[read, {"type": "web_search_20250305", "name": "web_search"}],
+        metadata={"user_id": "1"},
+        context_management={"edits": []},
+        output_config={"effort": "high"},
+        thinking={"type": "adaptive"},
+    )
     _, request = messages.read_request(body, FLAGS)
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
         {"role": "user", "content": "a\nb"},
         {"role": "user", "content": "<system>\nBe short.\n</system>"},
-        {
-            "role": "assistant",
-            "content": "I read.",
-            "reasoning_content": "Hm.",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}],
-        },
+        {"role": "assistant", "content": "I read.", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "tool", "content": "Error: no file", "tool_call_id": "1"},
         {"role": "user", "content": "Well?"},
     ]
@@ -222,29 +197,27 @@ def test_messages_become_those_of_a_chat_template():
     assert request.args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
-        ({"output_format": {"type": "json_schema", "schema": {"type": "person"}}}, "output_format"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"n": 2}, "n: 2"),
-        ({"temperature": 9}, "temperature"),
-        ({"thinking": {"type": "deep"}}, "thinking"),
-    ],
-    ids=lambda x: str(x)[:50],
-)
-def test_messages_refuses_in_anthropics_form(server, change, param):
-    status, content = server.request("/v1/messages", {"messages": ASK, "max_tokens": 5, **change})
-    assert (status, content["type"], content["error"]["type"]) == (400, "error", "invalid_request_error")
-    assert param in content["error"]["message"]
+def test_messages_refuses_in_anthropics_form(server):
+    person = {"type": "json_schema", "schema": {"type": "person"}}
+    for param, value in (
+        ("messages", []),
+        ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+        ("messages", [{"role": "robot", "content": "a"}]),
+        ("max_tokens", 0),
+        ("temperature", -1),
+        ("temperature", 9),
+        ("tool_choice", {"type": "any"}),
+        ("output_config", {"format": {"type": "json_schema"}}),
+        ("output_format", person),
+        ("mcp_servers", [{"url": "x"}]),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("thinking", {"type": "deep"}),
+        ("n", 2),
+    ):
+        status, content = server.request("/v1/messages", {"messages": ASK, "max_tokens": 5, param: value})
+        error = status, content["type"], content["error"]["type"]
+        assert error == (400, "error", "invalid_request_error"), (param, value)
+        assert (param if param != "n" else "n: 2") in content["error"]["message"]
 
 
 def test_errors_are_those_that_the_clients_know(claude, client):
@@ -271,9 +244,6 @@ def test_any_name_means_the_only_model(server, claude, client):
     answer = client.responses.create(model="org/name", input="a", extra_body=body)
     assert (answer.output_text, answer.model) == ("Yes.", "org/name")
     assert server.log.read_text().count("Prompt caches: up to") == 1  # as where a model is loaded
-
-
-def test_each_client_lists_the_models(claude, client):
     for listed in (claude.models.list(), client.models.list()):
         assert [model.id for model in listed] == ["tiny"]
     assert claude.models.retrieve("tiny").display_name == client.models.retrieve("tiny").id == "tiny"
@@ -366,14 +336,13 @@ def test_response_without_a_limit_goes_on(client):
 
 
 def test_response_says_what_was_asked(client):
+    asked = {"model": "default_model", "input": "a", "max_output_tokens": 1}
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     text = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
-    answer = client.responses.create(
-        model="default_model", input="a", text=text, metadata={"run": "7"}, max_output_tokens=1
-    )
+    answer = client.responses.create(**asked, text=text, metadata={"run": "7"})
     assert answer.text.format.model_dump(by_alias=True, exclude_none=True) == text["format"]
     assert answer.metadata == {"run": "7"}
-    answer = client.responses.create(model="default_model", input="a", max_output_tokens=1)
+    answer = client.responses.create(**asked)
     assert (answer.text.format.type, answer.metadata) == ("text", {})
 
 
@@ -402,19 +371,17 @@ def test_custom_and_namespaced_tools(client):
 
 
 def test_reasoning_comes_back_as_it_was(client):
-    answer = response(
-        client, "Hm.\n</think>\n\nYes.", thinking=True, include=["reasoning.encrypted_content"], store=False
-    )
-    reasoning, text = answer["output"]
+    options = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
+    reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **options)["output"]
     back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
     _, request = responses.read_request({"input": [back, text]}, FLAGS)
     assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 
 
 def test_items_become_messages_of_a_chat_template():
-    body = {
-        "instructions": "You are a coder.",
-        "input": [
+    body = dict(
+        instructions="You are a coder.",
+        input=[
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
             {"role": "user", "content": "a"},
             {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "x"}', "namespace": "fs"},
@@ -424,23 +391,18 @@ def test_items_become_messages_of_a_chat_template():
             {"type": "web_search_call", "id": "3", "status": "completed"},
             {"role": "developer", "content": "Go on."},
         ],
-        "store": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "k",
-        "reasoning": {"effort": "none", "summary": "auto"},
-    }
+        store=True,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="k",
+        reasoning={"effort": "none", "summary": "auto"},
+    )
     _, request = responses.read_request(body, FLAGS)
+    calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
+    calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe short."},
         {"role": "user", "content": "a"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "fs__read", "arguments": {"path": "x"}}},
-                {"id": "2", "type": "function", "function": {"name": "patch", "arguments": {"input": "+a"}}},
-            ],
-        },
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "text", "tool_call_id": "1"},
         {"role": "tool", "content": "done", "tool_call_id": "2"},
         {"role": "user", "content": "<system>\nGo on.\n</system>"},
@@ -448,28 +410,27 @@ def test_items_become_messages_of_a_chat_template():
     assert request.args.chat_template_kwargs == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "c"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "rm"}, "tools": RESPONSES_TOOLS}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
-        ({"input": []}, "input"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-    ],
-    ids=lambda x: str(x)[:50],
-)
-def test_responses_refuses_by_name(server, change, param):
-    status, content = server.request("/v1/responses", {"input": "a", **change})
-    assert (status, content["error"]["param"]) == (400, param)
+def test_responses_refuses_by_name(server):
+    image = {"type": "input_image", "image_url": "x"}
+    for param, value in (
+        ("previous_response_id", "resp_1"),
+        ("conversation", "c"),
+        ("background", True),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "name": "rm"}),
+        ("text.format", {"format": {"type": "json_schema"}}),
+        ("input", [{"role": "user", "content": [image]}]),
+        ("input", [{"type": "item_reference", "id": "1"}]),
+        ("input", []),
+        ("guided_choice", ["a"]),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("top_logprobs", 21),
+    ):
+        tools = {"tools": RESPONSES_TOOLS} if isinstance(value, dict) else {}
+        body = {"input": "a", **tools, param.partition(".")[0]: value}
+        status, content = server.request("/v1/responses", body)
+        assert (status, content["error"]["param"]) == (400, param), (param, value)
 
 
 # Roles
@@ -485,13 +446,9 @@ def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
         assert fold_roles([{"role": "developer", "content": "0"}, system, user, late, user][:n]) == folded[: n - 1]
 
 
-@pytest.mark.parametrize("role", ["developer", "system"])
-def test_chat_completions_take_these_roles_anywhere(client, role):
-    first, last = {"role": role, "content": "Be short."}, {"role": role, "content": "In English."}
-    answer = client.chat.completions.create(
-        model="default_model",
-        messages=[first, *ASK, last],
-        max_tokens=9,
-        extra_body=said("Yes.", enable_thinking=False),
-    )
-    assert answer.choices[0].message.content == "Yes."
+def test_chat_completions_take_these_roles_anywhere(client):
+    options = dict(model="default_model", max_tokens=9, extra_body=said("Yes.", enable_thinking=False))
+    for role in ("developer", "system"):
+        first, last = {"role": role, "content": "Be short."}, {"role": role, "content": "In English."}
+        answer = client.chat.completions.create(messages=[first, *ASK, last], **options)
+        assert answer.choices[0].message.content == "Yes."

@@ -78,31 +78,22 @@ def test_ranks_sample_the_exact_distribution(tmp_path, how, sizes):
     assert min(p_values.values()) > distribution.LEVEL, p_values
 
 
-@pytest.mark.parametrize(
-    ("changes", "n", "what"),
-    [
-        ({}, 3, "4 attention heads"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 key-value heads"),
-        ({"linear_num_key_heads": 1}, 2, "1 key heads"),
-        ({"vocab_size": 513}, 2, "513 token ids"),
-        ({"intermediate_size": 65}, 2, "65 columns or groups of mlp.gate_proj.weight"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(changes, n, what):
-    model = tiny_model("qwen3_5", **SIZES | HALVES | changes)
-    with pytest.raises(ValueError, match=rf"cannot be split among {n} processes.* its {what}.*--pipeline"):
-        check_shard(model, n)
-
-
-def test_quantized_layers_are_divided_between_groups():
+def test_what_cannot_be_divided_is_refused():
+    for n, what, changes in (
+        (3, "4 attention heads", {}),
+        (2, "3 key-value heads", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+        (2, "1 key heads", {"linear_num_key_heads": 1}),
+        (2, "513 token ids", {"vocab_size": 513}),
+        (2, "65 columns or groups of mlp.gate_proj.weight", {"intermediate_size": 65}),
+    ):
+        model = tiny_model("qwen3_5", **SIZES | HALVES | changes)
+        with pytest.raises(ValueError, match=rf"cannot be split among {n} processes.* its {what}.*--pipeline"):
+            check_shard(model, n)
     model = tiny_model("qwen3_5", **SIZES | HALVES)
     check_shard(model, 2)
-    quantize_head(model.mtp, 4)
+    quantize_head(model.mtp, 4)  # quantized layers are divided between groups
     with pytest.raises(ValueError, match=r"1 columns or groups of mlp\.down_proj\.scales"):
         check_shard(model, 2)
-
-
-def test_a_pipeline_has_a_layer_for_each_stage():
     model = tiny_model("qwen3_next", **SIZES | HALVES)
     check_pipeline(model, 2)
     with pytest.raises(ValueError, match="has 2 layers, too few for a pipeline of 3 processes"):
@@ -138,7 +129,7 @@ def part_of(name):
     return layer[1] if layer else "rest"
 
 
-def test_the_layer_of_the_head_is_none_of_the_backbone():
+def test_neither_the_layer_of_the_head_nor_the_vision_tower_are_of_a_stage():
     names = [
         "model.layers.0.mlp.x",
         "model.layers.1.mlp.x",
@@ -147,9 +138,6 @@ def test_the_layer_of_the_head_is_none_of_the_backbone():
         "lm_head.weight",
     ]
     assert names_of(names, range(1, 2)) == names[1:]
-
-
-def test_the_vision_tower_is_of_no_stage():
     names = ["model.norm.weight", "vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
     assert names_of(names, range(1)) == names[:1]
 

@@ -27,21 +27,23 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-PICK = {
-    "type": "object",
-    "properties": {
-        "color": {"type": "string", "enum": ["red", "green"]},
-        "n": {"type": "integer", "maximum": 9, "minimum": 0},
-    },
-    "required": ["color", "n"],
-}
+COLOR, DIGIT = {"type": "string", "enum": ["red", "green"]}, {"type": "integer", "maximum": 9, "minimum": 0}
+PICK = {"type": "object", "properties": {"color": COLOR, "n": DIGIT}, "required": ["color", "n"]}
 ASK = [{"role": "user", "content": "a"}]
 FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
-OPENAI_TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": PICK}}]
-TOOLS = [
-    *({"name": name, "parameters": schema} for name, schema in SCHEMAS.items()),
-    {"name": "pick", "parameters": PICK},
-]
+TOOLS = [*({"name": n, "parameters": schema} for n, schema in SCHEMAS.items()), {"name": "pick", "parameters": PICK}]
+AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def functions(tools: list[dict]) -> list[dict]:
+    return [{"type": "function", "function": tool} for tool in tools]
+
+
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+PICKS = functions(TOOLS[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +68,10 @@ def is_pick(arguments: dict) -> bool:
 
 
 def test_chat_completions(client):
-    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     texts = set()
     for options in ({}, {"num_draft_tokens": 0}, {"num_draft_tokens": 3}, {"guided_json": PERSON}):
-        asked = {} if "guided_json" in options else {"response_format": schema}
-        options["chat_template_kwargs"] = {"enable_thinking": False}
-        answer = client.chat.completions.create(model="m", messages=ASK, extra_body=options, **asked)
+        form = {} if "guided_json" in options else {"response_format": json_schema(PERSON)}
+        answer = client.chat.completions.create(model="m", messages=ASK, extra_body={**options, **AT_ONCE}, **form)
         texts.add(answer.choices[0].message.content)
         assert answer.choices[0].finish_reason == "stop"
     assert len(texts) == 1
@@ -81,53 +81,47 @@ def test_chat_completions(client):
 def test_completions(client):
     answer = client.completions.create(model="m", prompt="a", extra_body={"guided_regex": "(ab|cd){3}"})
     assert {answer.choices[0].text[i : i + 2] for i in (0, 2, 4)} <= {"ab", "cd"}
-    grammar = 'start: "yes" | "no"'
-    answer = client.completions.create(model="m", prompt="a", extra_body={"guided_grammar": grammar})
+    answer = client.completions.create(model="m", prompt="a", extra_body={"guided_grammar": 'start: "yes" | "no"'})
     assert answer.choices[0].text in ("yes", "no")
 
 
 def test_responses_and_messages(client, claude):
-    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
-    assert is_person(client.responses.create(model="m", input="a", text=text, extra_body=thinking).output_text)
-    options = dict(model="m", max_tokens=80, messages=ASK)
-    config = {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}}
-    assert is_person(claude.messages.create(**options, extra_body=config | thinking).content[0].text)
+    assert is_person(client.responses.create(model="m", input="a", text=text, extra_body=AT_ONCE).output_text)
+    body = {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}, **AT_ONCE}
+    assert is_person(claude.messages.create(model="m", max_tokens=80, messages=ASK, extra_body=body).content[0].text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls(client, claude, stream):
-    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
-        body = {"messages": ASK, "tools": OPENAI_TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **thinking}
+        body = {"tools": PICKS, "tool_choice": choice, "parallel_tool_calls": False, **AT_ONCE}
+        options = dict(model="m", messages=ASK, extra_body=body)
         if stream:
-            with client.chat.completions.stream(model="m", messages=ASK, extra_body=body) as events:
+            with client.chat.completions.stream(**options) as events:
                 answer = events.get_final_completion()
         else:
-            answer = client.chat.completions.create(model="m", messages=ASK, extra_body=body)
+            answer = client.chat.completions.create(**options)
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "pick"
         assert is_pick(json.loads(call.function.arguments))
         assert answer.choices[0].finish_reason == "tool_calls"
-    tools = [{"name": "pick", "input_schema": PICK}]
-    options = dict(model="m", max_tokens=80, messages=ASK, tools=tools, extra_body=thinking)
     for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
-        choice["disable_parallel_tool_use"] = True
+        tools = dict(tools=[{"name": "pick", "input_schema": PICK}])
+        tools["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+        options = dict(model="m", max_tokens=80, messages=ASK, extra_body=AT_ONCE, **tools)
         if stream:
-            with claude.messages.stream(**options, tool_choice=choice) as events:
+            with claude.messages.stream(**options) as events:
                 answer = events.get_final_message()
         else:
-            answer = claude.messages.create(**options, tool_choice=choice)
+            answer = claude.messages.create(**options)
         assert is_pick(answer.content[0].input)
 
 
 def test_reasoning_comes_first(client):
     """Up to its budget, where the form begins."""
-    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
-    answer = client.chat.completions.create(
-        model="m", messages=ASK, response_format=schema, extra_body={"thinking_budget": 5, "enable_thinking": True}
-    )
-    message = answer.choices[0].message
+    options = dict(response_format=json_schema(PERSON), extra_body={"thinking_budget": 5, "enable_thinking": True})
+    message = client.chat.completions.create(model="m", messages=ASK, **options).choices[0].message
     assert message.reasoning
     assert is_person(message.content)
 
@@ -135,70 +129,59 @@ def test_reasoning_comes_first(client):
 # Read
 
 
+def read(**body) -> Request:
+    return chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1]
+
+
 def test_each_api_reads_its_own():
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON}}
     flat = {"type": "json_schema", "name": "a", "schema": PERSON}
-    read = [
-        chat_completions.read_request({"messages": ASK, "response_format": schema}, FLAGS),
-        completions.read_request({"prompt": "a", "response_format": schema}, FLAGS),
-        responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS),
-        messages.read_request({"messages": ASK, "output_format": flat}, FLAGS),
-    ]
-    assert [request.structured_output.grammar for _, request in read] == [{"json_schema": PERSON}] * 4
-    _, request = chat_completions.read_request({"messages": ASK, "response_format": {"type": "json_object"}}, FLAGS)
-    assert request.structured_output == StructuredOutput("response_format", {"json_schema": {"type": "object"}})
+    _, completion = completions.read_request({"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS)
+    _, response = responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS)
+    _, message = messages.read_request({"messages": ASK, "output_format": flat}, FLAGS)
+    for request in (completion, response, message, read(response_format=json_schema(PERSON))):
+        assert request.structured_output.grammar == {"json_schema": PERSON}
+    any_object = StructuredOutput("response_format", {"json_schema": {"type": "object"}})
+    assert read(response_format={"type": "json_object"}).structured_output == any_object
     for body in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {}):
-        assert chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1].structured_output is None
+        assert read(**body).structured_output is None
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"response_format": "json"}, "response_format must be text, json_object or json_schema with a schema"),
-        (
-            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-            "response_format cannot be combined with guided_regex",
-        ),
-        (
-            {"tool_choice": "required", "tools": OPENAI_TOOLS, "guided_regex": "a"},
-            "tool_choice cannot be combined with guided_regex",
-        ),
-        ({"tool_choice": "required"}, "requires a call, but the request has no tools"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": OPENAI_TOOLS},
-            "there is no tool 'rm'",
-        ),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": OPENAI_TOOLS}, "must be auto, none, required or a tool"),
+        (dict(response_format="json"), "response_format must be text, json_object or json_schema with a schema"),
+        (dict(response_format={"type": "json_object"}, guided_regex="a"), "response_format cannot be combined with"),
+        (dict(tool_choice="required", tools=PICKS, guided_regex="a"), "tool_choice cannot be combined with guided_regex"),
+        (dict(tool_choice="required"), "requires a call, but the request has no tools"),
+        (dict(tool_choice={"type": "function", "function": {"name": "rm"}}, tools=PICKS), "there is no tool 'rm'"),
+        (dict(tool_choice={"type": "allowed_tools"}, tools=PICKS), "must be auto, none, required or a tool"),
     ],
     ids=lambda x: str(x)[:40],
-)
+)  # fmt: skip
 def test_refuses_by_name(body, message):
     with pytest.raises(ApiError, match=message) as e:
-        chat_completions.read_request({"messages": ASK, **body}, FLAGS)
+        read(**body)
     assert e.value.status == 400
     assert e.value.param in body
 
 
 # Shapes of schemas, through the app
 
-BROKEN = [{"parameters": 5}, {"parameters": {"properties": {"x": {"enum": 5}}}}]  # more in test_schema.py
-NULLS = [{"properties": {"x": {"enum": None}}}, None]
-
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_schemas_of_a_wrong_shape_are_refused(server, strict):
-    choice = "auto" if strict else "required"
-    for tool in BROKEN:
-        tools = [{"type": "function", "function": {"name": "f", "strict": strict, **tool}}]
-        body = {"messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 1}
-        status, answer = server.request("/v1/chat/completions", body)
-        assert status == 400, tool
+def test_schemas_of_a_wrong_shape_are_refused(server, strict):  # more in test_schema.py
+    def ask(parameters):
+        tools = functions([{"name": "f", "strict": strict, "parameters": parameters}])
+        body = {"messages": ASK, "tools": tools, "tool_choice": "auto" if strict else "required", "max_tokens": 1}
+        return server.request("/v1/chat/completions", body)
+
+    for broken in (5, {"properties": {"x": {"enum": 5}}}):
+        status, answer = ask(broken)
+        assert status == 400, broken
         assert "f.parameters" in answer["error"]["message"]
         assert answer["error"]["param"] == ("strict" if strict else "tool_choice")
-    for parameters in NULLS:
-        tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": parameters}}]
-        body = {"messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 1}
-        assert server.request("/v1/chat/completions", body)[0] == 200, parameters
+    for fine in ({"properties": {"x": {"enum": None}}}, None):
+        assert ask(fine)[0] == 200, fine
 
 
 @pytest.mark.parametrize(
@@ -220,19 +203,17 @@ def test_schemas_of_answers_are_refused(server, schema, message):
 @pytest.mark.parametrize("where", ["parameter", "top", "answer"])
 def test_many_ways_to_the_same_schema_are_one(server, where):
     """4 ** 14 of them."""
-    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)} | {"d14": PICK}
-    first = {"$ref": "#/$defs/d0"}
+    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)}
+    definitions["d14"] = COLOR if where == "parameter" else PICK
+    schema = {"$ref": "#/$defs/d0"}
     if where == "parameter":
-        definitions["d14"] = {"enum": ["red", "green"]}
-        schema = {"type": "object", "properties": {"color": first}, "required": ["color"], "$defs": definitions}
-    else:
-        schema = {**first, "$defs": definitions}
-    body = {"messages": ASK, "max_tokens": 80, "chat_template_kwargs": {"enable_thinking": False}}
+        schema = {"type": "object", "properties": {"color": schema}, "required": ["color"]}
+    schema["$defs"] = definitions
     if where == "answer":
-        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        form = {"response_format": json_schema(schema)}
     else:
-        function = {"name": "pick", "parameters": schema}
-        body |= {"tools": functions([function]), "tool_choice": "required", "parallel_tool_calls": False}
+        form = {"tools": functions([{"name": "pick", "parameters": schema}]), "tool_choice": "required"}
+    body = {"messages": ASK, "max_tokens": 80, "parallel_tool_calls": False, **form, **AT_ONCE}
     status, answer = server.request("/v1/chat/completions", body)
     assert status == 200, answer
     message = answer["choices"][0]["message"]
@@ -240,7 +221,14 @@ def test_many_ways_to_the_same_schema_are_one(server, where):
     assert json.loads(text)["color"] in ("red", "green")
 
 
-def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    model = str(make_model(tmp_path_factory.mktemp("model") / "model"))
+    with Engine("--model", model, "--mtp", "--num-draft-tokens", "0") as engine:
+        yield engine
+
+
+def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
     compiled = []
     compile_here = grammar._compile.__wrapped__
 
@@ -249,47 +237,37 @@ def test_nothing_is_compiled_in_the_generation_thread(tmp_path, monkeypatch):
         return compile_here(*args)
 
     monkeypatch.setattr(grammar, "_compile", note)
-    with Engine("--model", str(make_model(tmp_path / "model")), "--mtp") as engine:
-        for options in ({"tools": OPENAI_TOOLS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
-            engine.ask(ASK, max_tokens=4, **options)
-        assert len(compiled) == 2
-        assert engine.engine.thread not in compiled
+    for options in ({"tools": PICKS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
+        engine.ask(ASK, max_tokens=4, **options)
+    assert len(compiled) == 2
+    assert engine.engine.thread not in compiled
 
 
-def test_a_grammar_that_is_given_up_fails_its_own_request_alone(tmp_path, monkeypatch, caplog):
+def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypatch, caplog):
     """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
-    go_to = grammar.Grammar._go_to
+    go_to, why = grammar.Grammar._go_to, "llguidance gave the grammar up: too complex"
 
     def fail(self, generated):
         if len(generated) == 3:
-            raise ValueError("llguidance gave the grammar up: too complex")
+            raise ValueError(why)
         return go_to(self, generated)
 
+    async def both():
+        failing = engine.answer(ASK, max_tokens=24, guided_regex="[a-z]{30}")
+        return await asyncio.gather(engine.answer(ASK, max_tokens=24), failing, return_exceptions=True)
+
     monkeypatch.setattr(grammar.Grammar, "_go_to", fail)
-    model = str(make_model(tmp_path / "model"))
-    with Engine("--model", model, "--mtp", "--num-draft-tokens", "0") as engine:
-
-        async def both():
-            failing = engine.answer(ASK, max_tokens=40, guided_regex="[a-z]{30}")
-            return await asyncio.gather(engine.answer(ASK, max_tokens=40), failing, return_exceptions=True)
-
-        alone = engine.ask(ASK, max_tokens=40)
-        beside, failed = asyncio.run(both())
-        assert (failed.status, failed.message) == (
-            500,
-            "Generation failed: llguidance gave the grammar up: too complex",
-        )
-        assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
-        assert "Traceback" not in caplog.text
-        assert engine.ask(ASK, max_tokens=40).tokens == alone.tokens
+    alone = engine.ask(ASK, max_tokens=24)
+    beside, failed = asyncio.run(both())
+    assert (failed.status, failed.message) == (500, f"Generation failed: {why}")
+    assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
+    assert "Traceback" not in caplog.text
+    assert engine.ask(ASK, max_tokens=24).tokens == alone.tokens
 
 
 def test_other_ranks_are_not_sent_the_grammar(tagged):
     request = Request("chat", "", ASK, None, None, structured_output=StructuredOutput("guided_regex", {"regex": "a"}))
-    first, second = (
-        structured_output.make_output_grammar(tagged[1], request, False),
-        structured_output.make_output_grammar(tagged[1], request, False),
-    )
+    first, second = (structured_output.make_output_grammar(tagged[1], request, False) for _ in range(2))
     assert first[0].matcher is not second[0].matcher
     sent = pickle.loads(pickle.dumps(request))
     assert (sent.structured_output, sent.grammar) == (request.structured_output, None)
@@ -380,11 +358,8 @@ def test_calls_of_other_models_cannot_be_required(tokenizer):
     ids=str,
 )
 def test_values_follow_their_schemas(tokenizer, schema, texts, others):
-    parameters = {
-        "properties": {"x": schema},
-        "required": ["x"],
-        "$defs": {"Size": {"type": "string", "enum": ["S", "L"]}},
-    }
+    size = {"type": "string", "enum": ["S", "L"]}
+    parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": {"Size": size}}
     lark = CallGrammar(tokenizer, [{"name": "f", "parameters": parameters}]).lark
     for text in (*texts, *others):
         tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
@@ -398,10 +373,6 @@ def test_values_follow_their_schemas(tokenizer, schema, texts, others):
 STRICT = [{**tool, "strict": tool["name"] == "pick"} for tool in TOOLS]
 RED, BLUE = (render("pick", {"color": color, "n": 3}) for color in ("red", "blue"))
 FENCED = f"So:\n```\n{BLUE}\n```\n"
-
-
-def functions(tools: list[dict]) -> list[dict]:
-    return [{"type": "function", "function": tool} for tool in tools]
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
@@ -445,17 +416,17 @@ def test_strict_calls(tokenizer, text, is_allowed):
 
 
 @pytest.mark.parametrize(
-    ("call", "is_allowed"),
+    ("name", "arguments", "is_allowed"),
     [
-        ({"name": "pick", "arguments": {"color": "red", "n": 3}}, True),
-        ({"name": "pick", "arguments": {"color": "blue", "n": 3}}, False),
-        ({"name": "add", "arguments": {"a": "x"}}, True),
-        ({"name": "add", "arguments": 1}, False),
+        ("pick", {"color": "red", "n": 3}, True),
+        ("pick", {"color": "blue", "n": 3}, False),
+        ("add", {"a": "x"}, True),
+        ("add", 1, False),
     ],
 )
-def test_strict_calls_in_json(monkeypatch, tokenizer, call, is_allowed):
+def test_strict_calls_in_json(monkeypatch, tokenizer, name, arguments, is_allowed):
     monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    text = f"Yes.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    text = f"Yes.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed
 
 
@@ -481,23 +452,18 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
 def test_tools_reach_the_template_as_they_were_sent():
     """With their keys in the client's order: the prompt is that of any server that renders the same template."""
     tools = [{"type": "function", "function": {"strict": None, "parameters": PICK, "name": "pick"}, "z": 1, "a": None}]
-    _, request = chat_completions.read_request({"messages": ASK, "tools": tools}, FLAGS)
-    assert json.dumps(request.tools) == json.dumps(tools)
+    assert json.dumps(read(tools=tools).tools) == json.dumps(tools)
 
 
 def test_each_api_reads_strict_tools():
     flat = {"name": "pick", "strict": True}
-    read = [
-        chat_completions.read_request({"messages": ASK, "tools": functions([{**flat, "parameters": PICK}])}, FLAGS),
-        responses.read_request({"input": "a", "tools": [{"type": "function", **flat, "parameters": PICK}]}, FLAGS),
-        messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS),
-    ]
-    for _, request in read:
+    tool = {**flat, "parameters": PICK}
+    _, response = responses.read_request({"input": "a", "tools": [{"type": "function", **tool}]}, FLAGS)
+    _, message = messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS)
+    for request in (response, message, read(tools=functions([tool]))):
         assert not request.structured_output.is_required
-        assert [(f["name"], f["parameters"], f["strict"]) for f in request.structured_output.calls] == [
-            ("pick", PICK, True)
-        ]
-    body = {"messages": ASK, "tools": functions([{**flat, "parameters": PICK}])}
+        (call,) = request.structured_output.calls
+        assert {name: call[name] for name in tool} == tool
     for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        assert chat_completions.read_request({**body, **others}, FLAGS)[1].structured_output.is_required
-    assert chat_completions.read_request({**body, "tool_choice": "none"}, FLAGS)[1].structured_output is None
+        assert read(tools=functions([tool]), **others).structured_output.is_required
+    assert read(tools=functions([tool]), tool_choice="none").structured_output is None

@@ -8,10 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
-import numpy as np
 import openai
 import pytest
-from PIL import Image
 
 from mlx_mtp import load, stream_generate
 from mlx_mtp.images import prompt
@@ -25,6 +23,7 @@ from mlx_mtp.server.engine.fetch_images import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
+from tests.support.images import picture
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
 
@@ -33,8 +32,8 @@ FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served
 
 
 def png(seed: int, width: int = 24, height: int = 16) -> bytes:
-    out, pixels = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(out, "PNG")
+    out = io.BytesIO()
+    picture(width, height, seed).save(out, "PNG")
     return out.getvalue()
 
 
@@ -42,8 +41,21 @@ def url_of(image: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-def part(image: bytes) -> dict:
-    return {"type": "image_url", "image_url": {"url": url_of(image)}}
+def text(content: str) -> dict:
+    return {"type": "text", "text": content}
+
+
+def part(image: bytes | str) -> dict:
+    return {"type": "image_url", "image_url": {"url": image if isinstance(image, str) else url_of(image)}}
+
+
+def block(image: bytes) -> dict:
+    data = base64.b64encode(image).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def user(*content: dict) -> dict:
+    return {"role": "user", "content": [*content]}
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +76,13 @@ def server(tmp_path_factory):
         assert "Traceback" not in s.log.read_text()
 
 
-def block(image: bytes) -> dict:
-    return {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()},
-    }
-
-
 def test_chat_completions(client, text_of):
-    content = [{"type": "text", "text": "one "}, part(png(1)), {"type": "text", "text": " two "}, part(png(2, 16, 32))]
-    messages = [{"role": "user", "content": content}]
+    shown = part(png(1))
+    messages = [user(text("one "), shown, text(" two "), part(png(2, 16, 32)))]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
     want = text_of(f"u:one {PLACEHOLDER} two {PLACEHOLDER};a:", png(1), png(2, 16, 32))
     assert answer.choices[0].message.content == want
-    content[1]["image_url"] = url_of(png(1))  # as some clients send it
+    shown["image_url"] = url_of(png(1))  # as some clients send it
     again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
     assert again.choices[0].message.content == want
     assert again.usage.prompt_tokens == answer.usage.prompt_tokens == len("u:one  two ;a:") + 4 + 6 + 8
@@ -85,17 +90,8 @@ def test_chat_completions(client, text_of):
 
 def test_messages(claude, text_of):
     """Also in the result of a tool, as an agent's screenshots are."""
-    messages = [
-        {"role": "user", "content": [block(png(1)), {"type": "text", "text": "what?"}]},
-        {"role": "assistant", "content": "see"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "ok"}, block(png(2))]},
-                {"type": "text", "text": "so?"},
-            ],
-        },
-    ]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("ok"), block(png(2))]}
+    messages = [user(block(png(1)), text("what?")), {"role": "assistant", "content": "see"}, user(result, text("so?"))]
     answer = claude.messages.create(model="tiny", max_tokens=12, messages=messages)
     prompt = f"u:{PLACEHOLDER}\nwhat?;a:see;t:ok\n{PLACEHOLDER};u:so?;a:"
     assert answer.content[0].text == text_of(prompt, png(1), png(2))
@@ -104,17 +100,11 @@ def test_messages(claude, text_of):
 
 
 def test_responses(client, text_of):
+    first, second = ({"type": "input_image", "image_url": url_of(png(i))} for i in (1, 2))
     items = [
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url_of(png(1))}],
-        },
+        user({"type": "input_text", "text": "a"}, first),
         {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
-        {
-            "type": "function_call_output",
-            "call_id": "1",
-            "output": [{"type": "input_image", "image_url": url_of(png(2))}, {"type": "input_text", "text": "b"}],
-        },
+        {"type": "function_call_output", "call_id": "1", "output": [second, {"type": "input_text", "text": "b"}]},
     ]
     answer = client.responses.create(model="tiny", input=items, max_output_tokens=12)
     assert answer.output_text == text_of(f"u:a{PLACEHOLDER};a:;t:{PLACEHOLDER}b;a:", png(1), png(2))
@@ -123,83 +113,66 @@ def test_responses(client, text_of):
 def test_errors_name_the_image(client, claude):
     import anthropic  # its import takes seconds, and other workers do without
 
-    broken = png(1)[:60]
-    cases = [
-        ([part(broken)], "Image 1 cannot be read"),
-        (
-            [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
-            "--allowed-media-domains example.com",
-        ),
-        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "--allowed-local-media-path"),
-        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "must be a data URL"),
-        ([{"type": "video_url", "video_url": {"url": "a.mp4"}}], "video_url is not supported"),
-        ([part(png(1, 8, 2000))], "one side may be at most 200 times"),
-    ]
-    for content, what in cases:
+    for content, what in (
+        (part(png(1)[:60]), "Image 1 cannot be read"),
+        (part("https://example.com/a.png"), "--allowed-media-domains example.com"),
+        (part("file:///etc/passwd"), "--allowed-local-media-path"),
+        (part("a.png"), "must be a data URL"),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "video_url is not supported"),
+        (part(png(1, 8, 2000)), "one side may be at most 200 times"),
+    ):
         with pytest.raises(openai.BadRequestError, match=what) as error:
-            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+            client.chat.completions.create(model="tiny", messages=[user(content)])
         assert error.value.param == "messages"
     for source in ({"type": "file", "file_id": "1"}, {}):
         with pytest.raises(anthropic.BadRequestError, match=r"image of source .* is not supported"):
-            messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-            claude.messages.create(model="tiny", max_tokens=1, messages=messages)
+            claude.messages.create(model="tiny", max_tokens=1, messages=[user({"type": "image", "source": source})])
 
 
-def test_quoted_placeholders_are_text():
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(*FLAGS, "--num-draft-tokens", "2") as engine:
+        yield engine
+
+
+def test_quoted_placeholders_are_text(engine):
     """With an image and without, and the model sees the same characters as ordinary tokens."""
     quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
-    text = {"role": "user", "content": [{"type": "text", "text": quoted}]}
-    with Engine(*FLAGS) as engine:
-        tokenizer = engine.frontend.models.tokenizer
-        special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
-        assert IMAGE_TOKEN in special
-        alone = engine.ask([text], max_tokens=2)
-        assert tokenizer.decode(alone.prompt) == f"u:{quoted};a:"
-        assert not special & {*alone.prompt}
-        shown = [{"role": "user", "content": [part(png(1)), *text["content"]]}]
-        for chat in (shown, [*shown, {"role": "assistant", "content": quoted}, text]):
-            prompt = engine.ask(chat, max_tokens=2).prompt
-            assert [t for t in prompt if t in special].count(IMAGE_TOKEN) == 6
-            said = [t for t in prompt if t not in special]
-            assert tokenizer.decode(said) == "".join(f"{m['role'][0]}:{quoted};" for m in chat) + "a:"
-        assert engine.ask([text], max_tokens=2).prompt == alone.prompt
+    tokenizer = engine.frontend.models.tokenizer
+    special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
+    assert IMAGE_TOKEN in special
+    alone = engine.ask([user(text(quoted))], max_tokens=2)
+    assert tokenizer.decode(alone.prompt) == f"u:{quoted};a:"
+    assert not special & {*alone.prompt}
+    shown = [user(part(png(1)), text(quoted))]
+    for chat in (shown, [*shown, {"role": "assistant", "content": quoted}, user(text(quoted))]):
+        prompt = engine.ask(chat, max_tokens=2).prompt
+        assert [t for t in prompt if t in special].count(IMAGE_TOKEN) == 6
+        said = [t for t in prompt if t not in special]
+        assert tokenizer.decode(said) == "".join(f"{m['role'][0]}:{quoted};" for m in chat) + "a:"
+    assert engine.ask([user(text(quoted))], max_tokens=2).prompt == alone.prompt
 
 
 def test_a_model_without_a_tower():
     flags = "--model", TRAINED, "--mtp", "--chat-template", TEMPLATE
     with Engine(*flags) as engine, pytest.raises(ApiError, match="takes no images"):
-        engine.ask([{"role": "user", "content": [part(png(1))]}], max_tokens=1)
+        engine.ask([user(part(png(1)))], max_tokens=1)
 
 
-def test_at_once_and_cached_by_content():
+def test_at_once_and_cached_by_content(engine):
     """Answers are the same bits from the cache, and in a batch the same tokens; no picture is taken for another of its size."""
-    with Engine(*FLAGS, "--num-draft-tokens", "2") as engine:
-        chats = [
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "look: "}, part(png(seed)), {"type": "text", "text": "?"}],
-                }
-            ]
-            for seed in range(3)
-        ]
-        first = [engine.ask(chat, max_tokens=12) for chat in chats]
-        before = first[0].prompt.index(IMAGE_TOKEN)
-        assert len({tuple(a.tokens) for a in first}) == 3
-        assert [a.n_cached <= before for a in first] == [True] * 3
-        again = [engine.ask(chat, max_tokens=12) for chat in chats]
-        assert [(a.tokens, a.logprobs) for a in again] == [(a.tokens, a.logprobs) for a in first]
-        assert all(a.n_read < 8 for a in again)
-        together = engine.ask_all(
-            [(chat, None) for chat in chats] + [([{"role": "user", "content": "text"}], None)], max_tokens=12
-        )
-        assert [a.tokens for a in together[:3]] == [a.tokens for a in first]
-        longer = [
-            *chats[1],
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": [part(png(7)), part(png(8))]},
-        ]
-        assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
+    chats = [[user(text("look: "), part(png(seed)), text("?"))] for seed in range(3)]
+    first = [engine.ask(chat, max_tokens=12) for chat in chats]
+    before = first[0].prompt.index(IMAGE_TOKEN)
+    assert len({tuple(a.tokens) for a in first}) == 3
+    assert [a.n_cached <= before for a in first] == [True] * 3
+    again = [engine.ask(chat, max_tokens=12) for chat in chats]
+    assert [(a.tokens, a.logprobs) for a in again] == [(a.tokens, a.logprobs) for a in first]
+    assert all(a.n_read < 8 for a in again)
+    together = engine.ask_all([(chat, None) for chat in [*chats, [user(text("text"))]]], max_tokens=12)
+    assert [a.tokens for a in together[:3]] == [a.tokens for a in first]
+    longer = [*chats[1], {"role": "assistant", "content": "x"}, user(part(png(7)), part(png(8)))]
+    assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
 
 
 @pytest.fixture
@@ -249,10 +222,6 @@ def test_hosts_and_folders(host, tmp_path):
             read(f"file://{folder}/{name}", *flags)
 
 
-class Gone(Exception):
-    pass
-
-
 def request_of(n: int, image: bytes = png(1)) -> Request:
     return Request("chat", "", [], None, None, images=[url_of(image)] * n)
 
@@ -281,22 +250,26 @@ def test_images_are_bounded_together(monkeypatch):
         images.fetch_all(request_of(4), flags)
 
 
-@pytest.mark.parametrize(("most", "i"), [(3 * 24 * 16, None), (3 * 24 * 16 - 1, 3), (1, 1)])
-def test_pixels_are_counted_before_one_image_is_decoded(most, i, monkeypatch):
-    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
-    decoded = []
+@pytest.fixture(scope="module")
+def vision():
+    return Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+
+
+def test_pixels_are_counted_before_one_image_is_decoded(vision, monkeypatch):
+    decoded, most = [], 3 * 24 * 16
     monkeypatch.setattr(prompt, "open_image", lambda source, name: decoded.append(name) or open_image(source, name))
-    if i is None:
-        read = prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
-        assert len(read.pixel_values) == len(decoded) == 3
-        return
-    with pytest.raises(ValueError, match=f"up to number {i} have more than {most} pixels"):
-        prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+    for max_pixels, i in ((most - 1, 3), (1, 1)):
+        with pytest.raises(ValueError, match=f"up to number {i} have more than {max_pixels} pixels"):
+            prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=max_pixels)
     assert decoded == []
+    read = prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
+    assert len(read.pixel_values) == len(decoded) == 3
 
 
-def test_reading_ends_between_two_images():
-    vision = Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+def test_reading_ends_between_two_images(vision):
+    class Gone(Exception):
+        pass
+
     looks = iter([None, None, Gone()])
 
     def look(n_bytes):
@@ -310,19 +283,21 @@ def test_reading_ends_between_two_images():
     assert frame.f_locals["pixel_values"] == []  # given back, though the error has the frame
 
 
-def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(monkeypatch):
-    with Engine(*FLAGS) as e:
-        tokenizer = next(iter(e.frontend.models.tokenizers.values()))
-        request, account = request_of(2), SimpleNamespace(left=1 << 30)
-        monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
-        with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
-            encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * 2, e.frontend.options, account)
-        gone = request_of(1)
-        monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(gone, "is_gone", True) or [png(1)])
-        with pytest.raises(ApiError, match="has disconnected"):
-            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options, account)
-        account.left, gone.is_gone = 1000, False
-        monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: [png(1)])
-        with pytest.raises(ApiError, match=r"needs [\d.]+ MB of memory, and 0\.0 MB are left") as refused:
-            encoding._read_images(tokenizer, gone, [IMAGE_TOKEN], e.frontend.options, account)
-        assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
+def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(engine, monkeypatch):
+    tokenizer = next(iter(engine.frontend.models.tokenizers.values()))
+    account, one = SimpleNamespace(left=1 << 30), request_of(1)
+
+    def read(request, n):
+        return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * n, engine.frontend.options, account)
+
+    monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
+    with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
+        read(request_of(2), 2)
+    monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(one, "is_gone", True) or [png(1)])
+    with pytest.raises(ApiError, match="has disconnected"):
+        read(one, 1)
+    account.left, one.is_gone = 1000, False
+    monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: [png(1)])
+    with pytest.raises(ApiError, match=r"needs [\d.]+ MB of memory, and 0\.0 MB are left") as refused:
+        read(one, 1)
+    assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,24 +14,24 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp.memory.needs import sizes_of
-from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.clients import Clients
 from mlx_mtp.server.engine.delta import Delta
-from mlx_mtp.server.engine.engine import Engine
 from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.engine.stores import Stores
 from mlx_mtp.server.http.app import make_app
 from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
-from tests.support.models import tiny_model
+from tests.support.engine import Engine
+from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
 from tests.support.scripted_server import fail
 from tests.support.server_process import serve_here
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = (
     "{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content }}{% endfor %}<|endoftext|>"
     "{% if add_generation_prompt %}assistant\n{% endif %}"
@@ -46,8 +45,7 @@ TURNS = ["Read a file.", "Now a list of files.", "And a dictionary of them, by n
 
 def test_agents_in_turn_read_only_what_is_new(tmp_path):
     """Ten places, which mlx-lm has, are too few for four agents."""
-    dense = Path(__file__).parent / "data" / "dense"
-    with serve_here(tmp_path / "log", "--mtp", "--model", str(dense), "--chat-template", TEMPLATE) as s:
+    with serve_here(tmp_path / "log", "--mtp", "--model", TRAINED, "--chat-template", TEMPLATE) as s:
         texts = [[{"role": "system", "content": agent}] for agent in AGENTS]
         seen = [0] * len(AGENTS)  # the length of each one's last prompt
         for turn in TURNS:
@@ -100,47 +98,32 @@ def test_no_more_than_max_queue_wait():
         yield Started()
         yield Delta([], 1, 0.0, (), "stop")
 
-    client, body = client_of(generate, max_queue=1), {"prompt": "a"}
+    client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, "/v1/completions", json=body)
+        waiting = pool.submit(client.post, TEXT_PATH, json=body)
         assert arrived.wait(30)
-        answer = client.post("/v1/completions", json=body)
+        answer = client.post(TEXT_PATH, json=body)
         begin.set()
         assert waiting.result().status_code == 200
     assert answer.status_code == 429
     assert answer.headers["Retry-After"].isdigit()
-    assert answer.json()["error"] == {
-        "message": "1 requests are waiting: try again later.",
-        "type": "rate_limit_error",
-        "param": None,
-        "code": "rate_limit_exceeded",
-    }
-    assert client.post("/v1/completions", json=body).status_code == 200
+    message = "1 requests are waiting: try again later."
+    error = dict(message=message, type="rate_limit_error", param=None, code="rate_limit_exceeded")
+    assert answer.json()["error"] == error
+    assert client.post(TEXT_PATH, json=body).status_code == 200
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read():
-    engine = make_engine(options_of("--mtp"), None)
-    try:
-        engine.loaded.result()
-        client = TestClient(make_app(Frontend(engine.admission.options, engine), None, ["*"]))
-        engine.admission.account.limit = engine.admission.account.held + 1000
-        answer = client.post("/v1/completions", json={"prompt": "import os"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_memory")
-        assert re.match(
-            r"The prompt of \d+ tokens needs [\d.]+ MB, and .* of the server's .* are free: ",
-            answer.json()["error"]["message"],
-        )
-        assert engine.metrics.text().count(b"mlx_mtp_prompt_tokens_total 0.0") == 1
-    finally:
-        engine.stop_and_join()
+    with Engine("--mtp", "--model", TRAINED) as engine:
+        account = engine.engine.admission.account
+        account.limit = account.held + 1000
+        with pytest.raises(ApiError, match=FITS_NOT) as e:
+            engine.ask([{"role": "user", "content": "import os"}])
+        assert (e.value.status, e.value.code) == (507, "insufficient_memory")
+        assert engine.metrics()["mlx_mtp_prompt_tokens_total"] == 0
 
 
-def test_a_prompt_that_fits_alone_waits_for_memory():
-    admission = admission_with(tiny_model("qwen3_5"))
-    two = admission.need(request_of(), [request_of()])
-    admission.account.left = two
-    for n_running, fits in ((0, True), (1, True), (2, False)):
-        assert admission.fits(request_of(), [request_of()] * n_running) == fits
+FITS_NOT = r"^The prompt of \d+ tokens needs [\d.]+ MB, and .* of the server's .* are free: "
 
 
 def admission_with(model, *flags):
@@ -150,6 +133,14 @@ def admission_with(model, *flags):
     admission = Admission(options_of("--mtp", *flags), models, nothing, None, account)
     admission.sizes, admission.batch = sizes_of(model), SimpleNamespace(prompt_cache_nbytes=0)
     return admission
+
+
+def test_who_waits_for_memory_or_for_another_model():
+    admission, other = admission_with(tiny_model("qwen3_5")), request_of()
+    admission.account.left = admission.need(request_of(), [request_of()])
+    assert [admission.fits(request_of(), [request_of()] * n) for n in range(3)] == [True, True, False]
+    other.key = ("another", None)
+    assert [admission.fits(other, [request_of()] * n) for n in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "match"])
@@ -166,13 +157,6 @@ def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
     assert admission.fits(loads, [other])
 
 
-def test_another_model_waits_for_the_end_of_those_that_run():
-    admission, other = admission_with(tiny_model("qwen3_5")), request_of()
-    other.key = ("another", None)
-    assert admission.fits(other, [])
-    assert not admission.fits(other, [request_of()])
-
-
 # Clients that wait
 
 
@@ -185,7 +169,7 @@ def request_of(seed=None, temperature=0.0):
 
 def frontend_of(is_alive=True):
     """Without a generation thread."""
-    engine = Engine.__new__(Engine)
+    engine = generation.Engine.__new__(generation.Engine)
     engine.clients, engine.metrics = Clients(), Metrics()
     engine.admission = SimpleNamespace(models=SimpleNamespace(), caches=None)
     engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
@@ -242,9 +226,8 @@ def test_fail_all_ends_what_is_open():
     assert not f.clients.open
 
 
-def client_of(generate, max_queue=None):
+def client_of(generate, *flags):
     """A client of a server whose generator does this."""
-    flags = [] if max_queue is None else ["--max-queue", str(max_queue)]
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options_of(*flags), generate=generate)
     generator.generate_all = partial(Frontend.generate_all, generator)
     return TestClient(make_app(generator, None, ["*"]))
@@ -256,35 +239,25 @@ async def wait_and_fail(request):
     raise ApiError(503, "Rank 1 has died.")
 
 
-def test_stream_begins_where_a_client_waits():
-    """Before it is known whether there will be an answer: an error is then an event of the stream."""
-    answer = client_of(wait_and_fail).post("/v1/completions", json={"prompt": "a", "stream": True})
+def test_each_api_says_that_it_waits_and_fails():
+    """A stream begins before it is known whether there will be an answer: an error is then one of its events."""
+    client = client_of(wait_and_fail)
+    answer = client.post(TEXT_PATH, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
     comments, event, done = re.fullmatch(r"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", answer.text).groups()
-    assert comments == ": keepalive 0/9\n\n: keepalive 4/9\n\n"
+    assert (comments, done) == (": keepalive 0/9\n\n: keepalive 4/9\n\n", "[DONE]")
     assert json.loads(event)["error"]["message"] == "Rank 1 has died."
-    assert done == "[DONE]"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "waiting", "event"),
-    [
+    for path, body, waiting, event in (
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "event: ping", "error"),
         ("/v1/responses", {"input": "a"}, ": keepalive 0/9", "response.failed"),
-    ],
-)
-def test_each_api_says_that_it_waits_and_fails(path, body, waiting, event):
-    answer = client_of(wait_and_fail).post(path, json={**body, "stream": True})
-    assert answer.text.startswith(waiting)
-    *_, last = answer.text.strip().split("\n\n")
-    assert last.startswith(f"event: {event}\n")
-    assert "Rank 1 has died." in last
-
-
-def test_no_byte_before_the_status_of_an_answer_that_is_no_stream():
-    answer = client_of(wait_and_fail).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "Rank 1 has died."
+    ):
+        answer = client.post(path, json={**body, "stream": True})
+        assert answer.text.startswith(waiting), path
+        *_, last = answer.text.strip().split("\n\n")
+        assert last.startswith(f"event: {event}\n"), path
+        assert "Rank 1 has died." in last, path
+    answer = client.post(TEXT_PATH, json={"prompt": "a"})  # no byte before the status of one that is no stream
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
 
 
 # Clients that leave
@@ -322,15 +295,9 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max-token-gap", "0"], "--max-token-gap"),
-        (["--max-token-gap", "nan"], "--max-token-gap"),
-        (["--min-decode-share", "1"], "--min-decode-share"),
-        (["--min-decode-share", "-0.5"], "--min-decode-share"),
-    ],
-    ids=str,
+    ("flag", "value"),
+    [("--max-token-gap", "0"), ("--max-token-gap", "nan"), ("--min-decode-share", "1"), ("--min-decode-share", "-0.5")],
 )
-def test_rejects_invalid_flags(flags, message):
-    with pytest.raises(ValueError, match=message):
-        check(make_parser().parse_args(flags))
+def test_rejects_invalid_flags(flag, value):
+    with pytest.raises(ValueError, match=flag):
+        options_of(flag, value)

@@ -15,53 +15,36 @@ from .server_process import Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "import os\n", "max_tokens": 4}
-OPTIONS = {
-    "max_tokens": 4,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 20,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1.0},
-    "logprobs": True,
-    "top_logprobs": 2,
-    "seed": -3,
-    "stop": ["\n\n"],
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "num_draft_tokens": 2,
-    "xtc_probability": 0.1,
-    "xtc_threshold": 0.1,
-    "model": "default_model",
-}
+OPTIONS = dict(
+    max_tokens=4, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, logit_bias={"5": 1.0}, logprobs=True,
+    top_logprobs=2, seed=-3, stop=["\n\n"], stream=True, stream_options={"include_usage": True}, num_draft_tokens=2,
+    xtc_probability=0.1, xtc_threshold=0.1, model="default_model",
+)  # fmt: skip
 TEXT_OPTIONS = {**{name: value for name, value in OPTIONS.items() if name != "top_logprobs"}, "logprobs": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def calls(*functions: dict[str, Any], content: str | None = "") -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": [*functions]}
+
+
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": [{"type": "text", "text": "Sort a list."}]},
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": [1'}}, TOOL]},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+    calls({"function": {"name": "f", "arguments": "{}"}}, content=None),
+    calls({"function": {"name": "f", "arguments": '{"a": [1'}}, TOOL),
+    calls({"function": {"name": "f", "arguments": ""}}),
     {"role": "tool", "content": "1", "tool_calls": None},
     {"role": "user", "content": "Now in C."},
 ]
-THINKING = {"enable_thinking": True, "thinking_budget": 2}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "1"}], "is_error": True}
 BLOCKS = [
     {"role": "user", "content": [{"type": "text", "text": "Sort.", "cache_control": {"type": "ephemeral"}}]},
     {"role": "system", "content": "Be short."},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "Hm.", "signature": ""},
-            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "1"}], "is_error": True}
-        ],
-    },
+    {"role": "assistant", "content": [THOUGHT, USE]},
+    {"role": "user", "content": [RESULT]},
 ]
 ITEMS = [
     {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
@@ -73,40 +56,37 @@ ITEMS = [
     {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
 ]
 SPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
+MESSAGES_BODY = dict(
+    messages=BLOCKS,
+    system=[{"type": "text", "text": "a"}],
+    tools=[{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}],
+    tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+    thinking={"type": "enabled", "budget_tokens": 2},
+    output_config={"effort": "low"},
+    stop_sequences=["x"],
+    **OPTIONS,
+)
+RESPONSES_BODY = dict(
+    input=ITEMS,
+    instructions="a",
+    tools=[{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
+    reasoning={"effort": "low", "summary": "auto"},
+    include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+    parallel_tool_calls=False,
+    text={"format": {"type": "text"}},
+    store=True,
+    max_output_tokens=4,
+    **OPTIONS,
+)
+THINKING = {"enable_thinking": True, "thinking_budget": 2}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **TEXT_OPTIONS}),
     (TEXT, {"prompt": ["def f(x):\n", "a"], "n": 2, **TEXT_OPTIONS}),
     (TEXT, {"prompt": [[1, 2], [3]], **TEXT_OPTIONS}),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
-    (
-        "/v1/messages",
-        {
-            "messages": BLOCKS,
-            "system": [{"type": "text", "text": "a"}],
-            "tools": [{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}],
-            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-            "thinking": {"type": "enabled", "budget_tokens": 2},
-            "output_config": {"effort": "low"},
-            "stop_sequences": ["x"],
-            **OPTIONS,
-        },
-    ),
+    ("/v1/messages", MESSAGES_BODY),
     ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "a"}),
-    (
-        "/v1/responses",
-        {
-            "input": ITEMS,
-            "instructions": "a",
-            "tools": [{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
-            "reasoning": {"effort": "low", "summary": "auto"},
-            "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
-            "parallel_tool_calls": False,
-            "text": {"format": {"type": "text"}},
-            "store": True,
-            "max_output_tokens": 4,
-            **OPTIONS,
-        },
-    ),
+    ("/v1/responses", RESPONSES_BODY),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "reasoning_effort": "low", **THINKING, **OPTIONS}),
     ("/v1/responses/input_tokens", {"input": ITEMS, "instructions": "a"}),
     (CHAT, {"messages": MESSAGES[:4], **OPTIONS}),
@@ -120,15 +100,15 @@ VALUES: list[Any] = [
     {"chat_template": "x"}, {"padding": True, "max_length": 10**9}, {"type": "image_url", "image_url": {"url": "file:///x"}},
 ]  # fmt: skip
 METHODS = [b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"CONNECT", b"get", b"", b"\xff", b"G" * 70_000]
-PATHS = [b"/", b"/health", b"/metrics", b"/v1/models", b"/v1/models/%00", b"/v1/models/default_model?x", b"*", b"//", b""] + [
-    b"/v1/completions", b"/v1/chat/completions", b"/v1/completions?a=b", b"http://[", b"/" + b"a" * 70_000, b"/\xff"
+PATHS = [
+    b"/", b"/health", b"/metrics", b"/v1/models", b"/v1/models/%00", b"/v1/models/default_model?x", b"*", b"//", b"",
+    b"/v1/completions", b"/v1/chat/completions", b"/v1/completions?a=b", b"http://[", b"/" + b"a" * 70_000, b"/\xff",
 ]  # fmt: skip
 VERSIONS = [b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2", b"HTTP/9.9", b"HTTP/", b"http/1.1", b"x", b""]
 HEADERS = [
-    b"Content-Length: 2", b"Content-Length: 3", b"Content-Length: -1", b"Content-Length: 0x2", b"Content-Length:",
-    b"Content-Length: " + b"9" * 5000, b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Origin: *",
-    b"Authorization: bearer \xff", b"Connection: keep-alive", b"Upgrade: websocket", b"no colon", b": no name", b"A: \0",
-    b"A: b\r\n c", b"A: " + b"a" * 70_000,
+    *(b"Content-Length:" + n for n in (b" 2", b" 3", b" -1", b" 0x2", b"", b" " + b"9" * 5000)), b"Transfer-Encoding: chunked",
+    b"Expect: 100-continue", b"Origin: *", b"Authorization: bearer \xff", b"Connection: keep-alive", b"Upgrade: websocket",
+    b"no colon", b": no name", b"A: \0", b"A: b\r\n c", b"A: " + b"a" * 70_000,
 ]  # fmt: skip
 UNSUPPORTED = (501, 505)  # a method or a version that HTTP does not have
 CONTENTS = [b"", b"{}", b"[]", b"{} ", b'{"prompt": 5}', json.dumps(GOOD).encode(), b"[" * 100_000, b"\xff" * 100]
@@ -165,11 +145,8 @@ def hostile_json(rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         i = rng.randrange(len(raw) + 1)
         raw = raw[:i] + rng.choice([b"", rng.randbytes(3), raw[:i]])
-    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
-        path.encode(),
-        len(raw),
-        raw,
-    )
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    return head % (path.encode(), len(raw)) + raw
 
 
 def hostile_http(rng: random.Random) -> bytes:

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.server import __main__
 from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.http import connections
 from tests.support.server_process import Server, serve_here
 
 make_sampler = Admission.make_sampler
@@ -61,4 +62,5 @@ def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
 
 if __name__ == "__main__":
     install()
+    connections.LAST_ANSWERS = 2  # seconds that a template without an end runs
     __main__.main()

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mlx_mtp.server.__main__ import make_engine, make_server
 from mlx_mtp.server.arguments import check, check_model, make_parser
@@ -31,6 +31,7 @@ class Server:
     processes: list[subprocess.Popen]  # by rank; none where it runs in this one
     port: int
     log: Path
+    here: Any = None  # our ``Server``, where it runs in this process
 
     @property
     def process(self) -> subprocess.Popen:
@@ -134,7 +135,10 @@ def serve(
     if ranks > 1:
         envs = connected(ranks, log.with_name("hosts"))
     with open(log, "w") as file:
-        processes = [_start(command, file, env) for env in envs]
+        options = {"cwd": ROOT, "stdout": file, "stderr": file, "preexec_fn": _heed_signals}
+        processes = [
+            subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1", **env}, **options) for env in envs
+        ]
     try:
         for _ in range(1200):
             if match := re.search(r"on port (\d+)\.\.\.", log.read_text()):
@@ -147,6 +151,11 @@ def serve(
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _heed_signals() -> None:
+    """A script starts its background jobs with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -168,7 +177,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
             thread = threading.Thread(target=server.run, args=([s],))
             thread.start()
             try:
-                yield Server([], s.getsockname()[1], log)
+                yield Server([], s.getsockname()[1], log, server)
             finally:
                 server.should_exit = True
                 thread.join()
@@ -177,15 +186,3 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
         root.setLevel(level)
         root.removeHandler(file)
         file.close()
-
-
-def _start(command: list[str], log: IO[str], env: dict[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
-        stderr=log,
-        stdout=log,
-        # A script starts its background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )

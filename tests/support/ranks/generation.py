@@ -38,32 +38,34 @@ def options_work(name, model, whole):
     want = plain(PROMPT, whole, max_tokens=N)
     report(f"{name}, plain", plain(PROMPT, model, max_tokens=N) == want)
     mx.synchronize(generation_stream)
-    report(f"{name}, unsure drafts dropped", mtp(PROMPT, model, max_tokens=N, draft_p_min=0.3) == want)
+    options = {"max_tokens": N, "num_draft_tokens": 2}
+    report(f"{name}, unsure drafts dropped", mtp(PROMPT, model, draft_p_min=0.3, **options) == want)
     if how == "tensor":
-        report(f"{name}, exact", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, exact=True) == want)
+        report(f"{name}, exact", mtp(PROMPT, model, exact=True, **options) == want)
     bits = None if PACK in folder else 4  # the output layer of a pack has 2 bits already
     cheaper, _ = load(folder, draft_vocab=400, draft_head_bits=bits)
-    report(f"{name}, cheaper drafts", mtp(PROMPT, cheaper, max_tokens=N, num_draft_tokens=3) == want)
-    want = plain(REPEATED, whole, max_tokens=N)
-    for copies in (3, "auto"):
-        report(f"{name}, copies {copies}", mtp(REPEATED, model, max_tokens=N, copy_drafts=copies) == want)
+    report(f"{name}, cheaper drafts", mtp(PROMPT, cheaper, **options) == want)
     quantized = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 15}
     want = plain(PROMPT, whole, max_tokens=N, **quantized)
-    report(f"{name}, quantized cache", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, **quantized) == want)
+    report(f"{name}, quantized cache", mtp(PROMPT, model, **options, **quantized) == want)
+    want = plain(REPEATED, whole, max_tokens=N)
+    for copies in (3, "auto") if how_much == "all" else (3,):
+        report(f"{name}, copies {copies}", mtp(REPEATED, model, max_tokens=N, copy_drafts=copies) == want)
 
 
 def samples_are_the_same(name, model, whole):
+    options = {"max_tokens": N, "num_draft_tokens": 2}
     sampler = mlx_mtp.make_sampler(0.8, seed=5)
-    want = mtp(PROMPT, whole, max_tokens=N, sampler=sampler)
-    report(f"{name}, seed", mtp(PROMPT, model, max_tokens=N, sampler=sampler) == want)
+    want = mtp(PROMPT, whole, sampler=sampler, **options)
+    report(f"{name}, seed", mtp(PROMPT, model, sampler=sampler, **options) == want)
     sampler = mlx_mtp.make_sampler(1.0, top_p=0.95)
     mx.random.seed(7)
-    want = mtp(PROMPT, whole, max_tokens=N, num_draft_tokens=2, sampler=sampler)
+    want = mtp(PROMPT, whole, sampler=sampler, **options)
     mx.random.seed(7 + rank)
-    report(f"{name}, random state", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=2, sampler=sampler) == want)
+    report(f"{name}, random state", mtp(PROMPT, model, sampler=sampler, **options) == want)
     sampler = mlx_mtp.make_sampler(1.0, acceptance="coupled")  # takes a random seed
     seed = sampler.seed
-    report(f"{name}: coupled", mtp(PROMPT, model, max_tokens=N, sampler=sampler))
+    report(f"{name}: coupled", mtp(PROMPT, model, sampler=sampler, **options))
     report(f"{name}, the caller's seed", sampler.seed == seed)
 
 
@@ -85,7 +87,7 @@ def two_at_once(name, model, whole):
 def caches_last(name, model, whole):
     """Three turns in one cache, of which the second is left early, and the third drafts."""
     cache, text = mlx_mtp.make_prompt_cache(model), []
-    for turn, (k, n) in enumerate([("auto", 7), (2, 4), (3, 8)]):
+    for turn, (k, n) in enumerate([("auto", 5), (2, 3), (2, 6)]):
         text += PROMPT.tolist()
         want = plain(text, whole, max_tokens=n)
         steps = mlx_mtp.mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=k, prompt_cache=cache)
@@ -134,18 +136,9 @@ def counts_collectives(name, model):
     plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
     of_a_pass = n[0] // 3
     mx.synchronize(generation_stream)
-    n[0], counts = 0, DraftCounts()
-    mtp(
-        PROMPT,
-        model,
-        max_tokens=40 if how_much == "all" else 24,
-        counts=counts,
-        num_draft_tokens="auto",
-        copy_drafts="off",
-    )
-    of_the_head = (
-        3 * sum(counts.drafted) + 2 * 3
-    )  # two sums and the logits; the prompt's rows, twice, and the last ones
+    n[0], counts, n_tokens = 0, DraftCounts(), 40 if how_much == "all" else 24
+    mtp(PROMPT, model, max_tokens=n_tokens, counts=counts, num_draft_tokens="auto", copy_drafts="off")
+    of_the_head = 3 * sum(counts.drafted) + 2 * 3  # sums and logits; the prompt's rows, twice, and the last ones
     to_begin, prompt = 3, of_a_pass
     most = passes[0] * (of_a_pass + 1) + of_the_head + to_begin + prompt
     report(f"{name}, collectives", [n[0] <= most, passes[0] > 10, of_a_pass > 1, n[0], most])
