@@ -115,8 +115,8 @@ def test_a_model_that_does_not_say_its_context(printed, client, tmp_path):
     assert not any(word in out for word in ("None", "null", "limit", "contextLength", "context_window"))
 
 
-def test_a_free_port_is_not_known_before(printed, capsys):
+def test_a_free_port_has_no_settings(printed, capsys):
     with pytest.raises(SystemExit) as e:
         printed("codex", "--port", "0")
     assert e.value.code == 2
-    assert "--print-config requires a port" in capsys.readouterr().err
+    assert "--print-config requires a fixed port" in capsys.readouterr().err

@@ -245,7 +245,7 @@ def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
 
 def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypatch, caplog):
     """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
-    go_to, why = grammar.Grammar._go_to, "llguidance gave the grammar up: too complex"
+    go_to, why = grammar.Grammar.advance_to, "llguidance gave the grammar up: too complex"
 
     def fail(self, generated):
         if len(generated) == 3:
@@ -256,7 +256,7 @@ def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypa
         failing = engine.answer(ASK, max_tokens=24, guided_regex="[a-z]{30}")
         return await asyncio.gather(engine.answer(ASK, max_tokens=24), failing, return_exceptions=True)
 
-    monkeypatch.setattr(grammar.Grammar, "_go_to", fail)
+    monkeypatch.setattr(grammar.Grammar, "advance_to", fail)
     alone = engine.ask(ASK, max_tokens=24)
     beside, failed = asyncio.run(both())
     assert (failed.status, failed.message) == (500, f"Generation failed: {why}")

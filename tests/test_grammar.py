@@ -145,7 +145,7 @@ def test_behind_the_tag_there_may_be_white_space(demo, space):
     tokenizer = demo[1]
     grammar = make_grammar(tokenizer, regex="a+", after="```")
     tokens = [tokenizer.encode(text, add_special_tokens=False) for text in ("b ", "```", space, "aa")]
-    assert grammar._go_to([t for part in tokens for t in part])
+    assert grammar.advance_to([t for part in tokens for t in part])
     assert grammar.taken
 
 

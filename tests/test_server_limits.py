@@ -20,7 +20,7 @@ from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.http import bodies, connections
 from mlx_mtp.server.http.app import APIS, make_app
 from mlx_mtp.server.http.bodies import parse_json
-from mlx_mtp.server.http.connections import Seldom
+from mlx_mtp.server.http.connections import RateLimit
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
@@ -262,8 +262,8 @@ def test_making_room_looks_at_no_connection_twice():
 
 
 def test_running_out_of_files_is_one_line(caplog):
-    log, seldom = logging.getLogger("uvicorn.error"), Seldom()
-    log.addFilter(seldom)
+    log, rate_limit = logging.getLogger("uvicorn.error"), RateLimit()
+    log.addFilter(rate_limit)
     try:
         loop = SimpleNamespace(default_exception_handler=None)
         for _ in range(100):
@@ -271,19 +271,19 @@ def test_running_out_of_files_is_one_line(caplog):
                 loop, {"message": "socket.accept()", "exception": OSError(24, "Too many open files")}
             )
     finally:
-        log.removeFilter(seldom)
+        log.removeFilter(rate_limit)
     assert [r.getMessage() for r in caplog.records] == ["A connection cannot be accepted: Too many open files."]
 
 
 def test_an_error_of_our_own_is_logged_each_time():
-    seldom = Seldom()
+    rate_limit = RateLimit()
     record = logging.LogRecord("a", logging.ERROR, "", 1, "An error", (), (ValueError, ValueError(), None))
-    assert seldom.filter(record)
-    assert seldom.filter(record)
+    assert rate_limit.filter(record)
+    assert rate_limit.filter(record)
     record.exc_info = None
-    assert not seldom.filter(record)
+    assert not rate_limit.filter(record)
     record.created += connections.LOG_INTERVAL
-    assert seldom.filter(record)
+    assert rate_limit.filter(record)
 
 
 # Web pages

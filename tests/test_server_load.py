@@ -288,7 +288,7 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
     engine.admission.restart = lambda: restarts.append(True)
     for request in engine.running.values():
         request.client = SimpleNamespace(put=said.append)
-    with engine._errors_end_what_runs():
+    with engine._fail_running_on_error():
         engine._drop({engine.running[0].number})
     assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
     mx.eval(mx.random.uniform())  # the error has left a random state that nothing could be drawn from

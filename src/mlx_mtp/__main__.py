@@ -1,4 +1,4 @@
-"""One command for all: ``mlx_mtp generate ...`` is ``mlx_mtp.generate ...``."""
+"""The command ``mlx_mtp``: ``mlx_mtp generate ...`` runs ``mlx_mtp.generate ...``."""
 
 import argparse
 import sys
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def print_completion(shell: str) -> None:
-    """Print a script with which a shell completes the commands, their flags and names of files."""
+    """Print a script for shell completion of commands, flags and file names."""
     if shell not in SHELLS:
         fail(f"--print-completion takes a shell: {', '.join(SHELLS)}.")
     parser = argparse.ArgumentParser("mlx_mtp")

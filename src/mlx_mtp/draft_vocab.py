@@ -1,7 +1,8 @@
 """``mlx_mtp draft_vocab``: write a draft vocabulary for the user's own text.
 
-Token ids are ranked by frequency in the text. Drafts are chosen from the most frequent only, which makes their output layer
-smaller; verification still uses all. The list is a small JSON file beside the checkpoint, where ``mlx_mtp.load`` finds it.
+Token ids are ranked by frequency in the text. Only the most frequent tokens are drafted, which makes the output layer for
+drafts smaller. Verification uses all tokens. The list is a small JSON file in the checkpoint's folder, where ``mlx_mtp.load``
+finds it.
 """
 
 import argparse
@@ -51,10 +52,10 @@ def draft_vocab(model: str, corpus: Sequence[str | Path], size: int, output: str
     """Write a draft vocabulary for a corpus.
 
     Args:
-        model (str): The path or the huggingface repository of the checkpoint.
+        model (str): The path or the Hugging Face repository of the checkpoint.
         corpus (Sequence[Union[str, Path]]): Files of text like the model's future output.
-        size (int): The number of token ids, special and stop tokens included.
-        output (Union[str, Path], optional): The file to write. Default: ``draft_vocab.json`` beside the checkpoint, where
+        size (int): The number of token ids, including special and stop tokens.
+        output (Union[str, Path], optional): The file to write. Default: ``draft_vocab.json`` in the checkpoint's folder, where
           ``mlx_mtp.load`` finds it.
 
     Returns:

@@ -28,8 +28,8 @@ def check_folder(folder: Path, name: str) -> None:
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Make a folder that its user alone can read, if it is not there, or raise an OSError that begins with a name, such as that
-    of a flag, if files cannot be written to it."""
+    """Make a folder that only its user can read, if it is missing. Raise an OSError that begins with a name, such as that of a
+    flag, if files cannot be written there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -51,13 +51,13 @@ def check_target(file: Path) -> None:
 
 
 def write_atomic(file: Path, text: str) -> None:
-    """Write or replace a file; a failure, which is an OSError, leaves the old one."""
+    """Write or replace a file. After a failure, an OSError, the old file remains."""
     with _replacing(file) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def save_atomic(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Write or replace a file of arrays; a failure, which is an OSError, leaves the old one."""
+    """Write or replace a file of arrays. After a failure, an OSError, the old file remains."""
     with _replacing(file) as new:
         mx.save_safetensors(str(new), arrays, metadata=metadata or {})
 
@@ -69,5 +69,5 @@ def _replacing(file: Path) -> Iterator[Path]:
             new = Path(folder) / file.name
             yield new
             new.replace(file)
-    except (OSError, RuntimeError) as e:  # MLX raises a RuntimeError
+    except (OSError, RuntimeError) as e:  # MLX's error is a RuntimeError
         raise OSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e

@@ -1,1 +1,1 @@
-"""Commands that tell about the published models, this machine, and files that were fetched."""
+"""Commands about the published models, this machine, and fetched files."""

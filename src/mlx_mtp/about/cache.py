@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp cache``: list and remove the heads that were fetched."""
+"""The command line of ``mlx_mtp cache``: list and remove fetched heads."""
 
 import argparse
 from collections.abc import Iterator
@@ -46,6 +46,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def cache_folders() -> Iterator[tuple[str, str]]:
-    """The folders of caches, each with its use."""
+    """The folders of caches, each with its purpose."""
     yield "Models", str(constants.HF_HUB_CACHE)
     yield "Heads", str(folder_of(HEADS))

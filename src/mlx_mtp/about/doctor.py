@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp doctor``: what this machine has, and whether a model drafts on it."""
+"""The command line of ``mlx_mtp doctor``: this machine, and whether a model drafts on it."""
 
 import argparse
 import platform

@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp models``: the published models by the names that ``--model`` takes."""
+"""The command line of ``mlx_mtp models``: the published models by their names for ``--model``."""
 
 import argparse
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def show(context: int) -> str:
-    """A table of the published models, and a line about the machine."""
+    """A table of the published models, and a line about this machine."""
     cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
     rows = [["name", "weights", "head", "tower", "context", "fits here", "cached"]]
     for model in published().values():

@@ -1,1 +1,1 @@
-"""Continuous batching: sequences that generate in one pass, each with its own drafts, and ``batch_generate``."""
+"""Continuous batching: sequences that share passes, each with its own drafts, and ``batch_generate``."""

@@ -1,4 +1,4 @@
-"""Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences come and go between two steps."""
+"""Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences join and leave between two steps."""
 
 import contextlib
 import time
@@ -51,19 +51,19 @@ class BatchGenerator:
           must not be shared by sequences.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
           fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): Copy drafts when a sequence repeats itself and copies are more likely to be
+        copy_drafts (Union[int, str], optional): Copy drafts if a sequence repeats itself and copies are more likely to be
           accepted than the head's drafts: up to this many in a step, 1 to 16; ``"auto"``, as many as fit in the window of the
-          other drafts, or if there are none, the fastest number; or ``"off"``. Default: ``None``, ``"auto"`` unless
+          other drafts or, without other drafts, the fastest number; or ``"off"``. Default: ``None``, ``"auto"`` unless
           ``num_draft_tokens`` is given as a number.
         completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
-        max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds: fewer
-          are prefilled between two steps if needed. Default: ``0.5``.
+        max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds. It
+          reduces the number of tokens that are prefilled between two steps. Default: ``0.5``.
         min_decode_share (float): The share of the time that steps get while prompts are prefilled, from 0 to below 1.
           Default: ``0.33``.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
-        kv (KVOptions): When and how to quantize keys and values; sequences then generate one after the other. Default: never.
-        stream (mx.Stream, optional): Where to run. Default: ``None``, mlx-lm's generation stream.
+        kv (KVOptions): The quantization of keys and values; sequences then generate one after the other. Default: none.
+        stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
         ValueError: The model has no MTP head, or an argument is out of range.
@@ -106,7 +106,7 @@ class BatchGenerator:
             copy_drafts,
             kv.kv_bits is not None,
         )
-        self.defaults.resolve(num_draft_tokens, copy_drafts)  # raises if they are invalid
+        self.defaults.resolve(num_draft_tokens, copy_drafts)  # raises an error for invalid options
         self.stream = stream or generation_stream
         self.planner = Planner(self.model, timing_of(self.model).of_batches)
         if self.planner.exchange is not None:
@@ -124,7 +124,7 @@ class BatchGenerator:
         self.prompts.sequences.clear()
         self.decoder.clear()
         if self.planner.exchange is not None:
-            mx.synchronize(self.stream)  # collectives of the pass in flight would corrupt those of another stream
+            mx.synchronize(self.stream)  # collectives of the pass in flight must not mix with those of another stream
         self._restore_wired_limit()
 
     def __del__(self) -> None:
@@ -161,7 +161,7 @@ class BatchGenerator:
         """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
         return self.prompts.next_chunk(self.prefill_budget.sizes[0])
 
-    # Sequences come and go
+    # Sequences join and leave
 
     def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:
         """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
@@ -242,7 +242,7 @@ class BatchGenerator:
             return self.prompts.caches(uids, copied=True) | caches
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
-        """Remove sequences -> with ``return_prompt_caches``, the prompt cache of each and the tokens in it."""
+        """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
         caches = self.prompts.caches(uids, copied=False)
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
@@ -275,7 +275,7 @@ class BatchGenerator:
             return finished + chunks, self._step(ready)
 
     def next_generated(self) -> list[Response]:
-        """Return the next generated tokens, prefilling prompts until there are some. Empty when no sequence is left."""
+        """Return the next generated tokens, prefilling prompts until there are any. Empty if no sequence is left."""
         while len(self) > 0:
             if generated := self.next()[1]:
                 return generated
@@ -287,7 +287,7 @@ class BatchGenerator:
         running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
         cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
 
-        def come_and_go(step: Step | None) -> None:
+        def update_sequences(step: Step | None) -> None:
             failures.extend(failures_of(running, cache_of))
             _drain(decoder.hand_over_accepted(step))
             decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
@@ -295,7 +295,7 @@ class BatchGenerator:
                 self.prompts.take(ready)
                 decoder.join(ready)
 
-        step = _drain(make_step(decoder, self.planner, come_and_go))
+        step = _drain(make_step(decoder, self.planner, update_sequences))
         responses = [] if step is None else tokens_of(step, cache_of)
         responses += failures + failures_of(decoder.sequences, cache_of)
         if all(s.end is not None for s in decoder.sequences):
@@ -311,17 +311,14 @@ class BatchGenerator:
 
 
 def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
-    """Whether a sequence has tokens to come, or its prompt cache is still to be extracted."""
+    """Whether a sequence has further tokens, or its prompt cache is not extracted yet."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
     return s.max_tokens > s.n_unobserved
 
 
 def _drain(moves: Generator[Token, None, T]) -> T:
-    """Run a generator of moves to its end, ignoring the tokens that it yields -> its return value.
-
-    A batch hands over all tokens of a step at once.
-    """
+    """Run a generator of moves to its end and return its value. Its tokens are ignored: a batch returns them with the step."""
     while True:
         try:
             next(moves)

@@ -48,7 +48,7 @@ class Defaults:
 
     Args:
         model (MTPModel): The model of all sequences.
-        is_quantized (bool): Whether keys and values are to be quantized.
+        is_quantized (bool): Whether keys and values are quantized.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class Defaults:
     is_quantized: bool
 
     def resolve(self, num_draft_tokens: NumDraftTokens | None, copy_drafts: CopyDrafts | None) -> DraftOptions:
-        """Resolve a sequence's options of drafting: its own, or else the generator's, whose number is the upper limit.
+        """Resolve a sequence's draft options: its own or the generator's, whose number is the upper limit.
 
         Raises:
             ValueError: An option is out of range.

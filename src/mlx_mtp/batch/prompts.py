@@ -1,4 +1,4 @@
-"""The waiting prompts of a batch, which are prefilled until their sequences generate."""
+"""The waiting sequences of a batch, whose prompts are prefilled."""
 
 import copy
 import math
@@ -18,15 +18,15 @@ from .responses import PromptResponse
 
 
 class Prompts:
-    """Prefills prompts one after the other, each except for its last token.
+    """Prefills prompts one after the other, without their last tokens.
 
     Args:
         model (MTPModel): The model to prefill with.
-        kv (KVOptions): When and how to quantize keys and values.
+        kv (KVOptions): The quantization of keys and values.
 
     Attributes:
         n_prefilled (int): The number of tokens prefilled so far, of all prompts.
-        seconds (float): The time that this took.
+        seconds (float): The time of this prefill.
     """
 
     def __init__(self, model: MTPModel, kv: KVOptions):
@@ -49,11 +49,11 @@ class Prompts:
         return copy.deepcopy(found) if copied else found
 
     def ready(self, most: int) -> list[Sequence]:
-        """The first sequences, at most this many, whose prompts are prefilled except for the last token."""
+        """The first sequences, up to a number, whose prompts are prefilled except for the last token."""
         return [s for s in self.sequences if _is_prefilled(s)][: max(most, 0)]
 
     def take(self, ready: list[Sequence]) -> None:
-        """Remove sequences that begin to generate, from the last token of their prompts."""
+        """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
             s.add_prompt_tokens(s.segments.pop())
@@ -62,7 +62,7 @@ class Prompts:
         """Prefill as many tokens between two steps as the budget allows.
 
         Args:
-            budget (PrefillBudget): The number of tokens to prefill, which observes the time that they take.
+            budget (PrefillBudget): Gives the number of tokens to prefill, and observes their time.
             is_running (bool): Whether other sequences generate.
         """
         waiting = [s for s in self.sequences if not _is_prefilled(s)]

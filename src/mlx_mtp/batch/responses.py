@@ -1,4 +1,4 @@
-"""A step of a batch as mlx-lm's responses."""
+"""Conversion of a batch's step to mlx-lm's responses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ class PromptResponse:
 
 @dataclass
 class Response:
-    """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may yield several of the same one.
+    """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may have several tokens of a sequence.
 
     Args:
         uid (int): The id of the sequence.
         token (int): The token; with an error, the last token before it.
         logprobs (mx.array, optional): A vector of log probabilities, [V]; ``None`` with an error.
-        finish_reason (str, optional): With the last token ``"stop"`` or ``"length"``. ``"error"`` comes without a token, where
-          a sampler or a logits processor of the sequence raised.
+        finish_reason (str, optional): ``"stop"`` or ``"length"`` with the last token, or ``"error"`` without a token, after an
+          exception of the sequence's sampler or logits processor.
         prompt_cache (List[Any], optional): With the last token, the prompt cache of ``all_tokens``.
         all_tokens (List[int], optional): With the last token, the prompt and the generated tokens.
         from_draft (bool): Whether the token was drafted by the head.
@@ -65,7 +65,7 @@ def tokens_of(step: Step, cache_of: CacheOf) -> list[Response]:
 
 
 def failures_of(sequences: list[Sequence], cache_of: CacheOf) -> list[Response]:
-    """The last response of each sequence whose sampler or processor has raised."""
+    """The last response of each sequence whose sampler or processor has failed."""
     responses = []
     for s in sequences:
         if isinstance(s.end, Exception):

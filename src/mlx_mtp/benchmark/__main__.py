@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp benchmark",
         description="Compare the speed of MTP and plain mlx-lm, in turns on the same prompts.",
-        conflict_handler="resolve",  # a flag that is added replaces one of that name
+        conflict_handler="resolve",  # an added flag replaces the flag of the same name
     )
     _add_measurement(parser)
     _add_outputs(parser)
@@ -118,7 +118,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The model and its head, which is always measured, without tuned settings unless they are asked for."""
+    """Add the flags of the model and its head. The head is always measured, without tuned settings by default."""
     add = parser.add_argument
     add("--model", help=MODEL_HELP)
     add("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def verdicts(args: argparse.Namespace, reports: Sequence[Report]) -> str:
-    """Whether to use the head, in a line for each length."""
+    """The verdict on the head, one line for each length."""
     flag = f"--mtp {args.mtp}" if isinstance(args.mtp, str) else "--mtp"
     if len(reports) == 1:
         return verdict(reports[0], flag)
@@ -186,7 +186,7 @@ def verdicts(args: argparse.Namespace, reports: Sequence[Report]) -> str:
 
 
 def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> None:
-    """Write the files that the flags ask for."""
+    """Write the files that the flags request."""
     if args.json:
         write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
@@ -234,7 +234,7 @@ def prepare_synthetic(args: argparse.Namespace) -> Subject:
 
 
 def prompt_kind(args: argparse.Namespace) -> str:
-    """The kind of the prompts in a word; a file of prompts is ``own``."""
+    """The kind of the prompts; a file of prompts is ``own``."""
     if args.prompts:
         return args.prompts if args.prompts in KINDS else "own"
     return "nine" if args.model else "python"
@@ -265,7 +265,7 @@ def run_tune(args: argparse.Namespace) -> None:
 
 
 def head_folders(args: argparse.Namespace, name: str, path: Path) -> list[Path]:
-    """The folder of a head that is not the checkpoint's own."""
+    """The folder of a head from outside the checkpoint."""
     if isinstance(args.mtp, str):
         return [fetch(args.mtp, None)]
     head = fetch_missing_head(name, path, read_config(path, name))
@@ -280,7 +280,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """Check the flags before anything is measured.
 
     Raises:
-        ValueError: A flag is out of range, or does not go with another.
+        ValueError: A flag is out of range or cannot be combined with another.
     """
     check_alone(args, "synthetic", "tune", "report")
     check_head(args)

@@ -1,7 +1,7 @@
 """MTP against mlx-lm's own generation, side by side.
 
-Runs take turns: plain mlx-lm, the head and copies apart and together, on the same prompts. A ratio compares two runs of one
-round. Beside it is the ratio that the parts of a step allow, see ``parts.py``.
+Runs take turns on the same prompts: plain mlx-lm, the head without copies, copies without the head, and both. A ratio compares
+two runs of one round. It is reported with the ratio that the parts of a step allow, see ``parts.py``.
 """
 
 import copy
@@ -46,7 +46,7 @@ Round = dict[tuple[str, Run], Generation]  # by prompt and run
 
 @dataclass
 class Result:
-    """One run beside plain generation, on one prompt or on all. Speeds and origins are of all tokens but the first."""
+    """One run compared with plain generation, on one prompt or on all. Speeds and sources exclude the first token."""
 
     prompt: str
     run: Run
@@ -60,7 +60,7 @@ class Result:
     mtp_first_token: float
     plain_peak_memory: float  # GB
     mtp_peak_memory: float
-    origins: dict[str, int]  # how many tokens of all rounds came from the head, from copies, and from the target itself
+    origins: dict[str, int]  # the tokens of all rounds by source: the head, copies, and the target itself
     drafted: list[int]  # by position
     accepted: list[int]
     copied: list[int]
@@ -81,7 +81,7 @@ class Result:
         return self.tokens_per_step / self.ratio
 
     def fraction(self, origin: str) -> float:
-        """The fraction of the tokens that came from there; the three sum to 1."""
+        """The fraction of the tokens from this source; the three sum to 1."""
         return self.origins[origin] / sum(self.origins.values())
 
 
@@ -95,9 +95,9 @@ class Report:
     max_tokens: int
     repeat: int
     acceptance_was_set: float | None  # of a synthetic model
-    needed_memory: float  # GB, as it is estimated for the longest text
+    needed_memory: float  # GB, estimated for the longest text
     parts: Parts
-    repeated: dict[str, float]  # how much of the text repeats itself, by prompt: see ``repeated_share``
+    repeated: dict[str, float]  # by prompt, see ``repeated_share``
     results: list[Result] = field(default_factory=list)
 
     def of(self, prompt: str) -> list[Result]:
@@ -115,13 +115,13 @@ def measure(
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
-    """Time plain and MTP generation on each prompt, in turns -> a result of each run on each prompt, and on all, ``"overall"``.
+    """Time plain and MTP generation on each prompt, in turns. The report has a result of each run for each prompt and for all.
 
     Args:
-        prompts (Mapping[str, mx.array]): The tokens of each, [T], by name.
+        prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.
         runs (Sequence[Union[int, str]]): The sources of drafts, see ``runs.py``.
         stop (Collection[int]): Tokens that end a text. Default: none.
-        name (str): The model's, for the report.
+        name (str): The model's name, for the report.
         acceptance_was_set (float, optional): The acceptance rate of a synthetic model, for the report.
 
     Raises:
@@ -169,7 +169,7 @@ def measure(
 def _run_round(
     prompts: Sequence[str], runs: Sequence[Run], i: int, one: Callable[[str, Run], Generation], bar: Any
 ) -> Round:
-    """Every run on every prompt once; the order changes with the round and the prompt."""
+    """Time every run on every prompt once, in an order that changes with the round and the prompt."""
     generations: Round = {}
     for j, prompt in enumerate(prompts):
         for run in in_turn(runs, i + j):
@@ -182,7 +182,7 @@ def _run_round(
 def summarize(
     name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round], parts: Parts
 ) -> Result:
-    """Summarize the rounds of a run on these prompts together."""
+    """Summarize the rounds of a run over these prompts."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]

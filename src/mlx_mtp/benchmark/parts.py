@@ -1,11 +1,11 @@
 """The parts of a step, each timed alone: the verify pass, the head's pass, the rollback.
 
-With V(n) the time of a verify pass over n tokens and D that of a pass of the head, n steps that drafted k_1, ..., k_n tokens
-and yielded N of them allow a speed, relative to plain decoding, of
+Let V(n) be the time of a verify pass over n tokens and D the time of a pass of the head. If n steps have drafted k_1, ..., k_n
+tokens and yielded N tokens, the parts allow a speed, relative to plain decoding, of
 
     N V(1) / sum(V(k_i + 1) + k_i D)        achieved / allowed is the efficiency of the loop
 
-Drafts that are copied from the text cost no pass of the head: their D is 0.
+Copied drafts cost no pass of the head: their D is 0.
 """
 
 import statistics
@@ -29,22 +29,22 @@ from ..pacing.depth import MAX_DRAFT_TOKENS
 N_CALLS = 20  # timed calls of each part
 ENOUGH = 20.0  # seconds for a part; then three calls are enough
 N_ROLLBACKS = 5
-# Tokens: windows up to this length are timed, and the longest; the others are interpolated.
+# Tokens. Windows up to this length and the longest one are timed; the others are interpolated.
 EVERY = MAX_DRAFT_TOKENS + 1
 
 
 @dataclass
 class Parts:
-    """Seconds, each the median of several calls, one evaluated before the next begins."""
+    """The seconds of the parts, each the median of several calls that do not overlap."""
 
     # V(1), V(2), ...: a backbone pass over n tokens in an open window; from 10 on but the last, on a line.
     verify: list[float]
     head: float  # D: a pass of the head over one token, with its output layer and argmax
     rollback: list[float]  # to 1, 2, ... up to 8 tokens of the longest window
-    # Of these, until Python has built the graph; the rest is waiting for the device.
+    # The part of these until Python has built the graph. The rest is the wait for the device.
     verify_built: list[float] = field(default_factory=list)
     head_built: float = 0.0
-    exact: dict[int, float] = field(default_factory=dict)  # as verify, with exact=True, over 2 tokens and the most
+    exact: dict[int, float] = field(default_factory=dict)  # as verify with exact=True, over 2 tokens and the most
     exchange: dict[int, float] = field(default_factory=dict)  # of n tokens between all ranks, over 1 token and the most
     n_exchanges: int = 0  # one after the other in a verify pass
 
@@ -57,12 +57,12 @@ class Parts:
 
 
 def _steps(drafted: Sequence[int]) -> list[int]:
-    """The number of steps with 1, 2, ... drafts, from that of drafts by position."""
+    """The number of steps with 1, 2, ... drafts, from the number of drafts by position."""
     return [n - m for n, m in pairwise([*drafted, 0])]
 
 
 def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
-    """Time the parts of a step alone, behind a prompt [T]."""
+    """Time the parts of a step after a prompt [T]."""
     timer = Timer(model, prompt, max_draft_tokens)
     verify, exact = timer.time_passes()
     rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[1])))
@@ -82,7 +82,7 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
 
 
 def _n_exchanges(model: Any) -> int:
-    """Two in each layer where all ranks have a part of it; in a pipeline, one from stage to stage and one with all."""
+    """The exchanges in a pass: two in each shared layer, or in a pipeline one between stages and one with all ranks."""
     if model.ranks is None:
         return 0
     stages: int = model.model.pipeline_size
@@ -90,7 +90,7 @@ def _n_exchanges(model: Any) -> int:
 
 
 class Timer:
-    """A model behind a prompt [T], and windows of 1 to ``max_draft_tokens + 1`` tokens to verify there."""
+    """Times the parts of a step after a prompt [T], for windows of 1 to ``max_draft_tokens + 1`` tokens."""
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):
         self.model = model
@@ -125,7 +125,7 @@ class Timer:
     def time_passes(self) -> tuple[dict[int, list["Time"]], dict[int, list["Time"]]]:
         """The times of passes, and of exact ones, by the number of tokens.
 
-        Lengths take turns, so that a pause of the machine affects all alike. The first turn compiles and is not counted.
+        Lengths take turns, so that a pause of the machine affects all of them. The first turn compiles and is not counted.
         """
         verify: dict[int, list[Time]] = {n: [] for n in self.windows}
         has_exact = self.model.ranks is None or self.model.model.pipeline_size == 1

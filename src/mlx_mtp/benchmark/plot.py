@@ -1,4 +1,4 @@
-"""The benchmark's report as a picture: the head's speed by depth, and what copies add on each kind of prompt."""
+"""The benchmark's report as a picture: the head's speed by depth, and the gain of copies on each kind of prompt."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -56,7 +56,7 @@ def draw(report: Report) -> Any:
 
 
 def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> None:
-    """The head's speed by depth, the speed that the parts of a step allow, and auto as lines across."""
+    """Draw the head's speed by depth, the speed that the parts of a step allow, and auto as horizontal lines."""
     depths = [int(r.run) for r in fixed]
     axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
     axes.plot(depths, [r.allowed for r in fixed], "--", color=ORANGE, label="allowed by the parts of a step")
@@ -75,7 +75,7 @@ def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> 
 
 
 def _draw_prompts(axes: Any, by_prompt: Mapping[Run, Sequence[Result]]) -> None:
-    """The speed on each prompt as bars, from the top down: one for each run."""
+    """Draw the speed on each prompt as bars from the top down, one for each run."""
     height = 0.8 / len(by_prompt)
     for i, (run, results) in enumerate(by_prompt.items()):
         rows = [row + i * height for row in range(len(results))]

@@ -8,12 +8,12 @@ from ..cli.display import table
 from ..decoding.counts import DraftCounts
 from ..layers.drafting import Settings
 
-FIXED_GAIN = 0.05  # required of a fixed depth over auto, which alone adapts to other kinds of text
+FIXED_GAIN = 0.05  # required of a fixed depth over auto, since only auto adapts to other kinds of text
 
 
 @dataclass
 class Measured:
-    """Settings beside plain decoding, on all prompts together."""
+    """Settings compared with plain decoding, over all prompts."""
 
     settings: Settings
     ratios: list[float]  # by round
@@ -43,7 +43,7 @@ def _fixes_auto(a: Measured, b: Measured) -> bool:
 
 
 def recommend(measured: Sequence[Measured]) -> Measured:
-    """Move from the simplest settings, which are first, to the next simplest that beat them, until none do."""
+    """Start with the simplest settings, which are first, and move to the next settings that beat the current ones."""
     best = measured[0]
     while (better := next((m for m in measured if beats(m, best)), None)) is not None:
         best = better
@@ -51,7 +51,7 @@ def recommend(measured: Sequence[Measured]) -> Measured:
 
 
 def reason(measured: Sequence[Measured], best: Measured) -> str | None:
-    """Why the settings with the highest ratio are not the recommended ones, in a line, if they are others."""
+    """The reason, in one line, if the settings with the highest ratio are not recommended."""
     fastest = max(measured, key=lambda m: m.ratio)
     if fastest.ratio <= best.ratio:
         return None
@@ -68,7 +68,7 @@ def reason(measured: Sequence[Measured], best: Measured) -> str | None:
 
 
 def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
-    """The fastest form of each kind in one, if two or more kinds have a form that beats ``base``."""
+    """Combine the fastest form of each kind, if two or more kinds have a form that beats ``base``."""
     best: dict[str, Measured] = {}
     for m in measured:
         for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min"):
@@ -80,7 +80,7 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
 
 
 def show(measured: Sequence[Measured]) -> str:
-    """The measurements as a table for people, and the recommendation."""
+    """The measurements as a table, and the recommendation."""
     rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
         drafted, accepted = m.counts.drafted, m.counts.accepted

@@ -1,4 +1,4 @@
-"""The benchmark's figures as lines for people."""
+"""The benchmark's report as text."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,7 +41,7 @@ GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
 
 
 def show(report: Report) -> str:
-    """The report as lines for people."""
+    """The report as lines of text."""
     names = list(dict.fromkeys(r.prompt for r in report.results))
     rows = [["", *(title for title, _ in COLUMNS)]]
     for name in names:
@@ -60,7 +60,7 @@ def show(report: Report) -> str:
 
 
 def loop_warning(shares: Mapping[str, float]) -> str | None:
-    """A line that names the texts that repeat themselves, if some do; drafts are nearly always right in a loop.
+    """A warning that names repetitive texts, if any: drafts are nearly always right in a loop.
 
     Args:
         shares (Mapping[str, float]): The repeated share of each text, by prompt.
@@ -75,7 +75,7 @@ def loop_warning(shares: Mapping[str, float]) -> str | None:
 
 
 def percent(result: Result) -> tuple[int, int, int]:
-    """How many percent of the tokens came from the head, from copies and from the target itself; the sum is 100."""
+    """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
     head, copies = round(100 * result.fraction(HEAD)), round(100 * result.fraction(COPY))
     return head, copies, 100 - head - copies
 
@@ -134,7 +134,7 @@ def _show_parts(report: Report) -> list[str]:
 
 
 def verdict(report: Report, flag: str = "--mtp", name: str = "auto") -> str:
-    """Whether to use the flag of the head that was measured, for texts like these, in a line: by auto, which is its default."""
+    """The verdict on the measured head for texts like these, in one line, judged by its default, auto."""
     (r,) = (r for r in report.of(OVERALL) if r.run == AUTO)
     ratio = f"{name}: {r.ratio:.2f} x plain mlx-lm"
     if r.ratio_low > 1:
@@ -149,7 +149,7 @@ def _is_timed(n: int, parts: Parts) -> bool:
 
 
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:
-    """How the times of a token, of a step and to the first token grow with the context, as lines for people."""
+    """The growth of the times of a token, of a step and to the first token with the context, as lines of text."""
     n_prompts = len({r.prompt for r in reports[0].results}) - 1
     rows = [["tokens", *(title for title, _ in GROWTH_COLUMNS)]]
     for first, *others in zip(*(r.of(OVERALL) for r in reports)):

@@ -1,6 +1,6 @@
-"""A machine's results: ``--report`` writes them, ``scripts/results_table.py`` makes the table of docs/results.md.
+"""Files with a machine's results: ``--report`` writes them, ``scripts/results_table.py`` makes the table of docs/results.md.
 
-They name the machine, versions and model of their figures, and nothing private: no path, no prompt, no host name.
+They have the machine, the versions and the model, and nothing private: no path, no prompt, no host name.
 """
 
 import os
@@ -31,7 +31,7 @@ COUNT, OR_NONE = {"type": "integer", "minimum": 1}, {"anyOf": [NAME, {"type": "n
 
 
 def _fields(**fields: Any) -> dict[str, Any]:
-    """The schema of an object with just these fields."""
+    """The schema of an object with exactly these fields."""
     return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
@@ -62,7 +62,7 @@ SCHEMA = _fields(
 
 
 def make_results(report: Report, model: Any, name: str, kind: str) -> dict[str, Any]:
-    """The results of a report of ``RUNS``. Of a model's folder, ``name``, they have the last part."""
+    """Convert a report of ``RUNS`` to results. ``name`` may be a folder, of which only the last part is used."""
     first, *_ = results = report.of(OVERALL)
     n_prompts = len({r.prompt for r in report.results}) - 1
     return {
@@ -105,7 +105,7 @@ def _describe_run(r: Result) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The chip as MLX names it, and the other parts that the speed depends on."""
+    """The chip by MLX's name, and other properties that affect the speed."""
     return {
         "chip": str(mx.device_info()["device_name"]),
         "device": mx.default_device().type.name,
@@ -129,7 +129,7 @@ def describe_model(model: Any) -> dict[str, Any]:
 
 
 def precision(modules: Sequence[nn.Module]) -> str:
-    """The precision of most weights: ``4-bit`` for MLX's affine quantization, another quantization, or a type."""
+    """The precision of most weights: ``4-bit`` for MLX's affine quantization, another quantization, or a dtype."""
     sizes: Counter[str] = Counter()
     for m in modules:
         if "weight" in m:
@@ -142,7 +142,7 @@ def precision(modules: Sequence[nn.Module]) -> str:
 
 
 def read_results(file: Path) -> dict[str, Any]:
-    """Read results, or raise a ValueError if this version's ``--report`` has not written the file."""
+    """Read results, or raise a ValueError if the file is not from this version's ``--report``."""
     results = read_json(file)
     error = best_match(Draft202012Validator(SCHEMA).iter_errors(results))
     if error is not None:
@@ -172,7 +172,7 @@ def _model(results: Mapping[str, Any]) -> str:
 
 
 def describe(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The machine, the model and the prompts of results."""
+    """Describe the machine, the model and the prompts of results."""
     return _machine(results), _model(results), f"prompts: {results['prompts']['kind']}"
 
 

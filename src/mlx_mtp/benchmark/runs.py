@@ -1,10 +1,10 @@
-"""Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. A run's name tells the source of its drafts:
+"""Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. The name of a run has the source of its drafts:
 
-plain              nothing: mlx-lm's own generation
+plain              none: mlx-lm's own generation
 1, 2, ...          the head, this many tokens in every step
-auto, no copies    the head, as many tokens as pay
+auto, no copies    the head, the fastest number of tokens
 copies alone       copies of the text, without the head
-auto               the head and copies, whichever pays more
+auto               the head or copies, whichever is faster
 """
 
 import time
@@ -22,8 +22,8 @@ from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
 PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed depth, or one of these
-# Where a token came from: an accepted draft of the head, an accepted copy, or the target's own choice, which each pass has one
-# of: the token of a plain step, or the one behind the accepted drafts.
+# The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
+# of the target: the token of a plain step, or the token after the accepted drafts.
 HEAD, COPY, TARGET = "head", "copy", "target"
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class Generation:
 
     @property
     def n_timed(self) -> int:
-        """The number of tokens whose time counts: all but the first."""
+        """The number of timed tokens: all but the first."""
         return len(self.tokens) - 1
 
     @property
     def n_steps(self) -> int:
-        """The passes that yielded them. The last one's own token is missing where the text ends in a draft."""
+        """The number of passes that yielded them. The last pass has no token of the target if the text ends with a draft."""
         return self.origins[1:].count(TARGET) + (self.origins[-1] != TARGET)
 
 
@@ -67,7 +67,7 @@ def generate(
         stop (Collection[int]): Tokens that end the text. Default: none.
 
     Raises:
-        ValueError: The text ends at its first token.
+        ValueError: The text ends with its first token.
     """
     counts = DraftCounts()
     steps: Any
@@ -80,7 +80,7 @@ def generate(
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens: list[int] = []
-    marks: list[tuple[bool, int]] = []  # whether a token was drafted, and the steps that had copied by then
+    marks: list[tuple[bool, int]] = []  # whether a token was drafted, and the number of copying steps so far
     start = first = time.perf_counter()
     for token, _, *drafted in steps:
         if not tokens:
@@ -91,7 +91,7 @@ def generate(
             break
     end = time.perf_counter()
     steps.close()
-    mx.synchronize(generation_stream)  # a token that has begun is not the next run's
+    mx.synchronize(generation_stream)  # finish the pass in flight, which is not part of the next run
     if len(tokens) < 2:
         raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
     return Generation(tokens, _origins(marks), first - start, end - first, mx.get_peak_memory() / 1e9, counts)
@@ -105,7 +105,7 @@ def _n_drafts(run: Run, depth: Depth | None) -> Any:
 
 
 def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
-    """The source of each token. A step yields its drafts before its own token, and they have one source."""
+    """The source of each token. A step yields its drafts, which have one source, and then the target's token."""
     origins, n_before = [], 0  # steps that had copied before this step
     for drafted, n_copying in marks:
         origins.append(TARGET if not drafted else COPY if n_copying > n_before else HEAD)
@@ -115,7 +115,7 @@ def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
 
 
 def speed(generations: Sequence[Generation]) -> float:
-    """Tokens per second of several generations. Texts that differ by rounding may differ in length, too."""
+    """Tokens per second of several generations, whose texts may differ in length after a difference by rounding."""
     return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
 
 
@@ -127,7 +127,7 @@ def most_drafts(run: Run) -> int:
 
 
 def in_turn(runs: Sequence[T], i: int) -> list[T]:
-    """The runs in the order of turn i: each turn begins with another."""
+    """The runs in the order of turn i: each turn begins with another run."""
     i %= len(runs)
     return [*runs[i:], *runs[:i]]
 
@@ -147,10 +147,10 @@ def _sum_columns(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
-    """How much of a generated text could be copied from itself, and not from its prompt.
+    """The share of a generated text that could be copied from itself but not from its prompt.
 
-    A token counts where it and the tokens before it, as many as a copy must match, stood in the text before, and nowhere in the
-    prompt. This depends on the tokens alone, and not on their source. In a loop, all tokens after the first turn count.
+    A token counts if it and the tokens before it, as many as a copy must match, occur earlier in the text, but not in the
+    prompt. The share depends only on the tokens, not on their source. In a loop, all tokens after the first repetition count.
     """
     known, seen, n = set(_n_grams(prompt)), set(), 0
     for n_gram in _n_grams(text):

@@ -1,8 +1,8 @@
-"""Models of real shapes with random weights, to time a model without its checkpoint.
+"""Models with real shapes and random weights, to time a model without its checkpoint.
 
-Everything that costs time is computed: every layer, the head, both output layers. Only the logits are then replaced: the model
-chooses token i of a fixed text, and the head drafts it where a seeded draw says so and another token elsewhere. So the
-acceptance rate is set, not measured, and the text is the same on every device.
+All computations are done: every layer, the head, and both output layers. Then the logits are replaced: the model chooses token
+i of a fixed text, and the head drafts this token or, by a seeded draw, another one. So the acceptance rate is set, not
+measured, and the text is the same on every device.
 """
 
 import random
@@ -17,7 +17,7 @@ from ..caches.prompt_cache import n_tokens
 from ..layers.draft_lm_head import DraftLMHead, quantize_head
 from ..models import model_module
 
-# The shapes of published checkpoints: the parts of the text_config that the time depends on.
+# The shapes of published checkpoints: the fields of text_config that affect the time.
 COMMON = {
     "model_type": "qwen3_5", "vocab_size": 248320, "head_dim": 256, "full_attention_interval": 4, "linear_num_key_heads": 16,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
@@ -47,10 +47,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Script:
-    """The text of a synthetic model, and which of its drafts are right.
+    """The text and the drafts of a synthetic model.
 
     Args:
-        acceptance (float): The acceptance rate of a draft whose predecessors were accepted.
+        acceptance (float): The acceptance rate of a draft, given that the drafts before it are accepted.
         n_ids (int): The text uses the first ``n_ids`` token ids.
     """
 
@@ -62,7 +62,7 @@ class Script:
         return (i * 7919 + 13) % self.n_ids
 
     def say(self, logits: mx.array, tokens: list[int]) -> mx.array:
-        """Replace logits [B, T, V], which are computed all the same, by those of tokens [T]."""
+        """Replace logits [B, T, V] by those of tokens [T], but still compute them."""
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32)
         return 0 * logits + 10 * (ids == mx.array(tokens, mx.uint32)[:, None])
 
@@ -70,7 +70,7 @@ class Script:
         return self.say(logits, [self.token(offset + t + 1) for t in range(logits.shape[1])])
 
     def draft(self, logits: mx.array) -> mx.array:
-        # The last of n pairs has hidden state n - 1 and token n, and guesses token n + 1.
+        # The last of n pairs has hidden state n - 1 and token n, and predicts token n + 1.
         i = self.n_pairs + 1
         right = random.Random(i).random() < self.acceptance
         return self.say(logits, [(self.token(i) + (not right)) % self.n_ids])
@@ -93,14 +93,14 @@ def synthetic_model(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
 ) -> tuple[nn.Module, Script]:
-    """Make a model with random weights -> the model and its text.
+    """Make a model with random weights. Return the model and its text.
 
-    The backbone is quantized as mlx-lm would where the shape says so, directly, without a copy in floating point. The head has
-    16 bits.
+    If the shape has a quantization, the backbone is quantized as in mlx-lm, without a copy in floating point. The head has 16
+    bits.
 
     Args:
         shape (Mapping[str, Any]): A text config, its model type and its quantization, such as one of ``SHAPES``.
-        acceptance (float): The acceptance rate of a draft whose predecessors were accepted.
+        acceptance (float): The acceptance rate of a draft, given that the drafts before it are accepted.
         draft_vocab (int, optional): Draft from the first ``draft_vocab`` token ids.
     """
     script = Script(acceptance, draft_vocab or shape["vocab_size"])
@@ -124,7 +124,7 @@ def synthetic_model(
 
 
 class ScriptedHead:
-    """A head that passes its number of pairs to the script."""
+    """A head that tells the script its number of pairs."""
 
     def __init__(self, head: Any, script: Script):
         self.head, self.script = head, script
@@ -139,7 +139,7 @@ class ScriptedHead:
 
 
 def _scripted_model(shape: Mapping[str, Any], script: Script) -> Any:
-    """A lazy model of a shape, with scripted logits and drafts."""
+    """Make a lazy model of a shape, with scripted logits and drafts."""
     module = model_module(shape["model_type"])
 
     class Model(module.Model):  # type: ignore[name-defined]
@@ -188,7 +188,7 @@ def _quantize(model: Any, dtype: mx.Dtype, group_size: int, bits: int) -> None:
     for _, m in model.named_modules():
         if "scales" not in m:
             continue
-        # Values in even steps around 0, of variance 1 / inputs.
+        # Evenly spaced values around 0 with variance 1 / inputs.
         levels, n_in = 2**m.bits, m.scales.shape[-1] * m.group_size
         step = (12 / ((levels**2 - 1) * n_in)) ** 0.5
         m.weight = mx.random.randint(0, 2**32 - 1, m.weight.shape, mx.uint32)

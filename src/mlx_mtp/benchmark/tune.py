@@ -1,8 +1,8 @@
 """``mlx_mtp benchmark --tune``: measure settings on this machine, for these prompts.
 
-First, whether passes are faster compiled and in pieces, and attention over a window in groups of rows. With the fastest of
-these, plain decoding takes turns with auto and fixed depths, then with each cheaper form of the drafts, then with a combination
-of those that gained.
+First it measures ways to run passes: compiled, in pieces, and with attention over a window in groups of rows. Then plain
+decoding takes turns with auto and fixed depths, with each cheaper form of the drafts, and with a combination of the forms that
+gained.
 """
 
 import statistics
@@ -63,7 +63,7 @@ def tune(
 
 
 def cheaper(model: Any, path: Path) -> list[Settings]:
-    """Each form of the drafts that is cheaper than the model's own; ``path`` is the checkpoint's folder."""
+    """The forms of drafts that are cheaper than the model's own; ``path`` is the checkpoint's folder."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in BITS]
@@ -87,9 +87,9 @@ class Tuner:
     way: Way  # to run passes, with all settings
 
     def measure(self, others: Sequence[Settings]) -> list[Measured]:
-        """Measure plain decoding and other settings, which take turns."""
+        """Measure plain decoding and other settings in turns."""
         every = [replace(s, **self.way._asdict()) for s in (OFF, *others)]
-        # Each auto run begins with the times of the run before, as it will in use.
+        # Each auto run begins with the times of the run before, as in normal use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
             for i, settings in enumerate(every):
@@ -122,7 +122,7 @@ class Tuner:
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:
-        """Use these settings for the model's drafts, and restore its own afterwards."""
+        """A context that uses these settings for the model's drafts, and restores its own at the end."""
         model, layers = self.model, self.model.mtp.leaf_modules()
         forms = (settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
         try:

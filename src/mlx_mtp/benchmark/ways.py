@@ -1,6 +1,6 @@
-"""Whether passes are faster compiled, handed to the device in pieces, and with attention over a window in groups of rows.
+"""Ways to run passes: compiled, submitted to the device in pieces, and with attention over a window in groups of rows.
 
-That depends on the device and its host.
+The fastest way depends on the device and its host.
 """
 
 import statistics
@@ -35,7 +35,7 @@ Seconds = dict[tuple[int, Way], list[float]]  # of each round, by window and way
 
 @contextmanager
 def applied(model: Any, way: Way) -> Iterator[None]:
-    """Inside, the model's passes run this way."""
+    """A context in which the model's passes run this way."""
     drafting = model.drafting
     before = Way(drafting.compiled, drafting.pieces, drafting.attention_rows)
     try:
@@ -58,7 +58,7 @@ def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Way:
 
 
 def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Way:
-    """The first way, unless every round of another one was faster than all of its own, in all windows."""
+    """The first way, unless every round of another way was faster than all of its rounds, for all windows."""
     seconds, best = time_ways(model, prompt, windows, ways, repeat), ways[0]
     for way in ways[1:]:
         if all(max(seconds[n, way]) < min(seconds[n, best]) for n in windows):
@@ -67,7 +67,7 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequenc
 
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Seconds:
-    """Time a verify pass over each window in each way, in turn; the first round is not counted."""
+    """Time a verify pass over each window in each way, in turns. The first round is not counted."""
     timer = Timer(model, prompt, max(windows) - 1)
     seconds: Seconds = {(n, way): [] for n in windows for way in ways}
     for i in tqdm(range(repeat + 1), desc=f"passes over {max(windows)} tokens", disable=None):

@@ -1,6 +1,6 @@
-"""Checks that a prompt cache fits a model. Without them, a damaged or foreign file would end in a crash or a wrong text.
+"""Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text.
 
-Each error names the entry and its fault.
+Errors name the entry and its fault.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and v
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
-    """Check the caches of a model's layers: their arrays, and that all are of the same tokens.
+    """Check the caches of a model's layers: their arrays, and that they have the same number of tokens.
 
     Raises:
-        ValueError: One of them does not fit its layer or the others.
+        ValueError: A cache does not fit its layer or the other caches.
     """
     counts: dict[int, int] = {}  # the number of tokens, by entry
-    filled: dict[int, bool] = {}  # whether there are any tokens: a recurrent layer's states do not tell their number
+    # Whether there are any tokens, by entry; the states of recurrent layers do not have their number.
+    filled: dict[int, bool] = {}
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
             _check_states(i, c, layer.linear_attn)
@@ -78,7 +79,7 @@ def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dty
     if not isinstance(entry, stock.QuantizedKVCache):
         return [(name, x, D, FLOATS) for name, x in both]
     bits, size = entry.bits, entry.group_size
-    are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS, too
+    are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS as well
     if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
         raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
     parts: list[tuple[str, Any, int, tuple[mx.Dtype, ...]]] = []
@@ -91,7 +92,7 @@ def _parts(i: int, entry: Any, D: int) -> list[tuple[str, Any, int, tuple[mx.Dty
 
 
 def check_last(i: int, last: Any, size: int, hidden_size: int, vocab_size: int) -> None:
-    """Check the arrays that ``PromptCache`` keeps in the last entry.
+    """Check the arrays in the last entry of a prompt cache.
 
     Args:
         size (int): The number of its arrays.

@@ -1,4 +1,4 @@
-"""A model's fingerprint, which tells its prompt caches from another model's: a digest of a few values of each weight."""
+"""A model's fingerprint, which identifies its prompt caches: a digest of a few values of each weight."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ N_VALUES = 4  # the least number of values read along each axis of a tensor, if 
 def fingerprint(model: Any) -> bytes:
     """The digest of the backbone's tensors, [16], followed by the digest of the head's, [16].
 
-    They are separate since the text depends on the backbone alone: a prompt cache stays valid when the head is quantized or
+    They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
     fitted.
     """
     parameters: Any = tree_flatten(model.parameters())

@@ -1,15 +1,14 @@
 """The positions of a text with images, in three axes: time, height and width.
 
-A text token is at one position in all axes. An image's tokens are the cells of a grid: their time is the image's, and height
-and width go on from there. The text then resumes behind the longer side, so its positions fall behind the number of tokens:
+A text token has the same position in all axes. The tokens of an image form a grid: they share the time, and height and width
+count from it. The text resumes after the longer side of the grid, so positions may be smaller than the number of tokens:
 
     tokens     a   b   i00  i01  i02  i10  i11  i12  c
     time       0   1   2    2    2    2    2    2    5
     height     0   1   2    2    2    3    3    3    5
     width      0   1   2    3    4    2    3    4    5
 
-All positions follow from the spans of the images. A prompt cache keeps the spans, and computes a token's position from its
-index.
+A prompt cache has the spans of its images, which determine the position of each token.
 
 These are the positions of Qwen2-VL (arXiv:2409.12191, section 2.1) in Qwen3.5's interleaved layout, as in ``get_rope_index``
 and ``Qwen3_5TextRotaryEmbedding`` of transformers (5.23).
@@ -45,7 +44,7 @@ class ImageSpan(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The number of positions that it takes, less its number of tokens."""
+        """The number of its positions minus the number of its tokens."""
         return max(self.rows, self.columns) - self.rows * self.columns
 
 
@@ -64,7 +63,7 @@ class Positions:
     """
     Args:
         images (Tuple[ImageSpan]): The images of the text, in order.
-        start (int): The text's token at index 0 of the cache, which may lack the tokens before it.
+        start (int): The index in the text of the first token in the cache.
     """
 
     images: tuple[ImageSpan, ...]
@@ -72,7 +71,7 @@ class Positions:
 
     @property
     def shift(self) -> int:
-        """The difference of position and index behind all images."""
+        """The difference of position and index after all images."""
         return self.start + sum(image.shift for image in self.images)
 
     def are_plain(self, begin: int) -> bool:
@@ -111,7 +110,7 @@ _pass: ContextVar[_Pass | None] = ContextVar("positions", default=None)
 
 @contextmanager
 def rope_at(positions: Positions | None) -> Iterator[None]:
-    """A context in which ``MRoPE`` takes its offset as an index into a text with images.
+    """A context in which the offset of ``MRoPE`` is an index into a text with images.
 
     Args:
         positions (Positions, optional): The positions of the text. ``None`` if indices are positions.
@@ -124,7 +123,7 @@ def rope_at(positions: Positions | None) -> Iterator[None]:
 
 
 def plain_position(index: int) -> int | None:
-    """The position of the token at an index, if it and all tokens behind it have plain positions; or else ``None``."""
+    """The position of the token at an index; ``None`` unless this token and all later tokens have plain positions."""
     text = _pass.get()
     if text is None:
         return index
@@ -132,7 +131,7 @@ def plain_position(index: int) -> int | None:
 
 
 class MRoPE(nn.Module):
-    """Rotary embeddings at positions in three axes. At plain positions it calls the rope that it wraps.
+    """Rotary embeddings at positions in three axes. At plain positions it calls the wrapped rope.
 
     Args:
         rope (nn.RoPE): The rope of the attention layer.
@@ -145,7 +144,7 @@ class MRoPE(nn.Module):
         axes = np.zeros(rope.dims // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = bytes(axes.tolist())  # of each frequency; a list would be taken for parameters
+        self._axes = bytes(axes.tolist())  # the axis of each frequency; a list would be a parameter
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, position_ids: mx.array | None = None) -> mx.array:
         """

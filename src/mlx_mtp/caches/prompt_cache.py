@@ -1,4 +1,4 @@
-"""The list that holds the caches of a model and its head.
+"""The list with the caches of a model and its head.
 
 A prompt cache is mlx-lm's list with two more entries: one cache for each layer of the backbone, the head's ``KVCache``, and
 an ``ArraysCache`` with
@@ -10,8 +10,7 @@ an ``ArraysCache`` with
     the fingerprint of the model
     the spans of the text's images
 
-By name and state all of them are mlx-lm's own classes: its ``save_prompt_cache`` writes the list, its ``load_prompt_cache``
-reads it.
+All entries have the names and states of mlx-lm's own classes, so its ``save_prompt_cache`` and ``load_prompt_cache`` work.
 """
 
 import weakref
@@ -28,11 +27,11 @@ from .positions import ImageSpan, MRoPE, Positions, check_images
 from .recurrent import ArraysCache
 
 N_LAST = 6  # arrays of the last entry
-UNFINISHED = -1  # the number of tokens while a generation is open, or where it could not be ended
+UNFINISHED = -1  # the number of tokens while a generation is open, or if it could not be finalized
 
 
 class PromptCache:
-    """A view of a prompt cache, which names its entries. The list stays the caller's.
+    """A view of a prompt cache with names for its entries. The list belongs to the caller.
 
     Args:
         entries (List[Any]): A list of ``make_prompt_cache``.
@@ -66,7 +65,7 @@ class PromptCache:
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
         if not any(hasattr(c, "offset") for c in self.backbone):
-            return self.n_recorded  # a pipeline stage without attention: its states do not tell their length
+            return self.n_recorded  # a pipeline stage without attention, whose states do not have their length
         return n_tokens(self.backbone)
 
     @property
@@ -77,7 +76,7 @@ class PromptCache:
 
     @property
     def text(self) -> list[int]:
-        """The last tokens of the caches, as far back as they are known."""
+        """The last known tokens of the caches."""
         tokens = self._last[2]
         return [] if tokens is None else tokens.tolist()
 
@@ -95,16 +94,16 @@ class PromptCache:
 
         Args:
             n_tokens (int): The number of tokens in the backbone's caches.
-            text (Sequence[int]): The last of these tokens, as far back as they are known.
+            text (Sequence[int]): The last known tokens.
         """
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
-        self.images = [image for image in self.images if image.start < n_tokens]  # also an image prefilled in part
+        self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
         self._last[1] = mx.array(n_tokens)
         self._last.generation = None
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint of the model that filled the caches; empty if it is not known."""
+        """The fingerprint of the model that filled the caches; empty if unknown."""
         return b"" if self._last[4] is None else bytes(self._last[4].tolist())
 
     @property
@@ -123,7 +122,7 @@ class PromptCache:
 
     @property
     def head_positions(self) -> Positions | None:
-        """The positions of the head's pairs, each that of its hidden state; ``None`` without images."""
+        """The positions of the head's pairs, which are those of their hidden states; ``None`` without images."""
         return Positions(tuple(self.images), self.first_position) if self.images else None
 
 
@@ -169,14 +168,14 @@ def _head_cache(model: Any) -> list[Any]:
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
     """Check a prompt cache, and complete it in place to one of ``make_prompt_cache``.
 
-    A cache that mlx-lm filled has no keys and values of the head, and those of another head are dropped. Only relative
-    positions matter to the head: it begins with the tokens that follow, and drafts less well until it has seen some of them.
+    A cache from mlx-lm has no keys and values of the head, and those of another head are dropped. The head then begins with the
+    tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
     Args:
         entries (List[Any], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
 
     Raises:
-        ValueError: The cache is damaged, another model's or another rank's, or a generation is open on it.
+        ValueError: The cache is damaged, from another model or rank, or in use by a generation.
     """
     n_layers = len(model.layers)
     if entries is None:
@@ -212,11 +211,11 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     """Record the spans of a prompt's images in its cache, before prefill.
 
     Args:
-        images (Iterable[ImageSpan]): The images of the prompt; images of the cache may be among them.
+        images (Iterable[ImageSpan]): The images of the prompt, which may include images in the cache.
         are_embedded (bool): Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: Images overlap, or are to be prefilled without embeddings, or the model takes no images.
+        ValueError: Images overlap or have no embeddings, or the model does not support images.
     """
     both = sorted({*cache.images, *images})
     if not both:
@@ -239,7 +238,7 @@ def takes_images(model: Any) -> bool:
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
-    """Raise a ValueError if the cache is another model's or another rank's, or a generation is open on it."""
+    """Raise a ValueError if the cache is from another model or rank, or in use by a generation."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
@@ -269,14 +268,14 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
 
 
 def _is_open(last: Any) -> bool:
-    """Whether a generation is open on this cache, or on the cache that it was copied from."""
+    """Whether a generation uses this cache, or the cache that it was copied from."""
     ref = getattr(last, "generation", None)
     generation = None if ref is None else ref()
     return generation is not None and (generation.gi_running or generation.gi_suspended)
 
 
 def _check_head(model: Any, cache: PromptCache) -> None:
-    """Raise a ValueError if the head's keys and values are not of this head, or of more tokens than the backbone's."""
+    """Raise a ValueError if the head's keys and values do not fit the head, or have more tokens than the backbone's."""
     i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
     if not isinstance(cache.head, stock.KVCache):
         raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")
@@ -290,7 +289,7 @@ def has_head(model: Any) -> bool:
 
 
 def _adopt(entry: Any, own: Any, i: int) -> Any:
-    """Make the entry of layer i a cache that can roll back. ``own`` is an empty cache of the model's."""
+    """Convert the entry of layer i to a cache that can roll back; ``own`` is an empty cache of this layer."""
     kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
     if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
         raise ValueError(
@@ -300,7 +299,7 @@ def _adopt(entry: Any, own: Any, i: int) -> Any:
     if type(entry) is stock.ArraysCache:
         return ArraysCache.from_state(entry.state)
     if isinstance(entry, ArraysCache):
-        entry.draft = None  # it may come from mlx-lm's own speculative loop
+        entry.draft = None  # it may be from mlx-lm's own speculative loop
     return entry
 
 

@@ -12,10 +12,10 @@ from mlx_lm.models.gated_delta import gated_delta_update
 def _rewound(
     n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, gates: Any, inputs: Any
 ) -> tuple[mx.array, mx.array]:
-    """The arrays after n tokens of a window, from those after its confirmed tokens, by replaying the recurrence over m others.
+    """The arrays after n tokens of a window, by a replay of the recurrence over the m tokens after the confirmed ones.
 
-    Compiled, so that the outputs of the recurrence are not computed. There is a trace for each window and each part of it:
-    at most 136 for one sequence and windows of up to 17 tokens.
+    It is compiled so that the outputs of the recurrence are not computed. There is a trace for each length of the window and of
+    the replay: at most 136 for one sequence and windows of up to 17 tokens.
     """
     # A copy, since a slice pins the array that it is cut from.
     conv_state = mx.contiguous(conv_input[:, n : n + n_keep])  # [B, K - 1, C]
@@ -39,7 +39,7 @@ class _Window:
 
 
 class ArraysCache(stock.ArraysCache):
-    """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer, whose last call can be undone in part.
+    """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer. Its last call can be rolled back in part.
 
     After ``open_window`` the layer's next call is recorded, and ``rollback`` closes the window. In between, ``state`` is the
     state after the whole window. The class has its parent's name because a prompt cache file has the names of its classes.
@@ -49,14 +49,14 @@ class ArraysCache(stock.ArraysCache):
     window: _Window | None = None
 
     def open_window(self, n_confirmed: int, exact: bool = False) -> None:
-        """Have the next call recorded.
+        """Record the layer's next call.
 
         Args:
             n_confirmed (int): The number of its leading tokens that are final.
-            exact (bool): The tokens come one by one, with ``keep_state`` after each, and the layer records nothing.
+            exact (bool): Whether the tokens come one by one, with ``keep_state`` after each, and the layer records nothing.
 
         Raises:
-            ValueError: The last window is still open, or the cache is that of padded prompts.
+            ValueError: The last window is still open, or the cache is for padded prompts.
         """
         if self.window is not None:
             raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
@@ -66,11 +66,11 @@ class ArraysCache(stock.ArraysCache):
 
     @property
     def records_inputs(self) -> bool:
-        """Whether the layer's next call has to record the inputs of the recurrence, for a replay."""
+        """Whether the layer's next call must record the inputs of the recurrence for a replay."""
         return self.window is not None and self.window.states is None
 
     def keep_state(self) -> None:
-        """In an exact window, after the layer's call on one token: keep the state, so that rollback can return to it."""
+        """Keep the state after the layer's call on one token of an exact window, for ``rollback``."""
         if self.window is not None and self.window.states is not None:
             self.window.n_tokens += 1
             if self.window.n_tokens >= self.window.n_confirmed:
@@ -79,11 +79,11 @@ class ArraysCache(stock.ArraysCache):
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens, and free its record.
 
-        The recurrence is replayed from the recorded inputs, so no weight matrix is multiplied with. In exact mode each
-        state was kept, because a replay is not bound to round as the layer's own call did.
+        The recurrence is replayed from the recorded inputs, without products of weight matrices. In exact mode each state was
+        kept, since a replay may round differently.
 
         Args:
-            n (int): From the number of confirmed tokens to that of all.
+            n (int): From the number of confirmed tokens to the number of all tokens.
 
         Raises:
             ValueError: No window is open, or the state after ``n`` tokens was not recorded.
@@ -105,11 +105,11 @@ class ArraysCache(stock.ArraysCache):
             inputs = window.inputs if m > 0 else ()
             cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
         self.cache = cache
-        self.window = None  # at the end, so that an interrupted rollback can be repeated
+        self.window = None  # last, so that an interrupted rollback can be repeated
 
 
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
-    """Open a window in each recurrent layer's cache. A key-value cache needs none: it can be trimmed."""
+    """Open a window in each recurrent layer's cache. Key-value caches need none, since they can be trimmed."""
     if caches is None:
         raise ValueError("With n_confirmed, the model needs a cache to record in.")
     for c in caches[:n_layers]:
@@ -129,13 +129,13 @@ def trim(caches: list[Any], n_tokens: int) -> None:
 def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> None:
     """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches.
 
-    With ``again``, repeat a call that was interrupted: caches whose window is closed already stay as they are.
+    With ``again``, repeat an interrupted call: caches without an open window do not change.
     """
     trim(caches, offset + n)
     for c in caches:
         if isinstance(c, ArraysCache) and not (again and c.window is None):
             c.rollback(n)
-    # Start now, so that the device does not idle while the host builds the next pass.
+    # Start now: the device would otherwise idle while the host builds the next pass.
     mx.async_eval(recurrent_states(caches))
 
 
@@ -145,15 +145,15 @@ def recurrent_states(caches: list[Any]) -> list[list[Any]]:
 
 
 def snapshot(caches: list[Any]) -> list[Any]:
-    """The state of caches for ``restore``: the number of tokens of a key-value cache, the arrays of a recurrent layer's.
+    """The state of caches for ``restore``: the number of tokens of key-value caches, and the arrays of recurrent layers.
 
-    Keys and values are not referenced: MLX copies a cache whose arrays are referenced elsewhere when it is next written.
+    It has no reference to keys and values, since MLX copies referenced arrays at the next write.
     """
     return [c.offset if hasattr(c, "offset") else list(c.cache) for c in caches]
 
 
 def restore(caches: list[Any], before: list[Any]) -> None:
-    """Take caches back to a ``snapshot``, after a pass that may have been interrupted."""
+    """Restore caches to a ``snapshot`` after a pass, which may have been interrupted."""
     for c, b in zip(caches, before):
         if hasattr(c, "offset"):
             c.trim(c.offset - b)

@@ -1,11 +1,11 @@
-"""Caches of several sequences that go through the model together, one in each row.
+"""Caches of several sequences in one pass, one in each row.
 
-    row 0   a b c d e f . . . .     a row's tokens begin at column 0, so nothing ever moves;
-    row 1   g h . . . . . . . .     a window is written behind each row's own last token,
-    row 2   i j k l . . . . . .     and what a row rejects is overwritten by its next window
+    row 0   a b c d e f . . . .     a row's tokens begin at column 0 and never move;
+    row 1   g h . . . . . . . .     a window is written after each row's own last token,
+    row 2   i j k l . . . . . .     and the next window overwrites rejected tokens
 
-Each row rolls back by itself: its keys and values by their number alone, its recurrent states by replaying the tokens it
-keeps. A row is made from the caches of one sequence, and can be extracted into such caches. This module does not depend on
+Each row has its own rollback: its keys and values by their number, its recurrent states by a replay of the tokens to keep. A
+row is made from the caches of one sequence, and can be extracted into such caches. This module does not depend on
 layers, drafts or acceptance.
 """
 
@@ -22,7 +22,7 @@ from .recurrent import ArraysCache
 
 @mx.compile
 def _replay(mask: mx.array, *inputs: mx.array) -> mx.array:
-    """The state of each row after the tokens in its mask. Compiled, so that the unused outputs are not computed."""
+    """The state of each row after the tokens in its mask. It is compiled so that unused outputs are not computed."""
     return gated_delta_update(*inputs, mask)[1]
 
 
@@ -41,7 +41,7 @@ class Rows:
         self.set([])
 
     def set(self, lengths: Sequence[int], shifts: Sequence[int] | None = None) -> None:
-        """Set the lengths and, if they are given, the shifts."""
+        """Set the lengths and, if given, the shifts."""
         self.lengths = list(lengths)
         self.offset = mx.array(self.lengths, mx.int32)
         self.shifts = self.shifts if shifts is None else list(shifts)
@@ -110,7 +110,7 @@ class RowsKVCache:
         return self.keys[..., :n, :], self.values[..., :n, :]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """The columns that each of N tokens attends to, [B, 1, N, n]: its row's up to itself; ``None`` for all columns."""
+        """The columns that each of N tokens attends to, [B, 1, N, n]: its row up to itself; ``None`` for all columns."""
         if N == 1 and self.rows.are_equal and not return_array:
             return None
         columns = mx.arange(self.rows.longest + N)
@@ -168,7 +168,7 @@ class RowsKVCache:
 
 
 class HeadRows(RowsKVCache):
-    """The keys and values of the head. As in mlx-lm's ``KVCache``, all tokens of a pass stay until they are trimmed.
+    """The keys and values of the head. As in mlx-lm's ``KVCache``, the tokens of a pass stay until they are trimmed.
 
     Args:
         caches (Sequence[KVCache]): One for each row.
@@ -190,11 +190,11 @@ class HeadRows(RowsKVCache):
         return fetched
 
     def trim(self, n: int) -> None:
-        """Take back the last ``n`` tokens of each row."""
+        """Remove the last ``n`` tokens of each row."""
         self.trim_each([n] * len(self.rows.lengths))
 
     def trim_each(self, counts: Sequence[int]) -> None:
-        """Take back the last ``counts[b]`` tokens of row b."""
+        """Remove the last ``counts[b]`` tokens of row b."""
         if any(counts):
             self.rows.add([-n for n in counts])
 
@@ -260,7 +260,7 @@ def after_first(cache: ArraysCache) -> list[Any]:
 
 
 def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
-    """Concatenate parts (array [B, ...], its B) along B; a missing array is zeros, the state before any token."""
+    """Concatenate parts (array [B, ...], its B) along B. A missing array becomes zeros, the state before any token."""
     like = next((x for x, _ in parts if x is not None), None)
     if like is None:
         return None

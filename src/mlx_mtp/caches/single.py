@@ -1,7 +1,6 @@
-"""The caches of one sequence in a pass: mlx-lm's caches of its prompt cache, in place.
+"""The caches of one sequence in a pass: mlx-lm's caches in its prompt cache, updated in place.
 
-They take no mask, so mlx-lm's fused attention serves them, and they are not copied. ``rows.py`` has the caches of several
-sequences.
+They need no mask, so MLX's fused attention applies, and they are not copied. ``rows.py`` has the caches of several sequences.
 """
 
 import copy
@@ -19,7 +18,7 @@ from .rows import after_first
 
 @dataclass(frozen=True, kw_only=True)
 class KVOptions:
-    """When and how to quantize keys and values, as in mlx-lm's ``generate_step``.
+    """The quantization of keys and values, as in mlx-lm's ``generate_step``.
 
     Args:
         kv_bits (int, optional): Number of bits of a quantized key or value. Default: ``None``, no quantization.
@@ -33,16 +32,15 @@ class KVOptions:
 
 
 class SingleCache:
-    """The caches of one sequence, with the interface of ``protocol.PassCaches``. Any line of it may be interrupted.
+    """The caches of one sequence, with the interface of ``protocol.PassCaches``. It may be interrupted at any line.
 
     Args:
         cache (PromptCache): Updated in place.
-        kv (KVOptions): When and how to quantize keys and values.
+        kv (KVOptions): The quantization of keys and values.
 
     Attributes:
         before_pass (List[Any], optional): The ``recurrent.snapshot`` of the caches before the last pass, until its first token
-          is final. It has the number of keys and values, and the arrays of recurrent layers, which costs their memory and, as
-          measured, no time.
+          is final. It keeps the arrays of recurrent layers, which takes memory but no measurable time.
     """
 
     def __init__(self, cache: PromptCache, kv: KVOptions):
@@ -70,18 +68,18 @@ class SingleCache:
         self.before_pass, self.n_in_flight = snapshot(self.cache.entries), n
 
     def keep_pass(self) -> None:
-        """End a pass whose tokens are all final, such as a prompt's."""
+        """End a pass whose tokens are all final, such as a pass over a prompt."""
         self.n_tokens, self.before_pass, self.n_in_flight = [self.n_tokens[0] + self.n_in_flight], None, 0
 
     def restore(self) -> bool:
-        """Undo the last pass if its first token is not final -> whether it was undone."""
+        """Undo the last pass if its first token is not final. Return whether it was undone."""
         if self.before_pass is None:
             return False
         restore(self.cache.entries, self.before_pass)
         return True
 
     def quantize(self) -> None:
-        """Quantize keys and values where they are due, as mlx-lm does after every pass."""
+        """Quantize keys and values if due, as mlx-lm after every pass."""
         if self.kv.kv_bits is not None:
             caches = self.cache.backbone
             maybe_quantize_kv_cache(caches, **vars(self.kv))

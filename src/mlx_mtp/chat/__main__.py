@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load the model, and answer until the user ends the chat."""
+    """Load the model, and chat until the user ends it."""
     check_generation_flags(args)
     check_prompt_cache_dir(args)
     check_alone(args, "adapter_path", "prompt_cache_dir", "images")
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None) -> Conversation:
-    """A conversation as the flags say."""
+    """Start a conversation with the options of the flags."""
     names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
     options = Options(
         model=args.model,
@@ -108,7 +108,7 @@ def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, sto
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
-    """Read a line from the user at rank 0; ``/exit`` at the end of the input."""
+    """Read the user's input at rank 0; ``/exit`` at the end of the input."""
     line = EXIT
     if ranks is None or ranks.rank == 0:
         try:
@@ -119,7 +119,7 @@ def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
             if ranks is not None:
                 raise
             print()
-            line = ""  # as in a shell, a new line
+            line = ""  # a new line, as in a shell
     return line if ranks is None else str(ranks.broadcast(line))
 
 
@@ -138,7 +138,7 @@ def respond(line: str, conversation: Conversation) -> None:
 
 
 def figures(response: GenerationResponse) -> str:
-    """How fast an answer was, and the drafts that it took."""
+    """The speed of an answer, and its drafts."""
     parts = [f"{response.generation_tokens} tokens" + " (--max-tokens)" * (response.finish_reason == "length")]
     parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
     for name, drafted, accepted in (

@@ -1,4 +1,4 @@
-"""The commands of the chat: lines that begin with a slash."""
+"""The commands of the chat, which begin with a slash."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +17,14 @@ class Command(NamedTuple):
 
 
 def obey(line: str, conversation: Conversation) -> None:
-    """Run the command of a line; a ValueError or OSError says why it cannot be run."""
+    """Run the command in a line, or raise a ValueError or OSError."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     command = COMMANDS.get(name)
     if command is None:
         raise ValueError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
     if command.argument == "FILE":
-        argument = argument.strip("'\"")  # terminals quote the names of dropped files
+        argument = argument.strip("'\"")  # terminals quote dropped files
         if not argument:
             raise ValueError(f"{name} takes a file: {name} FILE.")
     if argument and not command.argument:

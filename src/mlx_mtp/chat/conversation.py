@@ -1,4 +1,4 @@
-"""A conversation: its messages and their file, its prompt cache, and the tokens that the next turn adds."""
+"""A conversation: its messages and their file, its prompt cache, and the new tokens of the next turn."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of ``mlx_mtp chat`` that its answers depend on."""
+    """The flags of ``mlx_mtp chat`` that affect answers."""
 
     model: str  # the model's name, for errors
     system_prompt: str | None
@@ -45,32 +45,32 @@ class Options:
 
 
 class Conversation:
-    """One prompt cache, or a prompt store, holds all turns, so that each processes only its new tokens.
+    """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (TokenizerWrapper): Its tokenizer.
         options (Options): The flags.
-        store (PromptStore, optional): Holds the turns. Default: ``None``, a prompt cache.
+        store (PromptStore, optional): The store for the turns. Default: ``None``, a prompt cache.
     """
 
     def __init__(self, model: Any, tokenizer: TokenizerWrapper, options: Options, store: PromptStore | None = None):
         self.model, self.tokenizer, self.options, self.store = model, tokenizer, options, store
-        self.ranks = getattr(model, "ranks", None)  # a model of plain mlx-lm has none
+        self.ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
         self.system_prompt = options.system_prompt
         self.thinking: bool = tokenizer.has_thinking  # whether the model thinks before it answers
         self.figures = True  # whether figures of speed and drafts are printed below an answer
         self.reset()
 
     def reset(self) -> None:
-        """Forget all messages, but for the system prompt."""
+        """Forget all messages except the system prompt."""
         self.messages: list[Message] = []  # the questions and the answers
         self.attached: list[str] = []  # the files of images for the next question
         self.turn = 0
         self._rewind()
 
     def _rewind(self) -> None:
-        """Let the next turn process all messages."""
+        """Make the next turn prefill all messages."""
         self.cache: list[Any] | None
         if self.store is not None:
             self.cache = None
@@ -79,16 +79,16 @@ class Conversation:
         else:
             self.cache = stock.make_prompt_cache(self.model, self.options.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
-        self.text: list[int] = []  # the turns before, where a store holds them
+        self.text: list[int] = []  # the earlier turns, with a store
         self.is_cut = False  # the last answer has no end marker
-        self.unread: list[int] = []  # the rest of a question, where Ctrl-C came before the answer
-        self.shown: list[Image] = []  # in the turns before, where a store holds them
+        self.unread: list[int] = []  # the rest of a question after Ctrl-C before the answer
+        self.shown: list[Image] = []  # in the earlier turns, with a store
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Continue other messages, which the next turn processes.
+        """Continue from other messages, which the next turn prefills.
 
         Raises:
-            OSError, ValueError: An image cannot be read, or the model takes none; the conversation stays as it is.
+            OSError, ValueError: An image cannot be read, or the model does not support images. Nothing changes then.
         """
         files = [file for message in messages for file in message.images]
         if files:
@@ -100,15 +100,15 @@ class Conversation:
         self.system_prompt = next((message.content for message in messages if message.role == "system"), None)
 
     def instruct(self, system_prompt: str) -> None:
-        """Set the system prompt. The next turn processes all messages again, behind it."""
+        """Set the system prompt. The next turn prefills all messages again."""
         self.system_prompt = system_prompt
         self._rewind()
 
     def attach(self, file: str) -> None:
-        """Show a picture with the next question.
+        """Add an image to the next question.
 
         Raises:
-            FileNotFoundError, ValueError: There is no such picture, or the model takes none.
+            FileNotFoundError, ValueError: There is no such file, or the model does not support images.
         """
         vision_of(self.model)
         path = Path(file).expanduser()
@@ -116,7 +116,7 @@ class Conversation:
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Let the model think before the answers that follow, or not.
+        """Switch thinking on or off for the following answers.
 
         Raises:
             ValueError: The chat template has no such switch.
@@ -128,7 +128,7 @@ class Conversation:
 
     @property
     def transcript(self) -> list[Message]:
-        """The system prompt, if there is one, and the messages."""
+        """The system prompt, if any, and the messages."""
         system = [] if self.system_prompt is None else [Message("system", self.system_prompt)]
         return [*system, *self.messages]
 
@@ -137,10 +137,10 @@ class Conversation:
 
         Args:
             query (str): The user's message.
-            show (Callable[[str], None]): Is called with each piece of the answer.
+            show (Callable[[str], None]): Called with each piece of the answer.
 
         Returns:
-            Optional[GenerationResponse]: The last one, with the figures; ``None`` if Ctrl-C came before the first token.
+            Optional[GenerationResponse]: The last response, with the figures; ``None`` after Ctrl-C before the first token.
 
         Raises:
             OSError, ValueError: An image cannot be read. The question is then forgotten.
@@ -173,9 +173,9 @@ class Conversation:
                         show(paint(response.text, response.source) if self.options.show_drafts else response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
-                raise  # the other ranks are somewhere else
+                raise  # the other ranks are at another point
             if response is None and images:
-                self._rewind()  # a cache that ends within an image cannot be gone on from
+                self._rewind()  # a prompt cache that ends within an image cannot be continued
                 return None
             if response is None:
                 self.unread = prompt[self._n_cached() - before :]
@@ -193,11 +193,11 @@ class Conversation:
         return response
 
     def _n_cached(self) -> int:
-        """The tokens in the prompt cache."""
+        """The number of tokens in the prompt cache."""
         return 0 if self.cache is None else n_tokens(self.cache)
 
     def _encode(self, new: Sequence[Message]) -> list[int]:
-        """The tokens that messages add, through the chat template if there is one."""
+        """Encode the tokens that messages add, with the chat template if there is one."""
         if not self.tokenizer.has_chat_template:
             text = "".join(f"{PLACEHOLDER * len(message.images)}{message.content}\n" for message in new)
             tokens: list[int] = self.tokenizer.encode(text)
@@ -218,17 +218,17 @@ class Conversation:
 
 
 def save_messages(file: Path, messages: Sequence[Message]) -> None:
-    """Write or replace a file: ``{"messages": [...]}``, as in OpenAI's API."""
+    """Write messages to a file: ``{"messages": [...]}``, as in OpenAI's API."""
     rows = [{name: value for name, value in asdict(message).items() if value != []} for message in messages]
     write_atomic(file, json.dumps({"messages": rows}, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_messages(file: Path) -> list[Message]:
-    """The messages in a file.
+    """Read the messages in a file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It holds something else.
+        OSError: The file cannot be read.
+        ValueError: The file has something else.
     """
     check_source(file, "/load")
     try:
@@ -238,7 +238,7 @@ def load_messages(file: Path) -> list[Message]:
 
 
 def _checked(row: dict[str, Any]) -> Message:
-    """The message, or a TypeError or ValueError if it is none."""
+    """Make a message, or raise a TypeError or ValueError."""
     message = Message(**row)
     texts = [message.content, *message.images]
     if message.role not in ("system", "user", "assistant") or not all(isinstance(text, str) for text in texts):

@@ -22,13 +22,13 @@ def history_file() -> Path:
 
 
 def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
-    """A function that reads the next input of the user.
+    """Make a function that reads the user's next input.
 
     Args:
         arguments (Mapping[str, str]): The commands, each with the name of its argument, such as ``"FILE"``.
 
     Returns:
-        Callable[[], str]: It raises ``EOFError`` at the end of the input, and ``KeyboardInterrupt`` for Ctrl-C.
+        Callable[[], str]: Raises ``EOFError`` at the end of the input, and ``KeyboardInterrupt`` for Ctrl-C.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)
@@ -54,7 +54,7 @@ def _open_history(file: Path) -> History:
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends; Alt-Enter, or Enter after a backslash, begins a new line."""
+    """Enter sends the input; Alt-Enter, or Enter after a backslash, begins a new line."""
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -74,7 +74,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class CommandCompleter(Completer):
-    """Completes commands, and file names after commands that take a file."""
+    """Completes commands, and file names after commands with a file."""
 
     def __init__(self, arguments: Mapping[str, str]):
         self.arguments, self.paths = arguments, PathCompleter(expanduser=True)

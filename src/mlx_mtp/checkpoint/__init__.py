@@ -1,1 +1,1 @@
-"""Checkpoints: loading them, the formats of their head, the hub, and what --tune measured."""
+"""Checkpoints: loading, the formats of heads, the hub, and tuned settings."""

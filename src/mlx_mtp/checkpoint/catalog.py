@@ -1,4 +1,4 @@
-"""The published models: their originals, conversions and sizes, by the names that people type."""
+"""The published models: their names for ``--model``, originals, conversions and sizes."""
 
 import tomllib
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class Published:
     """A published model.
 
     Args:
-        name (str): As people type it, such as ``qwen3.6-27b-4bit``.
-        original (str): The repository with its weights, head and tower; of a pack, with its head alone.
-        conversion (str): A repository with its weights for MLX, in the bits of the name.
-        others (Sequence[str]): What conversions with more bits have in place of ``4bit``. Default: none are known.
+        name (str): Its name for ``--model``, such as ``qwen3.6-27b-4bit``.
+        original (str): The repository with its weights, head and tower; for a pack, the one with its head.
+        conversion (str): A repository with its weights for MLX, quantized to the bits of the name.
+        others (Sequence[str]): Replacements of ``4bit`` in the names of conversions with more bits. Default: none.
         disk_gb (float): The size of these weights with the head, in GB of 10^9 bytes.
-        head_gb (float): That of the head, in 16 bits.
+        head_gb (float): The size of the head, in 16 bits.
         memory_gb (int): The memory of the smallest Mac to run it, in GB.
         layers (int): The number of the backbone's layers.
         hidden_size (int): H.
@@ -50,7 +50,7 @@ class Published:
 
     @property
     def conversions(self) -> dict[str, str]:
-        """The repositories by the names that people type."""
+        """The repositories of the conversions, by their names for ``--model``."""
         others = {f"{self.base}-{bits}": self.conversion.removesuffix("4bit") + bits for bits in self.others}
         return {self.base: self.conversion, self.name: self.conversion, **others}
 
@@ -86,7 +86,7 @@ def resolve(name: str) -> str:
     """The repository of a published conversion, for a name such as ``qwen3.6-27b`` or ``qwen3.6-27b-8bit``; others as they are.
 
     Raises:
-        FileNotFoundError: It is no folder and no repository, and not the name of a published model.
+        FileNotFoundError: There is no such folder, repository or published model.
     """
     if "/" in name or name in (".", "..") or Path(name).exists():
         return name
@@ -102,5 +102,5 @@ def resolve(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    """A name without case and separators, which conversions write differently."""
+    """A name in lower case without separators, which differ between conversions."""
     return "".join(c for c in name.lower() if c.isalnum())

@@ -1,4 +1,4 @@
-"""config.json: reading it, checking that the model is supported, comparing two, and the model that it describes."""
+"""config.json: reading, checking and comparing configs, and making the model of a config."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def parse_json(text: bytes, name: str) -> Config:
     """Parse a JSON object; ``name`` is the file's, for the error."""
     try:
         value = json.loads(text.decode("utf-8"))
-    except ValueError as e:  # also raised where the text is not UTF-8
+    except ValueError as e:  # also raised for text that is not UTF-8
         raise ValueError(f"{name} is not JSON: {e}") from e
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not a JSON object.")
@@ -67,7 +67,7 @@ def _mlx_lm_has(model_type: Any) -> bool:
 
 
 def text_config_of(config: Config) -> Config:
-    """The language model's part of a config, which Qwen3-Next keeps at the top level."""
+    """The language model's part of a config. In Qwen3-Next it is the top level."""
     text_config: Config = config.get("text_config", config)
     return text_config
 

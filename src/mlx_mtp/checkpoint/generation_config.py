@@ -1,4 +1,4 @@
-"""generation_config.json: how the makers of a model advise to sample from it."""
+"""generation_config.json: a model's default sampling parameters."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen where a request does not say it; by default as in mlx-lm: the most likely token."""
+    """Default sampling parameters. Without values they are mlx-lm's: the most likely token."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -39,12 +39,12 @@ def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks
 
     Args:
         name (str): The model's path or repository.
-        given (Mapping[str, float]): The user's values, by the names of ``Sampling``; ``None`` is not given.
+        given (Mapping[str, float]): The user's values, by the names of ``Sampling``.
         ranks (Ranks, optional): The ranks that run the model; rank 0 reads the file for all.
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: A value of the file that would be used is out of range.
+        ValueError: A value from the file is out of range.
     """
     own = {field: value for field, value in given.items() if value is not None}
     if own.keys() == RANGES.keys():
@@ -53,7 +53,7 @@ def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks
 
 
 def _read(file: Path, own: Mapping[str, float]) -> dict[str, Any]:
-    """The values of a file that the user has not given. As in transformers, ``do_sample`` is at temperature 1 by default."""
+    """The file's values of parameters that the user has not set. As in transformers, ``do_sample`` implies temperature 1."""
     content = read_json(file) if file.exists() else {}
     if content.get("do_sample") is False:
         return {}

@@ -1,7 +1,7 @@
-"""Where a checkpoint keeps its MTP head, and in which layout.
+"""The places and layouts of MTP heads in checkpoints.
 
-The head is among the model's tensors, in a separate file that config.json names, or in a drafter: a folder with a head
-alone. In the Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
+A head is among the model's tensors, in a separate file named in config.json, or in a drafter: a folder with only a head. In the
+Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from .config import Config, first_difference, read_json, text_config_of
 from .storage.hub import fetch
 from .storage.tensors import WEIGHTS, tensor_names
 
-DRAFTER = "qwen3_5_mtp"  # model type of a folder with a head alone, as mlx-vlm writes it
+DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside the model's
 FEW_BITS = 4
 
@@ -30,8 +30,8 @@ class SeparateHead:
 
     Args:
         weights (Dict[str, mx.array]): Its tensors, under names without ``mtp.``.
-        raw (bool, optional): Whether it is in the Hugging Face layout. ``None`` where the backbone beside it tells.
-        metadata (Mapping[str, str]): The file's.
+        raw (bool, optional): Whether it is in the Hugging Face layout. ``None``: it has the layout of the backbone.
+        metadata (Mapping[str, str]): The metadata of the file.
     """
 
     weights: dict[str, mx.array]
@@ -39,14 +39,14 @@ class SeparateHead:
     metadata: Mapping[str, str]
 
     def is_raw(self, name: str, config: Config, raw_backbone: bool) -> bool:
-        """Whether it is in the Hugging Face layout, beside this backbone."""
+        """Whether it is in the Hugging Face layout, given the layout of the backbone."""
         if self.raw is not None:
             return self.raw
         return is_raw_head_file(name, config, raw_backbone, self.weights, self.metadata)
 
 
 def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
-    """Raise a ValueError with the fix if a checkpoint has no MTP head among its tensors."""
+    """Raise a ValueError if a checkpoint has no MTP head among its tensors; the message has the fix."""
     text_config = text_config_of(config)
     if text_config.get("mtp_use_dedicated_embeddings"):
         raise ValueError(
@@ -65,7 +65,7 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
 
 
 def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
-    """Check that a head's tensors, named without ``mtp.``, fit a model -> the fewest bits of a quantized one.
+    """Check that a head's tensors, named without ``mtp.``, fit a model. Return the fewest bits of a quantized tensor.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape.
@@ -86,7 +86,7 @@ def head_file_of(name: str, config: Config) -> str | None:
     """The separate file that the config names for the head.
 
     Raises:
-        ValueError: It is outside the checkpoint's folder.
+        ValueError: The file is outside the checkpoint's folder.
     """
     extra = config.get(EXTRA_TENSORS)
     file = extra.get("mtp_file") if isinstance(extra, dict) else None
@@ -104,9 +104,9 @@ def is_raw_head_file(
 ) -> bool:
     """Whether a head in a separate file is in the Hugging Face layout, so that 1 must be added to its norms.
 
-    Conversions by this package record it in config.json. Otherwise the file has the layout of the backbone beside it; but
-    one that PyTorch wrote, or whose experts are named as in an original, beside a converted backbone may have either. The
-    norms' values tell nothing: correct ones can be near 0 or near 1 in both layouts.
+    Conversions by this package record it in config.json. Otherwise the file has the layout of the backbone, except that a file
+    from PyTorch, or with experts named as in an original, may have either layout beside a converted backbone. The values of the
+    norms do not help: they can be near 0 or near 1 in both layouts.
 
     Raises:
         ValueError: The layout cannot be determined.
@@ -136,7 +136,7 @@ def load_head_file(file: Path) -> SeparateHead:
 def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
     """Load the head of a drafter in mlx-vlm's layout, for the model with this name and config.
 
-    Its names tell the layout, as in mlx-vlm: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
+    As in mlx-vlm, the names of its tensors imply the layout: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
     """
     path = fetch(drafter, None)
     own = read_json(path / "config.json") if (path / "config.json").exists() else {}
@@ -165,8 +165,8 @@ def load_tensors(file: Path) -> dict[str, mx.array]:
 def quantization_beside(config: Config, head: Iterable[str]) -> Config:
     """The changes to a config for a head from another file; mlx-lm detects its quantization from its tensors.
 
-    Entries for the replaced head are dropped. Where only the head is quantized, mlx-lm needs an entry all the same, which
-    then applies to no module.
+    Entries for the replaced head are dropped. If only the head is quantized, mlx-lm still needs an entry, which then applies to
+    no module.
     """
     if isinstance(quantization := config.get("quantization"), dict):
         kept = {key: value for key, value in quantization.items() if not is_head(key)}
@@ -187,7 +187,7 @@ def head_bits(mtp: nn.Module) -> int | None:
 
 
 def few_bits_warning(head_of: str, bits: int, model: str) -> str:
-    """The cost of a head of few bits, and the command that fixes it."""
+    """A warning about a head of few bits, with the command that fixes it."""
     return (
         f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the original's head: "
         f"`mlx_mtp convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."

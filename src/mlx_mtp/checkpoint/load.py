@@ -151,7 +151,7 @@ def load(
         cheapen_drafts(model, tokenizer, path, *drafting)
     with raise_on_all(ranks), loading_errors(path_or_hf_repo):
         if tensor_group is not None and ranks is not None:
-            check_shard(model, ranks.size)  # again, since quantized weights can be divided at their groups alone
+            check_shard(model, ranks.size)  # again: quantized weights can only be divided between their groups
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
@@ -168,7 +168,7 @@ def _check_arguments(
     mtp_bits: int | None,
     draft_head_bits: int | None,
 ) -> None:
-    """Raise a ValueError or an OSError for arguments that are wrong with any model, before loading this one."""
+    """Raise a ValueError or an OSError for arguments that are wrong for any model, before loading."""
     check_bits(mtp_bits, draft_head_bits)
     if isinstance(draft_vocab, str | Path):
         check_list(Path(draft_vocab))
@@ -203,7 +203,7 @@ def _find_head(
 
 
 def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, name: str) -> None:
-    """Measure once how many drafts of another checkpoint's head the model accepts, and store the result.
+    """Measure the acceptance rate of another checkpoint's head once, and store the result.
 
     Raises:
         ValueError: The model rejects nearly all of its drafts.
@@ -211,7 +211,7 @@ def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedH
     acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
     if acceptance is None:
         acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]
-        with suppress(OSError):  # otherwise it is measured again next time
+        with suppress(OSError):  # otherwise it is measured again the next time
             head.remember(model.fingerprint(), acceptance)
     if acceptance < FLOOR:
         raise ValueError(
@@ -254,7 +254,7 @@ def _load_model(
 
 
 def _class_of_stage(base: Any, stage: Stage, loaded: set[str]) -> Any:
-    """A model class that takes the tensors of a stage alone, and notes which."""
+    """A model class that loads only the tensors of a stage, and records their names."""
 
     class Model(base):
         def sanitize(self, weights: dict[str, mx.array], *args: Any) -> dict[str, mx.array]:
@@ -266,7 +266,7 @@ def _class_of_stage(base: Any, stage: Stage, loaded: set[str]) -> Any:
 
 
 def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -> Any:
-    """A model class that takes its head's tensors from elsewhere."""
+    """A model class that gets its head's tensors from a separate head."""
 
     class Model(base):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -279,7 +279,7 @@ def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -
 
 
 def find_vision(path: Path, config: Config) -> Vision | None:
-    """The images of a model with a head, if its checkpoint has a vision tower, of which only names are read here."""
+    """The vision of a model with a head, if its checkpoint has a vision tower. Only names of tensors are read here."""
     if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
     files = [file.name for file in check_weight_files(path) if split_tower(dict.fromkeys(names_in(file)))[1]]
@@ -296,7 +296,7 @@ def _with_adapter(model: Any, adapter_path: str) -> Any:
     """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp fit``."""
     try:
         return load_adapters(model, adapter_path).eval()
-    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks names and shapes alone
+    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
         raise ValueError(
             f"The adapter {adapter_path} could not be loaded ({e!r}): was it trained for this model?"
         ) from e
@@ -307,7 +307,7 @@ def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | No
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("it encodes no text")
-    except Exception as e:  # tokenizers raises nothing more specific
+    except Exception as e:  # tokenizers has no more specific exception
         raise ValueError(f"The tokenizer of {name} is missing or damaged ({e}): download its files again.") from e
     return tokenizer
 
@@ -315,7 +315,7 @@ def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | No
 def _apply_settings(
     model: MTPModel, settings: bool | str | Path, folders: list[Path]
 ) -> tuple[DraftVocab | None, int | None, int | None]:
-    """Give the model the settings that ``--tune`` found best, if any -> their draft_vocab, mtp_bits and draft_head_bits."""
+    """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
     n_ranks = 1 if model.ranks is None else model.ranks.size
     tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))
     if tuned is None:

@@ -1,7 +1,7 @@
-"""The part of a checkpoint that one of several ranks reads, and the part of the model that it keeps.
+"""The parts of a checkpoint and of a model for one of several ranks.
 
-Tensors are read when they are used, so a rank reads no more than it keeps: of each layer its share, or in a pipeline the layers
-of its stage. A stage also downloads no more than the files with these.
+Tensors are read when they are used, so a rank reads only what it keeps: its share of each layer, or in a pipeline the layers of
+its stage. A stage also downloads only the files with its layers.
 """
 
 import re
@@ -30,15 +30,15 @@ class Stage:
     """A stage of a pipeline.
 
     Args:
-        layers (range): Of the backbone.
-        files (List[str]): Those with its tensors.
+        layers (range): Its layers of the backbone.
+        files (List[str]): The files with its tensors.
     """
 
     layers: range
     files: list[str]
 
     def own(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The tensors of a checkpoint that this stage keeps, and convolutions, whose layout tells that of all."""
+        """The tensors of a checkpoint that this stage keeps, and convolutions, which show the layout of the checkpoint."""
         names = set(names_of(weights, self.layers))
         return {name: w for name, w in weights.items() if name in names or "conv1d" in name}
 
@@ -49,7 +49,7 @@ def make_ranks(
     """The ranks that run the model together; ``None`` for one process.
 
     Raises:
-        ValueError: It cannot be loaded so.
+        ValueError: Arguments are invalid for several ranks.
     """
     if tensor_group is not None and pipeline_group is not None:
         raise ValueError("tensor_group and pipeline_group cannot be combined.")
@@ -64,10 +64,10 @@ def make_ranks(
 
 
 def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool) -> tuple[Path, Stage | None]:
-    """As ``fetch``, for the part that this rank needs; the model's sizes are checked before any weights are downloaded.
+    """Fetch the part of a checkpoint for this rank, see ``fetch``. The sizes are checked before the download.
 
     Raises:
-        FileNotFoundError: It is not there or cannot be downloaded.
+        FileNotFoundError: The checkpoint is missing or cannot be downloaded.
         ValueError: The model cannot be divided among this number of ranks.
     """
     path = fetch(name, revision, weights=())
@@ -95,8 +95,10 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:
-    """The tensors of these layers, and those of no layer of the backbone: all of the head's, for one. The vision tower is left
-    out: several machines take no images."""
+    """The tensors of these layers and those outside of the backbone's layers, such as the head's.
+
+    The vision tower is left out, since several machines do not support images.
+    """
     language, _ = split_tower(dict.fromkeys(names))
     backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
@@ -104,14 +106,14 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
 
 
 def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    """Raise a ValueError if a parameter of the model was not among the tensors."""
+    """Raise a ValueError if the tensors lack a parameter of the model."""
     parameters: Any = tree_flatten(model.parameters())
     if missing := sorted({path for path, _ in parameters}.difference(loaded)):
         raise ValueError(f"{name} lacks the tensor {missing[0]}: download it again.")
 
 
 def evaluate(model: Any) -> None:
-    """Read the weights kept by the model one layer at a time, to limit the memory of the dropped ones."""
+    """Read the model's weights one layer at a time, to limit the memory of weights that are dropped."""
     for layer in model.layers:
         mx.eval(layer.parameters())
     lm_head = model.drafting.lm_head

@@ -1,7 +1,7 @@
-"""The settings that ``mlx_mtp benchmark --tune`` found best, in a small file that ``mlx_mtp.load`` finds.
+"""The settings of ``mlx_mtp benchmark --tune``, in a small, optional file that ``mlx_mtp.load`` reads.
 
-The best settings depend on the machine, the checkpoint and the versions of the software: the file records them as its key
-and is ignored where they differ. It is optional.
+The best settings depend on the machine, the checkpoint and the versions of the software. The file records them as its key, and
+is ignored if they differ.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
     """The key of settings: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
 
-    A checkpoint is identified by its path, its config and the sizes of its weights. Several machines are another device.
+    A checkpoint is identified by its path, its config and the sizes of its weights. Several machines count as another device.
     """
     digest = hashlib.sha256()
     for folder in folders:
@@ -55,15 +55,15 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
-    """The settings of a checkpoint; ``None`` if there are none or, with a warning, if they are for something else.
+    """Find the settings of a checkpoint. ``None`` if there are none or, with a warning, if their key differs.
 
     Args:
         file (Union[bool, str, Path]): As ``settings`` in ``mlx_mtp.load``.
-        folders (Sequence[Path]): The checkpoint's, see ``key_of``.
+        folders (Sequence[Path]): The folders of the checkpoint, see ``key_of``.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: It is not a settings file.
+        ValueError: The file is not a settings file.
     """
     if file is False:
         return None
@@ -117,7 +117,7 @@ def _check(settings: Settings) -> None:
 
 
 def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) -> None:
-    """Write a settings file; ``model`` is for its readers."""
+    """Write a settings file. Its entry ``model`` is for human readers."""
     content = {"model": model, "key": key, "settings": asdict(settings)}
     write_atomic(file, json.dumps(content, indent=2) + "\n")
 

@@ -1,4 +1,4 @@
-"""Cheaper drafts for a loaded model: a vocabulary of drafts (the first n ids, a list in a file, or all), and fewer bits."""
+"""Cheaper drafts of a loaded model: a draft vocabulary (the first n ids, a list in a file, or all), and fewer bits."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from ..layers.draft_lm_head import BITS, DraftLMHead, quantize_head
 from ..models.protocol import MTPModel
 
 FIX = "write it with `mlx_mtp draft_vocab --model MODEL --corpus FILES --size N`."
-LIST_FILE = "draft_vocab.json"  # beside a checkpoint
+LIST_FILE = "draft_vocab.json"  # in a checkpoint's folder
 
 DraftVocab = int | str | Path | Sequence[int]
 
@@ -20,7 +20,7 @@ DraftVocab = int | str | Path | Sequence[int]
 def choose_ids(
     draft_vocab: DraftVocab | None, path: Path, vocab_size: int, tokenizer: TokenizerWrapper
 ) -> list[int] | None:
-    """The ids of a draft vocabulary, in ascending order, special and stop tokens included; ``None`` is all.
+    """The ids of a draft vocabulary, in ascending order, including special and stop tokens; ``None`` for all.
 
     Args:
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): As in ``mlx_mtp.load``.
@@ -55,7 +55,7 @@ def check_size(size: int, vocab_size: int, always: set[int]) -> None:
 
 
 def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
-    """Select ``size`` ids, in ascending order: the ids that are always included, then the first ranked ones."""
+    """Select ``size`` ids, in ascending order: the ids that are always included, then the first of the ranking."""
     ids = set(always)
     for i in ranked:
         if len(ids) == size:
@@ -65,11 +65,11 @@ def select(ranked: Iterable[int], size: int, always: set[int]) -> list[int]:
 
 
 def read_list(file: Path, vocab_size: int) -> list[int]:
-    """Read the ids in a file that ``mlx_mtp draft_vocab`` wrote.
+    """Read the ids in a file of ``mlx_mtp draft_vocab``.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: It is not a draft vocabulary, or it is for another vocabulary.
+        ValueError: The file is not a draft vocabulary, or it is for another vocabulary.
     """
     ids, made_for = check_list(file)
     if made_for != vocab_size:
@@ -78,7 +78,7 @@ def read_list(file: Path, vocab_size: int) -> list[int]:
 
 
 def check_list(file: Path) -> tuple[Any, Any]:
-    """The content of a file of ``mlx_mtp draft_vocab``: the ids, and the size of the vocabulary that it is for.
+    """Read a file of ``mlx_mtp draft_vocab``: the ids, and the size of the full vocabulary.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -105,7 +105,7 @@ def check_ids(ids: object, vocab_size: int, name: str) -> list[int]:
 
 
 def check_bits(mtp_bits: int | None, draft_head_bits: int | None) -> None:
-    """Raise a ValueError if MLX does not quantize to these."""
+    """Raise a ValueError if MLX does not quantize to this number of bits."""
     for name, bits in (("mtp_bits", mtp_bits), ("draft_head_bits", draft_head_bits)):
         if bits is not None and bits not in BITS:
             raise ValueError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
@@ -119,7 +119,7 @@ def cheapen_drafts(
     mtp_bits: int | None,
     draft_head_bits: int | None,
 ) -> None:
-    """Apply these arguments of ``mlx_mtp.load``; ``path`` is the checkpoint's folder. The model is whole, not sharded yet."""
+    """Apply these arguments of ``mlx_mtp.load`` to a model that is not sharded yet; ``path`` is the checkpoint's folder."""
     check_bits(mtp_bits, draft_head_bits)
     if mtp_bits is not None:
         quantize_head(model.mtp, mtp_bits)

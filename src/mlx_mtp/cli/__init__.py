@@ -1,1 +1,1 @@
-"""The common part of the commands: flags and their checks, errors in one line, and tables."""
+"""Common parts of the commands: flags and their checks, errors in one line, and tables."""

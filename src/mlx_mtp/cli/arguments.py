@@ -1,4 +1,4 @@
-"""The arguments that the flags give to the library's functions."""
+"""Conversion of flags to arguments of the library's functions."""
 
 import argparse
 import sys
@@ -20,17 +20,17 @@ from .flags import SAMPLING
 
 
 def head_of(args: argparse.Namespace) -> bool | str:
-    """The ``mtp`` of ``mlx_mtp.load``: a command finds a missing head by itself."""
+    """The ``mtp`` of ``mlx_mtp.load``. Commands fetch a missing head automatically."""
     return "auto" if args.mtp is True else args.mtp
 
 
 def asks_for_drafts(args: argparse.Namespace) -> bool:
-    """Whether the flags ask for drafts of the model's head or for copies."""
+    """Whether the flags request drafts of the model's head or copies."""
     return bool(args.mtp) or asks_for_copies(args.copy_drafts)
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` that the flags of ``LOADING`` give."""
+    """The arguments of ``mlx_mtp.load`` for the flags of ``LOADING``."""
     return {
         name: getattr(args, name) for name in ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory")
     }
@@ -45,12 +45,12 @@ def rank_groups(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
-    """The sampling that the command line has, by the names of ``Sampling``."""
+    """The sampling parameters on the command line, by the names of ``Sampling``."""
     return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, f"has_{flag}")}
 
 
 def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
-    """Give the flags of sampling that the command line lacks the model's values -> all of them."""
+    """Set sampling flags that are not on the command line to the model's defaults. Return all sampling parameters."""
     sampling = sampling_defaults(args.model, given_sampling(args), ranks)
     for flag, field in SAMPLING.items():
         setattr(args, flag, getattr(sampling, field))
@@ -58,9 +58,9 @@ def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
 
 
 def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
-    """The sampler for the flags; with a seed, each turn of a conversation has its own."""
+    """Make the sampler for the flags. With a seed, each turn of a conversation has a seed of its own."""
     acceptance: AcceptanceName | None = args.acceptance or (None if args.mtp else "match")
-    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # other kinds use MLX's random state
+    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # others use MLX's random state
     return make_sampler(
         args.temp,
         args.top_p,
@@ -81,7 +81,7 @@ def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextMa
 
 
 def report_settings(args: argparse.Namespace, model: Any) -> None:
-    """Print that the model is the demo, which head was fetched and which tuned settings are in use, if any."""
+    """Print notes about the loaded model: the demo, a fetched head, and tuned settings."""
     if args.model == str(DEMO):
         print(f"{DEMO_NOTE}. `mlx_mtp models` lists real models.", file=sys.stderr)
     if args.mtp and (fetched := model.fetched_head) is not None:

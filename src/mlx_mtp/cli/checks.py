@@ -1,4 +1,4 @@
-"""Checks of the flags that several commands have, with errors that name the flag."""
+"""Checks of the flags of several commands. Errors name the flag."""
 
 import argparse
 import math
@@ -37,7 +37,7 @@ LONGEST_NAME = 60  # characters of a wrong name in an error
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise a ValueError if the value of a flag is not within its limits; missing ones and ``None`` are not checked."""
+    """Raise a ValueError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
     for name, (low, high) in limits.items():
         value = values.get(name)
         if value is not None and not (low <= value <= high and value < math.inf):
@@ -46,15 +46,15 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 
 
 def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> None:
-    """Check the flags of sampling, sizes and drafts that a command line has, before anything is loaded.
+    """Check the flags of sampling, sizes and drafts before anything is loaded.
 
-    Without ``--mtp``, ``num_draft_tokens`` becomes mlx-lm's default where it was not given.
+    Without ``--mtp``, an absent ``num_draft_tokens`` becomes mlx-lm's default.
 
     Args:
-        no_limit (bool): Allow ``--max-tokens -1``, which is no limit. Default: ``True``.
+        no_limit (bool): Allow ``--max-tokens -1``, no limit. Default: ``True``.
 
     Raises:
-        ValueError: A flag is out of range, or does not go with another.
+        ValueError: A flag is out of range or cannot be combined with another.
     """
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and not (no_limit and args.max_tokens == -1):
@@ -106,7 +106,7 @@ def _check_drafting(args: argparse.Namespace) -> None:
 
 
 def check_head(args: argparse.Namespace) -> None:
-    """Raise a ValueError if ``--mtp`` has a value that names no head, such as a prompt."""
+    """Raise a ValueError if the value of ``--mtp`` cannot be a head, such as a prompt."""
     if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
         return
     try:
@@ -150,7 +150,7 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str, requires_draft
 
     Raises:
         OSError: ``--prompt-cache-dir`` cannot be written to.
-        ValueError: It is given, and the model does not draft, or so is one of the flags.
+        ValueError: It requires drafts and the model does not draft, or it is combined with one of the flags.
     """
     if args.prompt_cache_dir is None:
         return
@@ -171,12 +171,12 @@ def check_images(args: argparse.Namespace) -> None:
     for file in args.image or ():
         if file.startswith("data:") or asks_for_drafts(args):
             size_of(file)
-        else:  # the model may be of another family, whose images mlx-lm opens
+        else:  # in other families of models, mlx-lm opens images
             check_source(Path(file), "--image")
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:
-    """Raise a ValueError if there are several processes, and one of the flags, which run in one alone, is given."""
+    """Raise a ValueError if there are several processes and one of the flags, which are for one process, is given."""
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):

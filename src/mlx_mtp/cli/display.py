@@ -1,4 +1,4 @@
-"""What commands print: tables, the colors of tokens, and how far a part of the work has come."""
+"""Output of commands: tables, colors of tokens, and progress bars."""
 
 import shutil
 import sys
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Where tokens came from: green, yellow and blue; the model's own have the terminal's color, and a prompt is dim.
+# By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
 SECONDS = 30  # between two lines in a log
@@ -17,9 +17,9 @@ LINE = "[INFO] {desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remai
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns no wider than the terminal: the first left, the others right.
+    """Format rows as columns no wider than the terminal: the first aligned left, the others right.
 
-    Columns that do not fit come below, beside the first again. A row may end early.
+    Columns that do not fit are printed below, again beside the first column. A row may have fewer columns.
     """
     columns = range(max(map(len, rows)))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
@@ -40,7 +40,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def paint(text: str, source: str) -> str:
-    """A text in its source's color, or as it is where stdout is no terminal."""
+    """A text in its source's color. Without color if stdout is not a terminal."""
     if source not in COLORS or not text or not sys.stdout.isatty():
         return text
     return f"\033[{COLORS[source]}m{text}\033[0m"
@@ -53,7 +53,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def prompt_progress() -> Iterator[Callable[[int, int], None]]:
-    """The callback of a bar on stderr, where that is a terminal; it goes when the prompt is processed."""
+    """The callback of a progress bar on stderr, if that is a terminal. The bar disappears after prefill."""
     with tqdm(desc="Processing the prompt", unit=" tokens", delay=DELAY, leave=False, disable=None) as bar:
 
         def show(n_processed: int, n_prompt: int) -> None:
@@ -66,10 +66,10 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
-    """A bar on stderr, shown from the start, with an estimate of the time that is left; in a log, a line now and then.
+    """A progress bar on stderr, shown from the start, with the estimated time left. In a log, a line from time to time.
 
     Args:
-        unit (str): In the singular.
+        unit (str): The unit, in the singular.
     """
     how: dict[str, Any] = {}
     if not sys.stderr.isatty():
@@ -78,7 +78,7 @@ def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
 
 
 class _Lines(TextIOBase):
-    """A stream for a bar, each state of which becomes a line."""
+    """A stream that writes each state of a progress bar as a line."""
 
     def __init__(self, stream: TextIO):
         self.stream, self.last = stream, ""

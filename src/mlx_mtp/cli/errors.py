@@ -23,10 +23,10 @@ SYSTEM_ERRORS: dict[type[OSError], str] = {
 
 @contextmanager
 def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
-    """Exit with status 2 and one line for an error of the user's, with 130 when interrupted, and silently with 141
-    where the reader of the output has ended: ``| head``.
+    """A context that exits with status 2 and one line for a user's error, with 130 after Ctrl-C, and silently with 141 if the
+    reader of the output has ended, as in ``| head``.
 
-    Of the processes of ``mlx.launch``, rank 0 prints, and where one is lost, the others call ``on_loss`` and end.
+    Of the processes of ``mlx.launch``, only rank 0 prints. If a process is lost, the others call ``on_loss`` and end.
     """
     group = mx.distributed.init()
     with _silent_on_broken_pipe(), rank_0_prints():
@@ -43,7 +43,7 @@ def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ())
 
 
 def sentence(error: ValueError | OSError) -> str:
-    """The message of an error, without the number of the system's own ones."""
+    """The message of an error, without the number of system errors."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.filename is None:
@@ -71,7 +71,7 @@ def _silent_on_broken_pipe() -> Iterator[None]:
 
 @contextmanager
 def rank_0_prints() -> Iterator[None]:
-    """Inside, the other processes of ``mlx.launch`` are silent: output, warnings and bars. A traceback comes after it."""
+    """A context that silences output, warnings and bars of all processes but rank 0. Tracebacks are printed after it."""
     if mx.distributed.init().rank() == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""The flags that several commands have."""
+"""The flags of several commands."""
 
 import argparse
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from ..sampling.sampler import AcceptanceName
 from .parser import Given, byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
-# The flags of sampling, and their names in generation_config.json and in requests.
+# The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 LOADING = ("--max-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings")  # see ``load_options``
 FLAGS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "auto|N",
         "type": number_or("auto"),
         "help": f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
-        "(default: from the tuned settings, or auto; 3 for a draft model).",
+        "(default: from the tuned settings, or auto).",
     },
     "--copy-drafts": {
         "metavar": "auto|off|N",
@@ -95,7 +95,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def add_drafting(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that ``generate`` and ``chat`` share, and our help for mlx-lm's where its own does not hold."""
+    """Add the flags that ``generate`` and ``chat`` share, and help texts for mlx-lm's flags that differ here."""
     add = parser.add_argument
     add("--model", type=str, help=MODEL_HELP)
     add("--max-kv-size", type=int, help="Set the maximum key-value cache size; not with --mtp or --copy-drafts.")

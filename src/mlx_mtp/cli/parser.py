@@ -1,4 +1,4 @@
-"""The parsers of the commands: groups of flags, defaults in the help, flags that resemble unknown ones."""
+"""The parsers of the commands: groups of flags, defaults in the help, and suggestions for unknown flags."""
 
 import argparse
 import difflib
@@ -9,7 +9,7 @@ from mlx_lm.utils import _parse_size
 
 from .._version import __version__
 
-# Text, of which there may be none. All other flags that take a word name something.
+# Flags whose text may be empty.
 TEXTS = (
     "prompt",
     "system_prompt",
@@ -52,7 +52,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 
 
 class Given(argparse.Action):
-    """Stores a flag's value, and as ``has_NAME`` that the command line has it."""
+    """Stores a flag's value, and ``has_NAME``: whether the command line has the flag."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -62,7 +62,7 @@ class Given(argparse.Action):
 
 
 def extend(parser: argparse.ArgumentParser, program: str, description: str) -> argparse.ArgumentParser:
-    """mlx-lm's parser under another name; a flag that is added to it replaces mlx-lm's of that name."""
+    """Make a parser with mlx-lm's flags. A flag that is added replaces mlx-lm's flag of the same name."""
     options: dict[str, Any] = {"conflict_handler": "resolve", "add_help": False}  # the parent has -h
     return argparse.ArgumentParser(prog=program, description=description, parents=[parser], **options)
 
@@ -70,10 +70,10 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
 def finish(
     parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = SHARED_GROUPS
 ) -> argparse.ArgumentParser:
-    """Sort the flags of a parser, which may be mlx-lm's, into groups; show their defaults; add ``--version`` -> that parser.
+    """Sort the flags of a parser into groups, show their defaults, and add ``--version``. Return the parser.
 
     Args:
-        groups (Mapping[str, Sequence[str]]): Titles, and the flags below them; the first that names a flag has it.
+        groups (Mapping[str, Sequence[str]]): The flags of each group, by title; a flag belongs to the first group with it.
     """
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}
@@ -94,10 +94,10 @@ def finish(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags of the command line.
+    """Parse the command line.
 
     Raises:
-        ValueError: A flag that names something is empty.
+        ValueError: The value of a flag is empty.
     """
     args, unknown = parser.parse_known_args()
     if unknown:
@@ -111,13 +111,13 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def _similar(unknown: Sequence[str], flags: Iterable[str]) -> list[str]:
-    """The flag that each unknown one resembles most, if any."""
+    """The flag that is most similar to an unknown one, if any."""
     words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     return [match for word in words for match in difflib.get_close_matches(word, flags, n=1, cutoff=0.75)]
 
 
 def number_or(*words: str) -> Callable[[str], str | int]:
-    """The type of a flag that takes a number or one of these words."""
+    """The type of a flag with a number or one of these words."""
 
     def convert(text: str) -> str | int:
         try:
@@ -129,7 +129,7 @@ def number_or(*words: str) -> Callable[[str], str | int]:
 
 
 def byte_size(text: str) -> int:
-    """The type of a flag that takes mlx-lm's sizes, such as 10GB."""
+    """The type of a flag with a size as in mlx-lm, such as 10GB."""
     try:
         return int(_parse_size(text))
     except (ArithmeticError, KeyError, ValueError) as e:

@@ -89,7 +89,8 @@ def main() -> None:
     with one_line_errors(parser.prog):
         args = vars(parse(parser))
         if (recipe := args.pop("recipe")) is not None:
-            args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))  # the last of a flag wins
+            # The last occurrence of a flag counts.
+            args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))
             del args["recipe"]
         if (name := args.pop("inspect")) is not None:
             print(inspect(name, args["revision"]))

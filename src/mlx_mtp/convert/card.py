@@ -40,7 +40,7 @@ def write_card(
 ) -> None:
     """Write the model card: the original's metadata, such as licence and language, and how to use this checkpoint.
 
-    mlx-lm's own asks the hub for the original's card even where it is in the cache, and fails where there is none.
+    mlx-lm's own function requests the original's card from the hub even if it is in the cache, and fails if there is none.
     """
     card = _read_card(original) or ModelCard.from_template(ModelCardData(language="en"))
     data: Any = card.data
@@ -66,7 +66,7 @@ def _read_card(file: Path) -> ModelCard | None:
 
 
 def upload(folder: Path, repo: str) -> None:
-    """Upload a folder. mlx-lm's own replaces the model card, and calls what huggingface_hub 2 no longer has."""
+    """Upload a folder. mlx-lm's own function replaces the model card, and uses an API that huggingface_hub 2 lacks."""
     api = HfApi()
     try:
         api.create_repo(repo_id=repo, exist_ok=True)

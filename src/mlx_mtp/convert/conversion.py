@@ -62,10 +62,10 @@ def convert(
         adapter_path (str, optional): Fuse a trained adapter into the weights, as ``mlx_lm.fuse`` does. Default: ``None``.
         mtp (bool): ``False`` drops the head; with ``True`` the checkpoint must have one. Default: ``True``.
         mtp_bits (int, optional): Quantize the head's decoder layer, but never ``fc`` or a router, and print the acceptance rate
-          before and after. In a mixture of experts nearly all drafts are then rejected. Default: ``None``.
+          before and after. In a mixture of experts, nearly all drafts are then rejected. Default: ``None``.
         mtp_group_size (int): The group size for ``mtp_bits``. Default: ``64``.
-        graft_mtp_from (str, optional): Convert nothing, but add the head of this path or repository to ``hf_path``, a
-          conversion without one. Default: ``None``.
+        graft_mtp_from (str, optional): Instead of a conversion, add the head of this path or repository to ``hf_path``, a
+          conversion without a head. Default: ``None``.
         graft_vision_from (str, optional): The same for its vision tower; both can be added at once. Default: ``None``.
         graft_revision (str, optional): The revision of these repositories. Default: ``None``.
         skip_check (bool): Do not measure the acceptance rate of a grafted or quantized head. Default: ``False``.
@@ -74,7 +74,7 @@ def convert(
 
     Raises:
         FileNotFoundError: The checkpoint or one of its files is missing.
-        ValueError: The target exists, the head or the tower is missing, damaged or another model's, or arguments contradict
+        ValueError: The target exists, the head or the tower is missing, damaged or from another model, or arguments contradict
           each other.
     """
     target = Path(mlx_path)
@@ -151,7 +151,7 @@ def convert_weights(
 
 
 def check_not_packed(source: Path, name: str) -> None:
-    """Raise a ValueError if a checkpoint is a pack, whose one format its config requires."""
+    """Raise a ValueError if a checkpoint is a pack, which has a format of its own."""
     file = source / "config.json"
     if file.exists() and (model_type := read_json(file).get("model_type")) in BASES:
         raise ValueError(
@@ -161,7 +161,7 @@ def check_not_packed(source: Path, name: str) -> None:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace a model's LoRA layers by the layers that they amount to, as ``mlx_lm.fuse`` does."""
+    """Fuse a model's LoRA layers, as ``mlx_lm.fuse``."""
     print("[INFO] Fusing the adapter")
     model.update_modules(tree_unflatten([(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]))
 
@@ -176,7 +176,7 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
 
 
 def _tower_tensors(images: Vision) -> dict[str, mx.array]:
-    """The vision tower's, as MLX conversions name them."""
+    """The tensors of the vision tower, with their names in MLX conversions."""
     parameters: Any = tree_flatten(images.lazy_tower().parameters())
     return {PREFIX + name: w for name, w in parameters}
 
@@ -185,7 +185,7 @@ def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others
     """Write the tokenizer, the model's code, its generation config, and these files if there are any."""
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as e:  # tokenizers raises nothing more specific
+    except Exception as e:  # tokenizers has no more specific exception
         raise OSError(f"The tokenizer could not be written: {e}") from e
     for pattern in ("*.py", "generation_config.json", *others):
         for file in source.glob(pattern):
@@ -193,7 +193,7 @@ def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others
 
 
 def print_cost(target: Path, head: nn.Module, bits: int) -> None:
-    """Print the acceptance rate with the quantized head, and with the head as it was."""
+    """Print the acceptance rate with the quantized and with the original head."""
     print("[INFO] Measuring the cost of the head's quantization, on built-in text")
     try:
         model, tokenizer = load(str(target))

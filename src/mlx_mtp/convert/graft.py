@@ -34,8 +34,10 @@ def graft(
     skip_check: bool = False,
     name: str | None = None,
 ) -> None:
-    """Add the MTP head, the vision tower or both of an original to a conversion of it, whose weights are hard-linked, or else
-    copied, unchanged. From a repository on the hub this downloads only their bytes, and the headers of their files.
+    """Add the MTP head, the vision tower or both of an original to one of its conversions.
+
+    The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
+    their files are downloaded from the hub.
 
     Args:
         target (Path): The folder to write, which appears when it is complete.
@@ -45,7 +47,7 @@ def graft(
 
     Raises:
         FileNotFoundError: A checkpoint or one of its files is missing.
-        ValueError: The target exists, or the head or the tower does not fit or is another model's; nothing is written then.
+        ValueError: The target exists, or the head or the tower does not fit or is from another model. Nothing is written.
     """
     check_new(target)
     receiver = CheckpointReader(str(fetch(model, revision)), None, False)
@@ -68,7 +70,7 @@ def graft(
 def _head(
     donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, dtype: str | None, folder: Path
 ) -> tuple[dict[str, mx.array], Config]:
-    """Read a head -> its tensors as the model's parameters, and the record of its origin."""
+    """Read a head. Return its tensors as parameters of the model, and the record of its origin."""
     donor_config = check_config(donor.config, donor.name)
     tensors = _fitting_head(donor, donor_config, receiver, config, model)
     raw = donor.has_raw_head(tensors)
@@ -81,10 +83,10 @@ def _head(
 def _tower(
     donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, folder: Path
 ) -> dict[str, mx.array]:
-    """Read a tower, and write the settings of its images -> its tensors as MLX conversions name them. Changes the config.
+    """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions.
 
     Raises:
-        ValueError: There is none, it does not fit, or the conversion has one.
+        ValueError: There is no tower, it does not fit, or the conversion has one.
     """
     donor_config, tensors = check_config(donor.config, donor.name), donor.tower()
     if not tensors or not isinstance(donor_config.get("vision_config"), dict):
@@ -130,7 +132,7 @@ def _vocabulary_difference(donor: CheckpointReader, receiver: CheckpointReader) 
 
 
 def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path) -> dict[str, mx.array]:
-    """Some tensors; those of a folder are read when they are used."""
+    """Read some tensors. Tensors in a folder are read when they are used."""
     weights: dict[str, mx.array] = {}
     if donor.folder is not None:
         for file in {donor.weight_map[name] for name in tensors}:
@@ -144,7 +146,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
 
 
 def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype: str | None) -> dict[str, mx.array]:
-    """Bring a head's tensors to the names, shapes and values of the model's parameters."""
+    """Convert a head's tensors to the names, shapes and values of the model's parameters."""
     head = sanitize_head(model.mtp, head, raw)
     if dtype is not None:
         head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
@@ -152,7 +154,7 @@ def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype:
 
 
 def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
-    """Raise a ValueError if the model rejects nearly all drafts of the head that was grafted onto it."""
+    """Raise a ValueError if the model rejects nearly all drafts of the grafted head."""
     print("[INFO] Checking the head on built-in text")
     try:
         with naming(folder, model):

@@ -14,13 +14,13 @@ from ..layers.mtp import split_head
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """Describe a checkpoint: type, quantization, head, vision tower, what ``--mtp`` would say, and the head's memory.
+    """Describe a checkpoint: type, quantization, head, vision tower, the outcome of ``--mtp``, and the head's memory.
 
-    From a repository on the hub no weights are downloaded.
+    No weights are downloaded from the hub.
 
     Raises:
-        FileNotFoundError: It is not there, or one of its files is missing.
-        ValueError: One of its files is damaged.
+        FileNotFoundError: The checkpoint or one of its files is missing.
+        ValueError: A file is damaged.
     """
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
@@ -55,7 +55,7 @@ def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) ->
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
-    """The result of loading the checkpoint with its head."""
+    """The outcome of loading the checkpoint with its head."""
     name, head = checkpoint.name, checkpoint.head()
     try:
         config = check_config(checkpoint.config, name)
@@ -106,7 +106,7 @@ def _total_size(checkpoint: CheckpointReader) -> int:
 
 
 def _bytes_per_token(config: Config) -> int:
-    """Keys and values of the head's one layer, in 16 bits."""
+    """The bytes of keys and values of the head's layer, in 16 bits."""
     text_config = text_config_of(config)
     return int(2 * 2 * text_config["num_key_value_heads"] * text_config["head_dim"])
 

@@ -1,4 +1,4 @@
-"""The weights of a conversion: cast, quantize or dequantize the backbone, and leave the head alone."""
+"""The weights of a conversion: cast, quantize or dequantize the backbone, and keep the head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Quantization:
         return bool(self.quantize or self.dequantize or self._of_quantize() or self.mtp_bits is not None)
 
     def _of_quantize(self) -> list[str]:
-        """The flags given that say how to quantize."""
+        """The given flags that require quantization."""
         given = {
             "--q-bits": self.bits is not None,
             "--q-group-size": self.group_size is not None,
@@ -63,7 +63,7 @@ class Quantization:
         return [flag for flag in given if given[flag]]
 
     def check(self, mtp: bool) -> None:
-        """Raise a ValueError if arguments contradict each other, or MLX cannot quantize so."""
+        """Raise a ValueError if arguments contradict each other, or MLX does not support the quantization."""
         if self.quantize and self.dequantize:
             raise ValueError("Choose either quantize or dequantize, not both.")
         if not self.quantize and (flags := self._of_quantize()):
@@ -85,7 +85,7 @@ class Quantization:
             check_format("--mtp-group-size", self.mtp_group_size, "--mtp-bits", self.mtp_bits, "affine")
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and say so in its config.
+        """Quantize or dequantize a model, and record this in its config.
 
         Raises:
             ValueError: There is nothing to quantize.
@@ -114,7 +114,7 @@ class Quantization:
 
 
 def check_format(size_flag: str, group_size: int | None, bits_flag: str, bits: int | None, mode: str) -> None:
-    """Raise a ValueError if MLX has no such quantization; ``None`` is the mode's own."""
+    """Raise a ValueError if MLX has no such quantization; ``None`` is the default of the mode."""
     if group_size is not None and group_size < 1:
         raise ValueError(f"{size_flag} must be 1 or more, not {group_size}.")
     try:
@@ -133,10 +133,10 @@ def quantize(
     mode: str,
     predicate: QuantPredicate,
 ) -> tuple[Any, Config]:
-    """mlx-lm's ``quantize_model``, which leaves out every layer whose width is no multiple of the group size.
+    """Quantize with mlx-lm's ``quantize_model``, which skips layers whose width is not a multiple of the group size.
 
     Raises:
-        ValueError: It leaves out all.
+        ValueError: It skips all layers.
     """
     before = _quantized(model)
     model, config = quantize_model(model, config, group_size, bits, mode=mode, quant_predicate=predicate)
@@ -153,7 +153,7 @@ def _quantized(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def backbone_predicate(model: nn.Module, user: QuantPredicate | None = None) -> QuantPredicate:
-    """Combine the user's predicate for the backbone with the model's for its routers. The head is left alone."""
+    """Combine the user's predicate for the backbone with the model's predicate for its routers. The head is not quantized."""
     own = _own_predicate(model)
 
     def predicate(path: str, module: nn.Module) -> Decision:
@@ -169,7 +169,7 @@ def backbone_predicate(model: nn.Module, user: QuantPredicate | None = None) -> 
 
 
 def head_predicate(model: nn.Module) -> QuantPredicate:
-    """The head's decoder layer, but for its routers."""
+    """A predicate for the head's decoder layer without its routers."""
     own = _own_predicate(model)
     return lambda path, module: is_head(path) and ".layers." in path and not isinstance(own(path, module), dict)
 

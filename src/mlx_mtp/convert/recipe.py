@@ -1,4 +1,4 @@
-"""Recipes: a model to convert, flags, and the needs of the result. By name, or from a file of the user's."""
+"""Recipes: a model to convert, flags, and the needs of the result. A recipe has a name, or is a file of the user."""
 
 import tomllib
 from pathlib import Path
@@ -21,7 +21,7 @@ NEEDS = {"disk-gb": float, "memory-gb": int}
 
 
 def named_recipes() -> dict[str, Recipe]:
-    """A recipe for each published model of 4 bits, as a file of the user's would write it; packs are not converted."""
+    """A recipe for each published model of 4 bits, in the format of a file. Packs are not converted."""
     recipes: dict[str, Recipe] = {}
     for name, model in published().items():
         if not name.endswith("-4bit"):
@@ -34,17 +34,17 @@ def named_recipes() -> dict[str, Recipe]:
 
 
 def read_recipe(recipe: str | Path) -> Recipe:
-    """Read a recipe, and check its keys and the types of their values.
+    """Read a recipe, and check its keys and types.
 
     Args:
-        recipe (Union[str, Path]): The name of a recipe, or a TOML file. A file of that name comes first.
+        recipe (Union[str, Path]): The name of a recipe, or a TOML file. A file takes precedence.
 
     Returns:
         Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp convert`` without their dashes; under ``needs``
         the size of the weights to be written, in GB of 10^9 bytes, and the memory of the smallest Mac to run them, in GB.
 
     Raises:
-        FileNotFoundError: There is neither such a file nor a recipe of this name.
+        FileNotFoundError: There is no such file or recipe.
         ValueError: The file is not TOML, or a table or key is unknown, missing or of the wrong type.
     """
     file = Path(recipe)
@@ -55,7 +55,7 @@ def read_recipe(recipe: str | Path) -> Recipe:
         return recipes[str(recipe)]
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:  # also raised where the text is not UTF-8
+    except ValueError as e:  # also raised for text that is not UTF-8
         raise ValueError(f"{file} is not TOML: {e}") from e
     _check(file, tables)
     return tables

@@ -1,4 +1,4 @@
-"""A model's tensors in files of bounded size, written one by one to bound the memory that a conversion takes."""
+"""Writing of a model's tensors in files of limited size, one by one, to limit the memory of a conversion."""
 
 from pathlib import Path
 
@@ -16,19 +16,20 @@ from ..checkpoint.storage.tensors import WEIGHTS
 
 
 def max_shard_bytes(source: Path) -> int:
-    """The size of a checkpoint's largest file: the output's are no larger, so a few of them fit in memory."""
+    """The size of a checkpoint's largest file, which limits the files of the output: a few of them fit in memory."""
     return max(f.stat().st_size for f in source.glob(WEIGHTS))
 
 
 def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int, tower: dict[str, mx.array]) -> None:
-    """Write a model's tensors, the index and config.json, and read the head and the vision tower back. The model has no
-    weights afterwards.
+    """Write a model's tensors, the index and config.json, and read the head and the vision tower back.
+
+    The model has no weights afterwards.
 
     Args:
         tower (Dict[str, mx.array]): The vision tower's tensors; empty for none.
 
     Raises:
-        OSError: A file could not be written, or the head or the tower was not read back as it was.
+        OSError: A file could not be written, or the head or the tower differs when read back.
     """
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
@@ -38,7 +39,7 @@ def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int
     # goes into a separate file.
     separate = config.get(EXTRA_TENSORS) is not None
     shards = split_into_shards({n: w for n, w in weights.items() if not (separate and is_head(n))}, shard_bytes)
-    # From here on only the shards hold the tensors, so that each is freed when it is written.
+    # Now only the shards hold the tensors, so each tensor is freed once written.
     weights.clear()
     model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
 
@@ -52,7 +53,7 @@ def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int
 
 
 def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:
-    """Write and release each shard; returns the file of every tensor."""
+    """Write and release each shard. Return the file of every tensor."""
     weight_map: dict[str, str] = {}
     for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -65,7 +66,7 @@ def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, 
 
 
 def split_into_shards(weights: dict[str, mx.array], shard_bytes: int) -> list[dict[str, mx.array]]:
-    """mlx-lm's ``make_shards``, in bytes: its shards are whole GiB."""
+    """Split into shards as mlx-lm's ``make_shards``, whose size is in whole GiB."""
     shards: list[dict[str, mx.array]] = [{}]
     size = 0
     for name, w in weights.items():

@@ -1,4 +1,4 @@
-"""How long each step of a generation took, and whether others ran in between."""
+"""The times of a generation's steps, and whether other generations ran in between."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ class Clock(Generic[T]):
     were queued, so a step may also wait for a pass of another generation.
 
     Args:
-        timing (Timing): The times of the model, with the generation that gave the device work last.
+        timing (Timing): The times of the model, and the generation that last submitted work to the device.
         exchange (Exchange, optional): Sends seconds to the other ranks. Default: ``None`` for one process.
     """
 
     def __init__(self, timing: Timing, exchange: Exchange | None):
         self.timing, self.turn = timing, object()
-        timing.turn = self.turn  # the prefill of this generation gives the device work first
-        self.is_alone = True  # no other generation gave the device work since the last step
+        timing.turn = self.turn  # the prefill of this generation submits work first
+        self.is_alone = True  # no other generation has submitted work since the last step
         self.last: float | None = None  # the time at which the last step was over
         self.n_traces = 0  # the traces made up to that time
         # Steps that wait for their seconds: (step, whether its time is clear, whether no other generation ran in between).
@@ -36,7 +36,7 @@ class Clock(Generic[T]):
         self.received = self.unsent if exchange is None else exchange.received
 
     def take_turn(self) -> None:
-        """Call after giving the device work, before the caller can turn to another generation."""
+        """Call after submitting work to the device, before the caller can run another generation."""
         self.is_alone = self.is_alone and self.timing.turn is self.turn
         self.timing.turn = self.turn
 

@@ -173,13 +173,13 @@ def _steps(
 
 
 def make_step(
-    decoder: Decoder, planner: Planner, come_and_go: Callable[[Step | None], Any]
+    decoder: Decoder, planner: Planner, update_sequences: Callable[[Step | None], Any]
 ) -> Generator[Token, None, Step | None]:
     """Make a step of one sequence or several: accept the window in flight, draft, roll back, and verify the next window.
 
     Args:
-        come_and_go (Callable[[Optional[Step]], Any]): Called when the step's drafts are accepted or rejected. It may add and
-          remove sequences.
+        update_sequences (Callable[[Optional[Step]], Any]): Called when the step's drafts are accepted or rejected. It may add
+          and remove sequences.
 
     Yields:
         Tuple[int, mx.array, bool]: The tokens of a sequence that is alone, while the device drafts and verifies.
@@ -192,7 +192,7 @@ def make_step(
         step = yield from decoder.accept()  # accept
         planner.record_drafting(step)
     with mx.stream(stream):
-        come_and_go(step)
+        update_sequences(step)
         if len(decoder) == 0:
             return step
         decoder.draft(planner.next(decoder))  # draft

@@ -1,4 +1,4 @@
-"""The planner: it chooses the number and the source of each step's drafts, and reports each step's time to the depths."""
+"""The planner chooses the number and the source of each step's drafts, and reports each step's time to the depths."""
 
 from typing import cast
 
@@ -26,9 +26,9 @@ class Planner:
         self.model = model
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
         self.clock: Clock[tuple[Depth, Plan, float]] = Clock(timing_of(model), self.exchange)
-        self.of_several = BatchDepth(timing_of(model).of_batches)
+        self.batch_depth = BatchDepth(timing_of(model).of_batches)
         # For copies without drafts of the head: these steps have separate times.
-        self.of_copies = BatchDepth(BatchTimes())
+        self.copies_depth = BatchDepth(BatchTimes())
         self.latest: list[Drafts] = []  # the drafts of the latest windows
 
     def next(self, decoder: Decoder) -> Drafts:
@@ -70,12 +70,12 @@ class Planner:
         most = min(max(auto + follow), MAX_DRAFT_TOKENS)
         if most == 0 or (max(auto) == 0 and max(given) > 0):
             return max(given), None
-        depths = self.of_several if any(s.options.num_draft_tokens != 0 for s in sequences) else self.of_copies
+        depths = self.batch_depth if any(s.options.num_draft_tokens != 0 for s in sequences) else self.copies_depth
         k = depths.next(len(sequences), [_rates(s) for s in sequences if s.end is None])
         return max(min(k, most), *given), depths.of(len(sequences))  # a window is as wide as its longest drafts
 
     def start_window(self, decoder: Decoder) -> None:
-        """Call after giving the device a window, before the caller can turn to another generation."""
+        """Call after submitting a window to the device, before the caller can run another generation."""
         assert decoder.drafts is not None
         self.clock.take_turn()
         self.latest = [*self.latest[-2:], decoder.drafts]

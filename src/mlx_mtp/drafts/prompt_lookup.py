@@ -1,19 +1,18 @@
-"""Copy drafts: where the text's last tokens occurred before, the tokens that followed them are drafted.
+"""Copy drafts: if the text's last tokens occurred before, the tokens that followed them are drafted.
 
 This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023, arXiv:2304.04487):
-a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs of it. A match is at
-least ``N_GRAM`` tokens long. It is followed while the text repeats the earlier passage, and the longer it is, the likelier the
-next token is a copy, too:
+a draft costs no pass of a model, and an answer that edits or quotes its prompt copies whole paragraphs. A match has at least
+``N_GRAM`` tokens. It continues while the text repeats the earlier passage. The longer it is, the likelier is another copy:
 
     ... a b c d e f g ...            a match of a b c d e, then of f, ...
     ... a b c d e  ->  f g ...       the drafts
         <- length ->
 
-Where the text then differs, as behind a name that was changed, it often rejoins the copied passage: ``N_REJOIN`` tokens are
-enough for a match a little further on.
+After a difference, such as a changed name, the text often rejoins the copied passage: ``N_REJOIN`` tokens are enough for a
+match a little further on.
 
-Every token shows whether a copy would have been right, even if it was drafted by the head or not drafted at all. So the
-acceptance rate of copies is known without trying them.
+Every token shows whether a copy would have been right, even if no copy was drafted. So the acceptance rate of copies is known
+without trying them.
 
 This module does not depend on models, and runs on the host.
 """
@@ -27,13 +26,13 @@ import mlx.core as mx
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 
-N_GRAM = 5  # the length of a new match: shorter ones are often chance, and displace drafts of the head
+N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
 N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
-LONGEST = 64  # lengths above this count as this one: longer matches are not better
+LONGEST = 64  # the longest match to tell apart: longer ones are not better
 
 
 class NGramIndex:
-    """The last end of each n-gram in a text, which may grow."""
+    """The last occurrence of each n-gram in a growing text."""
 
     def __init__(self, text: list[int]):
         self.text = text
@@ -53,7 +52,7 @@ class PromptLookup:
     """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
     Args:
-        text (Sequence[int]): The text so far, as far back as it is known. Numbers below 0 are not copied.
+        text (Sequence[int]): The known text so far. Numbers below 0 are not copied.
         fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
@@ -69,10 +68,10 @@ class PromptLookup:
         self.length = 0  # tokens of the match
         self.followed: int | None = None
         self.left: int | None = None  # where the last match was wrong
-        self.is_lost = True  # whether a match must be looked for
+        self.is_lost = True  # whether to look for a match
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Add a part of the prompt. Its repetitions are not counted, since they say little about those of the answer."""
+        """Add a part of the prompt. Its repetitions are not counted, since the answer may repeat itself more or less."""
         self.text += tokens
         self.is_lost = True
 
@@ -105,8 +104,8 @@ class PromptLookup:
         Empty without a match.
 
         Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet. They are assumed to be
-              copies, too.
+            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet. They are assumed to be
+              copies as well.
         """
         if self.at is None:
             return []
@@ -128,20 +127,20 @@ class PromptLookup:
         copy = self.text[at : at + n]
         period = len(self.text) - at
         while len(copy) < n:
-            copy.append(copy[-period])  # at the end of the text the copy continues with its own tokens
+            copy.append(copy[-period])  # at the end of the text, the copy continues with its own tokens
         return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:
-        """The number of tokens, up to ``LONGEST``, that are the same before a position and at the end of the text."""
+        """The number of equal tokens before a position and at the end of the text, up to ``LONGEST``."""
         backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
         return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
 
     def _rejoin(self, left: int) -> int | None:
-        """The position after the first occurrence of the text's last tokens behind where the last match was left."""
+        """The position after the first occurrence of the text's last tokens after the end of the last match."""
         last = self.text[-N_REJOIN:]
         starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
         return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
 
     def _bucket(self, length: int) -> int:
-        """Lengths count as equal from 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
+        """The bucket of a match: lengths 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
         return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()

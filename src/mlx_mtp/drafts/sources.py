@@ -1,4 +1,4 @@
-"""Sources of drafts beside the head, which predict next tokens without a pass of a model.
+"""Sources of drafts other than the head, which need no pass of a model.
 
 To add a source, write a file with a class like ``Source`` and a function that makes it for a sequence, and add the function to
 ``SOURCES``. ``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the
@@ -34,7 +34,7 @@ class Source(Protocol):
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts.
 
         Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not been given yet.
+            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet.
         """
         ...
 
@@ -46,7 +46,7 @@ class Source(Protocol):
 
         Returns:
             Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unobserved ones; and a record of ``None`` for
-            each, which says that it is proposed with probability one.
+            each, for a proposal with probability one.
         """
         ...
 

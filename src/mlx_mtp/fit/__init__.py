@@ -1,4 +1,4 @@
-"""``mlx_mtp fit``: train only the MTP head, to predict its backbone's tokens."""
+"""``mlx_mtp fit``: train only the MTP head, to predict the tokens of its backbone."""
 
 from .fitting import fit
 

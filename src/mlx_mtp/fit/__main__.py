@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp fit``. Flags that mlx-lm has too are named as there."""
+"""The command line of ``mlx_mtp fit``. Flags that mlx-lm has as well have the same names."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The checkpoint of a fitted head: the backbone's files, linked, and the head beside them."""
+"""The checkpoint of a fitted head: links to the backbone's files, and the head beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ def write_checkpoint(
     """Write the folder, which appears when it is complete.
 
     Args:
-        source (Path): The folder of the model that was fitted.
-        name (str): The user's name of it.
+        source (Path): The folder of the fitted model.
+        name (str): The model's name.
         record (Dict[str, Any]): The data of the fit.
-        table (str): Its acceptance before and after.
+        table (str): The acceptance before and after.
     """
     reader = CheckpointReader(str(source), None, False)
     config: Config = check_config(reader.config, name)

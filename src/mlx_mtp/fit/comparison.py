@@ -1,4 +1,4 @@
-"""How many drafts the decoding loop accepts on texts that nothing was trained on, and how sure that is."""
+"""The acceptance of drafts in the decoding loop on held-out texts, with standard errors."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..files import write_atomic
 
-RESAMPLES = 2000  # of the texts, for the standard errors
+RESAMPLES = 2000  # resamplings of the texts, for the standard errors
 SURE = 2.0  # standard errors that a gain must exceed, about 95 %
 
 
@@ -33,7 +33,7 @@ class TextCounts:
     accepted: np.ndarray
 
     def rates(self, texts: np.ndarray) -> np.ndarray:
-        """The acceptance by position, and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
+        """The acceptance by position and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
         drafted, accepted = (x[texts].sum(axis=-2) for x in (self.drafted, self.accepted))  # [..., K]
         per_step = 1 + accepted.sum(axis=-1) / np.maximum(drafted[..., 0], 1)
         return np.concatenate([accepted / np.maximum(drafted, 1), per_step[..., None]], axis=-1)
@@ -42,7 +42,7 @@ class TextCounts:
 def measure(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int
 ) -> TextCounts:
-    """Continue each prompt greedily with ``n_drafts`` drafts a step, and count."""
+    """Continue each prompt greedily with ``n_drafts`` drafts a step, and count drafts."""
     drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
     with bar("Measuring", "text", len(prompts)) as progress:
         for i, prompt in enumerate(prompts):
@@ -84,7 +84,7 @@ class Comparison:
     after: np.ndarray
     before_error: np.ndarray  # standard errors
     after_error: np.ndarray
-    gain_error: np.ndarray  # of after - before, which is smaller, as the texts are the same
+    gain_error: np.ndarray  # of after - before, smaller since the texts are the same
 
     @property
     def is_better(self) -> bool:

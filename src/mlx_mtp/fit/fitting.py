@@ -60,12 +60,12 @@ def fit(
     cache_gb: float = 8.0,
     seed: int = 0,
 ) -> Comparison:
-    """Train a model's MTP head, and nothing else, to predict the model's text; write it if more drafts are accepted.
+    """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
 
-    The model's text does not change, whatever the head has learned. The same call resumes an interrupted one.
+    The head does not change the model's text. The same call resumes an interrupted one.
 
     Args:
-        model (str): The path or the huggingface repository of a checkpoint. Where it has no head, that of its original is
+        model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its original is
           fetched and fitted.
         mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
         corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
@@ -77,16 +77,16 @@ def fit(
         lora_rank (int, optional): Write a low-rank adapter of the head of this rank instead. Default: ``None``.
         iters (int): Iterations to train for. Default: ``500``.
         batch_size (int): Texts in an iteration. Default: ``4``.
-        learning_rate (float): AdamW's highest. Default: ``1e-4``.
-        max_seq_length (int): Cut texts into pieces of this many tokens; of a longer answer, take the last. Default: ``512``.
+        learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
+        max_seq_length (int): Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
         steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
         answers (int): Answers to each prompt. Default: ``8``.
-        max_tokens (int): The length of an answer, and of a continuation that is measured. Default: ``256``.
+        max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
         temp (float): The temperature of the answers. Default: ``0.7``.
         cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, one beside
           ``mlx_path``, which is removed at the end.
-        cache_gb (float): The most to record; the rest of the corpus is not trained on. Default: ``8``.
-        seed (int): Divides the texts, and orders them. Default: ``0``.
+        cache_gb (float): The limit of recorded states; the rest of the corpus is not used. Default: ``8``.
+        seed (int): The seed for dividing and ordering the texts. Default: ``0``.
 
     Returns:
         Comparison: The acceptance before and after. Nothing is written unless ``is_better``.
@@ -106,7 +106,7 @@ def fit(
     if work.exists():
         check_folder(work, "--cache-path")
     source = fetch(model, None)
-    head = fetch_missing_head(model, source, read_config(source, model))  # not checked: a fit may be needed first
+    head = fetch_missing_head(model, source, read_config(source, model))  # not checked: the head may need the fit
     loaded, tokenizer = load(
         model,
         adapter_path=adapter_path,
@@ -143,7 +143,7 @@ def fit(
 
 
 def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
-    """Record the texts and train the head of a model, which is left in its dtype; the iterations of the best head."""
+    """Record the texts, and train the head of a model, which keeps its dtype. Return the iterations of the best head."""
     times = [time.perf_counter()]
     train, valid = (
         record(model, texts, work / "states", name, how.batch_size, length)
@@ -195,10 +195,10 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
 
 
 def open_work(work: Path, source: Any) -> None:
-    """Make the folder of recorded states, or check that an existing one is of the same texts and model.
+    """Make the folder of recorded states, or check that an existing one is for the same texts and model.
 
     Raises:
-        ValueError: It was not.
+        ValueError: It is for other texts or another model.
     """
     file, wanted = work / "fit.json", {"digest": digest(source)}
     if file.exists():

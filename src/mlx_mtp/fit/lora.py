@@ -22,11 +22,11 @@ SCALE = 20.0  # mlx-lm's
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter of the head, and that of the backbone which is written with it.
+    """An adapter of the head, and the backbone's adapter that is written with it.
 
     Args:
-        rank (int): Of both.
-        beside (str, optional): The folder of the backbone's.
+        rank (int): The rank of both.
+        beside (str, optional): The folder of the backbone's adapter.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Lora:
 
 
 def add_lora(mtp: nn.Module, lora: Lora) -> None:
-    """Freeze a head and give its linear layers adapters to train, but not its routers."""
+    """Freeze a head, and add trainable adapters to its linear layers except routers."""
     mtp.freeze()
     keys = {
         name
@@ -67,7 +67,7 @@ def add_lora(mtp: nn.Module, lora: Lora) -> None:
 
 
 def write_adapter(target: Path, model: Any, lora: Lora, record: dict[str, Any]) -> None:
-    """Write the adapter of a fitted head; ``record`` is the data of the fit."""
+    """Write the adapter of a fitted head; ``record`` describes the fit."""
     weights: Any = {} if lora.beside is None else load_tensors(Path(lora.beside) / "adapters.safetensors")
     trained: Any = tree_flatten(model.mtp.trainable_parameters())
     weights.update({model.head_prefix + name: w for name, w in trained})

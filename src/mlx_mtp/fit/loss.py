@@ -1,14 +1,14 @@
-"""The distance of the head's drafts from the backbone's predictions, for all positions of a text and K drafts at each.
+"""The loss of a head: the distance of its drafts from the backbone's predictions, for K drafts at each position of a text.
 
     position i, draft 1    hidden h_i, token t_i+1                  ->  a draft of t_i+2
     position i, draft d    the head's output for draft d - 1, t_i+d  ->  a draft of t_i+1+d
 
-As in decoding, draft d of position i sees the verified positions up to i and the drafts of position i alone. It is fed the
-text's token, since a draft counts only where those before it were accepted.
+As in decoding, draft d of position i attends to the verified positions up to i and to the drafts of position i. Its input is
+the text's token, since a draft counts only if the drafts before it are accepted.
 
 The loss of a draft is the Kullback-Leibler divergence from the backbone's distribution to the head's, as in DistillSpec
-(arXiv:2310.08461), and drafts are weighted by position as in FastMTP (arXiv:2509.18362, equation 2). That the drafts of all
-positions are made side by side, each from the head's own output, is EAGLE-3's training-time test (arXiv:2503.01840).
+(arXiv:2310.08461), and drafts are weighted by position as in FastMTP (arXiv:2509.18362, equation 2). The drafts of all
+positions are made in parallel, each from the head's own output, as in EAGLE-3's training-time test (arXiv:2503.01840).
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ConcatenateKVCache
 
-DECAY = 0.6  # of the weight of a draft from one position to the next, FastMTP's
+DECAY = 0.6  # of the weights of drafts, from one position to the next, as in FastMTP
 LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 
 
 class DraftKVCache(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T positions at once.
+    """The keys and values of a head that drafts at T positions in parallel.
 
-    The first pass adds T verified positions, each further pass a draft for each of them.
+    The first pass adds T verified positions; each further pass adds a draft for each of them.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -66,20 +66,20 @@ class DraftLoss:
         """
         Args:
             tokens (mx.array): [B, T].
-            hidden (mx.array): The backbone's, [B, T, H].
+            hidden (mx.array): The backbone's hidden states, [B, T, H].
             ids (mx.array): The likeliest tokens after each position, [B, T, k].
-            probabilities (mx.array): The backbone's, of these, [B, T, k].
-            spans (mx.array): The number of a text's tokens that are a prompt, and of all its tokens, [B, 2].
+            probabilities (mx.array): The backbone's probabilities of these tokens, [B, T, k].
+            spans (mx.array): The number of tokens in a text's prompt, and in the whole text, [B, 2].
 
         Returns:
-            Tuple[mx.array, mx.array]: The mean divergence of a draft in nats, weighted by position, and how many positions.
+            Tuple[mx.array, mx.array]: The mean divergence of a draft in nats, weighted by position; the number of positions.
         """
         at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
         n_prompt, length = spans[:, :1], spans[:, 1:]
-        answered = at >= n_prompt - 1  # [B, T]: a draft is made from the prompt's last token on
+        answered = at >= n_prompt - 1  # [B, T]: drafts begin at the last token of the prompt
         losses, n_counted = [], []
         for d in range(1, self.n_drafts + 1):
-            # Position i is fed token i + d. What `roll` brings from the front is beyond the text and does not count.
+            # The input of position i is token i + d. `roll` moves tokens from the front to positions that do not count.
             out = mtp(self.embedding(mx.roll(tokens, -d, 1)), out, cache)  # [B, T, H]
             counts = answered & (at + d < length)
             divergence = self.divergence(out, mx.roll(ids, -d, 1), mx.roll(probabilities, -d, 1))
@@ -90,7 +90,7 @@ class DraftLoss:
     def divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
         """The head's output [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
 
-        The logits of a few positions are computed at a time, and again for the gradient, so that they are never all in memory.
+        The logits of a few positions are computed at a time, and again for the gradient, to limit the memory.
         """
         B, T, _ = out.shape
         flat = [x.reshape(B * T, -1) for x in (out, ids, probabilities)]

@@ -1,4 +1,4 @@
-"""The backbone's hidden states and predictions for a text, recorded on disk: a training step then runs the head alone."""
+"""Recording of the backbone's hidden states and predictions on disk, so that a training step runs only the head."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from ..files import save_atomic
 from ..models.protocol import MTPModel
 from .texts import Text
 
-TOP_K = 32  # of the backbone's distribution: the rest has hardly any mass, and drafts are the most likely tokens
+TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
 ROWS = 1 << 25  # logits that are computed at once
 
 
@@ -25,8 +25,8 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
     """Write a file for each text, and keep the files of an earlier run.
 
     Args:
-        batch_size (int): Texts that go through the backbone side by side.
-        length (int): Keep the last positions of a longer text, up to this many: a head can start in the middle.
+        batch_size (int): The number of texts in a pass of the backbone.
+        length (int): The number of positions to keep of a longer text, from its end: a head can start within a text.
 
     Returns:
         List[Path]: The files, see ``read``.
@@ -47,8 +47,8 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
 def read(file: Path) -> dict[str, mx.array]:
     """
     Returns:
-        Dict[str, mx.array]: ``tokens`` [T], ``hidden`` [T, H], and of the token after each of these positions the likeliest
-          ``ids`` [T, k] and their ``probabilities`` [T, k], which sum to 1; ``n_prompt`` [].
+        Dict[str, mx.array]: ``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their
+          ``probabilities`` [T, k], which sum to 1, and ``n_prompt`` [].
     """
     weights = mx.load(str(file))
     assert isinstance(weights, dict)
@@ -56,7 +56,7 @@ def read(file: Path) -> dict[str, mx.array]:
 
 
 def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
-    """The result of ``read`` for texts in one batch, padded on the right."""
+    """Run the backbone over texts in one batch, padded on the right. Return the content of ``read`` for each."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
     hidden = model.model(tokens)  # [B, T, H]

@@ -1,6 +1,6 @@
 """The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out.
 
-Answers are kept in a file, so that a run that was ended goes on with them.
+Answers are kept in a file, so that an interrupted run resumes.
 """
 
 import json
@@ -22,17 +22,17 @@ from ..files import write_atomic
 from ..sampling.sampler import make_sampler
 
 SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
-HELD_OUT = 0.1  # of the sources for validation, and as many for the test
-MIN_TEST = 4  # sources, if these are not more than a third: fewer tell little of the uncertainty
+HELD_OUT = 0.1  # the share of sources for validation, and for the test
+MIN_TEST = 4  # sources, unless these are more than a third: with fewer, the uncertainty is unknown
 MIN_TEXTS = 3  # to measure on
-MAX_HELD_OUT = 32  # texts of each: more cost time at every evaluation and tell little more
+MAX_HELD_OUT = 32  # texts of each: more texts cost time at every evaluation for little information
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens, of which the first ``n_prompt`` are a prompt: the model does not write those.
+    """Tokens. The first ``n_prompt`` are a prompt, which is not trained on.
 
-    A text with a prompt alone is yet to be answered.
+    A text that is only a prompt has no answer yet.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Split:
-    """Texts to train on, to choose the best head by, and to measure it on at the end. No two share a source."""
+    """Texts for training, validation and the test. They have no common source."""
 
     train: list[Text]
     valid: list[Text]
@@ -68,7 +68,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
                 texts += _read_jsonl(str(file), content, tokenizer, length)
             else:
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
-        except (LookupError, TypeError, ValueError) as e:  # mlx-lm and chat templates raise all of them
+        except (LookupError, TypeError, ValueError) as e:  # all raised by mlx-lm and chat templates
             raise ValueError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
     return texts
 
@@ -101,7 +101,7 @@ def split(texts: Sequence[Text], shortest: int, seed: int) -> Split:
     """Divide texts by their source, and shuffle each part.
 
     Args:
-        shortest (int): Leave out texts of fewer tokens.
+        shortest (int): The fewest tokens of a text; shorter texts are left out.
 
     Raises:
         ValueError: There are too few sources.
@@ -143,7 +143,7 @@ class Data:
 
     @property
     def shortest(self) -> int:
-        """The fewest tokens of a text that is of use."""
+        """The fewest tokens of a useful text."""
         return 1 if self.corpus is None else SHORTEST
 
     def read(self, tokenizer: TokenizerWrapper) -> list[Text]:
@@ -172,7 +172,7 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, l
 
 
 def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
-    """The first texts, of at most this many recorded tokens together, but one at least."""
+    """The first texts, at least one, with at most this many recorded tokens in total."""
     chosen: list[Text] = []
     for text in texts:
         n_tokens -= min(len(text.tokens), length)
@@ -203,7 +203,7 @@ def answer_all(
     temp: float,
     seed: int,
 ) -> list[Text]:
-    """Answer each prompt ``answers`` times, each time with another seed, and append every answer to a file of JSON lines.
+    """Answer each prompt ``answers`` times with different seeds, and append every answer to a file of JSON lines.
 
     At temperature 0 there is one answer.
     """
@@ -231,7 +231,7 @@ def _answer(model: Any, tokenizer: TokenizerWrapper, prompt: Text, max_tokens: i
 
 
 def _read(file: Path) -> list[Text]:
-    """The answers in a file, without a last line that was cut short."""
+    """The answers in a file, without an incomplete last line."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]

@@ -28,14 +28,14 @@ from .lora import Lora, add_lora
 from .loss import DraftLoss
 from .recording import read
 
-PAD_TO = 32  # as mlx-lm does: fewer lengths are fewer graphs to compile
+PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long to train, and how fast."""
+    """The length and the learning rate of the training."""
 
     iters: int
     batch_size: int
@@ -44,7 +44,7 @@ class Schedule:
     seed: int
 
     def optimizer(self) -> optim.Optimizer:
-        """AdamW; the learning rate rises for a twentieth of the time, then falls along a cosine."""
+        """AdamW with a warmup of a twentieth of the time, then cosine decay."""
         warmup = max(self.iters // 20, 1)
         decay = [self.learning_rate, max(self.iters - warmup, 1), self.learning_rate / 100]
         schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
@@ -52,11 +52,11 @@ class Schedule:
 
 
 class Progress(TrainingCallback):
-    """Keeps the head with the lowest validation loss and, in one file, the state from which a later run resumes.
+    """Keeps the head with the lowest validation loss and, in one file, the state to resume from.
 
     Attributes:
-        start (int): The iterations of the runs before.
-        losses (Tuple[float, float]): The validation loss of the head as it was, and the lowest one.
+        start (int): The iterations of earlier runs.
+        losses (Tuple[float, float]): The validation loss of the original head, and the lowest one.
     """
 
     def __init__(self, mtp: nn.Module, optimizer: optim.Optimizer, file: Path):
@@ -68,7 +68,7 @@ class Progress(TrainingCallback):
             self._resume()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
-        """Called by mlx-lm before the first iteration, and then every ``steps_per_eval``."""
+        """Called by mlx-lm before the first iteration and every ``steps_per_eval`` iterations."""
         iters, loss = self.start + val_info["iteration"], val_info["val_loss"]
         first, lowest = self.losses
         if loss < lowest:
@@ -106,7 +106,7 @@ def train_head(
 ) -> Progress:
     """Train the unfrozen weights of a head on files of ``record``, and leave it with the lowest validation loss.
 
-    An interrupt ends the training, not the program. A later run resumes from the state in ``file``.
+    Ctrl-C ends the training, not the program. A later run resumes from the state in ``file``.
     """
     optimizer = how.optimizer()
     progress = Progress(mtp, optimizer, file)
@@ -137,17 +137,17 @@ def train_head(
                     ),
                     training_callback=progress,
                 )
-                iterations.update()  # of the last batch, after which no other is asked for
+                iterations.update()  # the last batch, after which no other is requested
     except KeyboardInterrupt:
         print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
-    args.adapter_file.unlink(missing_ok=True)  # the best is kept, not the last
+    args.adapter_file.unlink(missing_ok=True)  # keep the best head, not the last
     mtp.eval()
     mtp.load_weights(list(progress.best.items()), strict=False)
     return progress
 
 
 class _Plain(io.TextIOBase):
-    """Writes text to a stream, without the codes for a terminal's colors."""
+    """Writes text to a stream without the codes of terminal colors."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -163,7 +163,7 @@ class _Plain(io.TextIOBase):
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Print without colors, unless to a terminal: mlx-lm's trainer writes them into files, too."""
+    """A context that prints without colors unless to a terminal: mlx-lm's trainer writes them to files as well."""
     if sys.stdout.isatty():
         yield
     else:
@@ -183,8 +183,8 @@ def iterate_batches(
     """The batches of recorded texts, once in order, or with ``loop`` endlessly, in a new random order each time.
 
     Args:
-        first (int): Leave out this many texts, which a run before was trained on.
-        on_next (Callable[[], object]): With ``loop``, called where another batch is asked for behind the first.
+        first (int): The number of texts to skip, which an earlier run has used.
+        on_next (Callable[[], object]): With ``loop``, called before each batch but the first.
 
     Yields:
         Tuple[mx.array, ...]: The arguments of ``DraftLoss`` after the head.
@@ -218,7 +218,7 @@ def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
 
 
 def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
-    """Unfreeze a head but for its routers, or give it an adapter, in float32: small steps would be lost in 16 bits."""
+    """Unfreeze a head except its routers, or add an adapter, in float32: 16 bits would lose small updates."""
     if lora is None:
         mtp.unfreeze()
         for name, module in mtp.named_modules():

@@ -52,6 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)",
     )
     parser.add_argument(
+        "--draft-model",
+        help="A model to be used for speculative decoding by mlx-lm, without --mtp; --num-draft-tokens then defaults to 3.",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="Verify drafts one token at a time, as in plain decoding, so that rounding cannot change a token. Slower: up to "
@@ -74,7 +78,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generate as ``mlx_lm.generate`` does with these flags."""
+    """Generate as ``mlx_lm.generate`` with these flags."""
     check_flags(args)
     saved = None
     if args.prompt_cache_file is not None:
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         fetch(args.draft_model, None)
     model, tokenizer, config = load_model(args, saved)
     if saved is not None and isinstance(model, MTPMixin):
-        open_prompt_cache(model, saved.caches)  # --check gives it to mlx-lm first, which does not look at it
+        open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
     asked = PromptOptions(
         text=args.prompt,
         images=args.image or (),
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag is out of range, or does not go with another."""
+    """Raise a ValueError if a flag is out of range or cannot be combined with another."""
     check_generation_flags(args)
     check_prompt_cache_dir(args, "prompt_cache_file", "check")
     check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
@@ -152,7 +156,7 @@ def check_flags(args: argparse.Namespace) -> None:
 def load_model(
     args: argparse.Namespace, saved: PromptCacheFile | None
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """The model, its tokenizer and its config, with MLX's random state seeded and the flags checked against the model."""
+    """Load the model, its tokenizer and its config, seed MLX's random state, and check the flags against the model."""
     tokenizer_config = {} if saved is None else saved.tokenizer_config
     if args.model is None:
         args.model = str(DEMO) if saved is None else saved.model
@@ -188,16 +192,16 @@ def load_model(
 
 
 def _is_ours(model: str) -> bool:
-    """Whether images are read here; mlx-lm reads them for other families."""
+    """Whether this package reads the images; mlx-lm reads them for other families of models."""
     file = fetch(model, None) / "config.json"
     return file.exists() and read_json(file).get("model_type") in MODEL_TYPES
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
-    """Let these tokens, or the tokens of these ids, stop the generation.
+    """Make these tokens, given as text or as ids, end the generation.
 
     Raises:
-        ValueError: One is not in the vocabulary; mlx-lm would take the token for unknown text in its place.
+        ValueError: A token is not in the vocabulary; mlx-lm would use the unknown token instead.
     """
     vocab = tokenizer.get_vocab()
     ids = set(vocab.values())
@@ -214,10 +218,10 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
 
 
 def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int]) -> list[Grammar]:
-    """The logits processor of ``--json-schema``, which begins behind the reasoning.
+    """The logits processor of ``--json-schema``, which begins after the reasoning.
 
     Raises:
-        ValueError: It is no JSON schema.
+        ValueError: The value is not a JSON schema.
     """
     if schema is None:
         return []
@@ -232,7 +236,7 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
 
 
 def is_json(schema: str) -> bool:
-    """Whether ``--json-schema`` is the schema itself, and no file."""
+    """Whether the value of ``--json-schema`` is a schema and not a file."""
     return schema.lstrip().startswith("{")
 
 

@@ -19,7 +19,7 @@ from ..prompts import encode
 from .stream import GenerationResponse, stream_generate
 
 REQUEST = "Write a binary search in Python."
-# The demo completes Python. This does not end in white space, with which the text would begin: mlx-lm drops it.
+# The demo completes Python. The prompt does not end with white space, since mlx-lm drops white space at the start of a text.
 CODE = '''class Queue:
     """A queue of items."""
 
@@ -32,7 +32,7 @@ class Stack:
 
     def __init__('''
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
-ROUNDS = 3  # the median counts
+ROUNDS = 3  # the median is shown
 WARM_UP = 16  # tokens
 GROUPS = {"model": ("model",), "prompt": ("prompt", "max_tokens")}
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 def compare(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
 ) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
-    """Generate in turns -> the responses of the plain run and of that with drafts whose speeds are the medians."""
+    """Generate in turns. Return the responses of the plain run and of the run with drafts that have the median speeds."""
     for mtp in (False, True):
         generate_once(model, tokenizer, prompt, min(WARM_UP, max_tokens), mtp)
     runs: dict[bool, list[list[GenerationResponse]]] = {False: [], True: []}
@@ -91,7 +91,7 @@ def compare(
 def generate_once(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int, mtp: bool
 ) -> list[GenerationResponse]:
-    """All responses of a run; a plain one runs as mlx-lm's own model does."""
+    """All responses of a run. A plain run is mlx-lm's own, not compiled."""
     with closing(stream_generate(model, tokenizer, prompt, max_tokens, mtp=mtp)) as responses:
         return list(responses if mtp else not_compiled(model, responses))
 
@@ -105,7 +105,7 @@ def ratio(plain: list[GenerationResponse], drafted: list[GenerationResponse]) ->
 
 
 def legend(responses: list[GenerationResponse]) -> str:
-    """The colours, with the number of tokens from each source and the share of its drafts that were accepted."""
+    """The colors, with the number of tokens from each source and the share of its drafts that were accepted."""
     last, counts = responses[-1], Counter(r.source for r in responses)
     drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
     lines = []
@@ -117,7 +117,7 @@ def legend(responses: list[GenerationResponse]) -> str:
 
 
 def figures(plain: list[GenerationResponse], drafted: list[GenerationResponse]) -> str:
-    """Both speeds, and whether the texts are the same."""
+    """Both speeds, and whether the texts are equal."""
     rows = [["", "tokens/s", "passes of the model"]]
     for name, responses in (("plain mlx-lm", plain), ("with drafts", drafted)):
         rows.append([name, f"{speed(responses):.1f}", str(sum(not r.from_draft for r in responses))])

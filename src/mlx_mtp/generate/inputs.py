@@ -1,4 +1,4 @@
-"""The prompt of the command line: its tokens, and the prompt cache that goes before it."""
+"""The prompt of the command line: its tokens, and the prompt cache before it."""
 
 import json
 import sys
@@ -35,11 +35,11 @@ class PromptOptions:
     """The flags of a prompt.
 
     Args:
-        text (str): Of ``--prompt``; ``-`` is standard input.
-        images (Sequence[str]): Their files.
+        text (str): The text of ``--prompt``; ``-`` is standard input.
+        images (Sequence[str]): The files of images.
         system_prompt (str, optional): The text before it, with a chat template.
         prefill_response (str, optional): The beginning of the answer, with a chat template.
-        ignore_chat_template (bool): Whether the text goes to the model as it is.
+        ignore_chat_template (bool): Whether to use the text without the chat template.
         template (Mapping[str, Any]): Arguments of ``apply_chat_template``.
     """
 
@@ -54,7 +54,7 @@ class PromptOptions:
 def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
     """Read a file of ``mlx_lm.cache_prompt``.
 
-    As ``mlx_lm.generate``, refuse one of another model or quantization than the flags name.
+    As in ``mlx_lm.generate``, it is refused if its model or quantization differs from the flags.
     """
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
@@ -63,7 +63,7 @@ def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_grou
         if missing := {"model", "tokenizer_config"} - metadata.keys():
             raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
         saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm takes its content on trust
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
         raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
     first = saved.caches[0]
     if isinstance(first, QuantizedKVCache):
@@ -99,7 +99,7 @@ def encode_prompt(
     """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
 
     Args:
-        is_suffix (bool): A prompt cache already holds the beginning of the conversation.
+        is_suffix (bool): Whether a prompt cache has the beginning of the conversation.
 
     Raises:
         ValueError: The prompt is empty or is not text, or the model does not take images.

@@ -1,4 +1,4 @@
-"""Generation with a prompt store: the stored prefix of the prompt is not prefilled again, and the rest is stored."""
+"""Generation with a prompt store: prefill begins after the stored prefix of the prompt, and the rest is stored."""
 
 from collections.abc import Generator
 from contextlib import closing
@@ -33,10 +33,10 @@ def stored_steps(
     """``mtp_generate_step`` with a prompt store in place of a prompt cache.
 
     Args:
-        pictured (ImagePrompt, optional): The prompt, if it has images.
+        pictured (ImagePrompt, optional): The prompt with images, if it has any.
 
     Raises:
-        ValueError: The options do not go with a store, or it is another model's.
+        ValueError: An option cannot be combined with a store, or the store is for another model.
     """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
@@ -53,7 +53,7 @@ def stored_steps(
     embeddings = None if pictured is None else pictured.embed(model, n_stored)
 
     def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
-        """The rest of the prompt, as arguments of the functions that prefill it."""
+        """A part of the prompt, as arguments of the functions that prefill it."""
         if pictured is None or embeddings is None:
             return prompt[begin:end], {}
         own = embeddings[begin - n_stored : end - n_stored]
@@ -78,28 +78,28 @@ def stored_steps(
                 key.append(step[0])
                 yield step
     finally:
-        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer, where Ctrl-C came before the first token
+        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer after Ctrl-C before the first token
         store.insert(key[:n_read], cache, kv, handle)
 
 
 def _prefill_part(
     tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
 ) -> None:
-    """Prefill a part of a prompt, without drafts. Its text is kept for copies."""
+    """Prefill a part of a prompt without drafts. Its text is kept for copies."""
     names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
     shared = {name: options[name] for name in names if name in options}
     prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
 
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
-    """A logits processor that is shown these tokens [N] before all others, as if they were part of them."""
+    """A logits processor that gets these tokens [N] in front of all others."""
     if isinstance(processor, Grammar):  # it sees the answer alone
         return processor
     return _Seeing(before, processor)
 
 
 class _Seeing:
-    """The same, with the processor's ``copy`` and ``rollback`` if it has them."""
+    """The same, with the ``copy`` and ``rollback`` of the processor if it has them."""
 
     def __init__(self, before: mx.array, processor: Any):
         self.before, self.processor, self.keeps_state = before, processor, keeps_state(processor)

@@ -39,7 +39,7 @@ class GenerationResponse(StockResponse):
         forced (Tuple[int, ...]): The number of drafts that a grammar forces, by position in the window.
         forced_accepted (Tuple[int, ...]): The number of these accepted.
         tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
-        source (str): ``"model"``, or where the token was drafted: ``"head"``, ``"copies"`` or ``"grammar"``.
+        source (str): ``"model"``, or the source of the accepted draft: ``"head"``, ``"copies"`` or ``"grammar"``.
     """
 
     drafted: tuple[int, ...] = ()
@@ -141,20 +141,20 @@ def stream_generate(
 def _check_draft_model(
     model: nn.Module, mtp: bool, copy_drafts: CopyDrafts | None, images: Sequence[Any], prompt_cache: list[Any] | None
 ) -> None:
-    """Raise a ValueError if a draft model does not go with the other options."""
+    """Raise a ValueError if a draft model cannot be combined with the other options."""
     if mtp:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if getattr(model, "ranks", None) is not None:
         raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
     if asks_for_copies(copy_drafts):
         raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
-    # mlx-lm's speculative loop passes on the layers' caches alone, which do not tell where images are.
+    # mlx-lm's speculative loop passes only the caches of layers, which do not have the positions of images.
     if images or positions_of(prompt_cache, len(model.layers)) is not None:
         raise ValueError("A draft model takes no images: omit draft_model.")
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """The prompt's tokens, [T], as mlx-lm encodes it."""
+    """Encode the prompt as in mlx-lm, [T]."""
     if isinstance(prompt, mx.array):
         return prompt
     if isinstance(prompt, str):
@@ -172,7 +172,7 @@ def _stream_mtp(
     make_steps: Callable[..., Generator[Token, None, None]],
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
-    """As mlx-lm's ``stream_generate`` does with its steps, make responses of those of ``mtp_generate_step``."""
+    """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
     steps = make_steps(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)

@@ -1,12 +1,12 @@
 """Functions of a module and arrays, compiled once for each kind of module and each shape.
 
-MLX builds a graph anew for every token. If Python calls each operation, this takes as long as a small model takes to run it; a
-function of ``mx.compile`` is traced once, and its graph is then copied without Python, with its elementwise operations fused.
+MLX builds a new graph for every token. With Python calls for each operation, this takes as long as a small model takes to run.
+A function of ``mx.compile`` is traced once; then its graph is copied without Python, with fused elementwise operations.
 
 The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
-effect at once. Everything else in a module is fixed in the trace and makes up its kind: its class, its numbers, and those of
-its submodules. If a submodule is replaced, its arrays usually do not fit the trace, and the kind is looked up again. If it is
-replaced by a module of another class whose arrays have the same names and shapes, ``forget_kind`` must be called, as
+effect at once. All other attributes are fixed in the trace and define the kind of the module: its class, its numbers, and those
+of its submodules. If a submodule is replaced, its arrays usually do not fit the trace, and the kind is looked up again. If it
+is replaced by a module of another class whose arrays have the same names and shapes, ``forget_kind`` must be called, as
 ``update_modules`` does.
 """
 
@@ -19,13 +19,14 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-MOST_TRACES = 512  # latest used traces that a thread keeps: each takes some 100 KB, and a few milliseconds to make
+# Traces that a thread keeps, the latest used ones; each takes some 100 KB, and a few milliseconds to make.
+MOST_TRACES = 512
 
 Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
 
 
 class Kind:
-    """A module without its arrays, which the modules of one kind have in common.
+    """A module without its arrays: the common part of the modules of one kind.
 
     Args:
         template (nn.Module, optional): A module of the kind, without arrays; ``None`` for modules that cannot be traced.
@@ -43,7 +44,7 @@ _kinds: WeakValueDictionary[Hashable, Kind] = WeakValueDictionary()
 
 
 class Compilable:
-    """A module whose kind is looked up again when modules in it are replaced. List it before ``nn.Module`` among the bases."""
+    """A module that looks up its kind again after modules in it are replaced. List it before ``nn.Module`` in the bases."""
 
     def forget_kind(self) -> None:
         vars(self).pop("_kind", None)
@@ -65,7 +66,7 @@ _traces = _Traces()
 
 
 def n_traces() -> int:
-    """The number of traces that this thread has made so far. A step that makes one takes longer than the next step will."""
+    """The number of traces that this thread has made. A step that makes a trace takes longer than later steps."""
     return _traces.n_made
 
 
@@ -73,9 +74,9 @@ def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> A
     """``function(module, *inputs, **numbers)``, compiled.
 
     Args:
-        function (Callable): A pure function, which may call the modules in ``module`` and return arrays alone.
+        function (Callable): A pure function that returns arrays. It may call the modules in ``module``.
         module (nn.Module): The module. The call is not compiled if it is in training, or has an attribute that a trace cannot
-          hold, such as a distributed group.
+          have, such as a distributed group.
         inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
         numbers (int): Numbers, which are fixed in the trace.
     """
@@ -106,15 +107,15 @@ def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Func
 
 
 class _AnotherKind(Exception):
-    """A module is no longer of its recorded kind."""
+    """A module has another kind than recorded."""
 
 
 class _UntraceableError(Exception):
-    """A module has an attribute that a trace cannot hold."""
+    """A module has an attribute that a trace cannot have."""
 
 
 class _TrainingError(Exception):
-    """A module is in training, which may end."""
+    """A module is in training."""
 
 
 def _kind_of(module: Any) -> Kind:
@@ -133,7 +134,7 @@ def _kind_of(module: Any) -> Kind:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes except for arrays, modules and lists of them."""
+    """A module's attributes other than arrays, modules and lists of them."""
     return {name: x for name, x in vars(module).items() if name not in ("_no_grad", "_kind")}
 
 

@@ -1,7 +1,7 @@
 """Cheaper drafts: an output layer and a head of fewer tokens and fewer bits.
 
-The whole model verifies each draft, so cheaper drafts do not change the text: they change the cost of a draft and its
-acceptance rate. Most of a draft's cost is the output layer, which has weights for each of some 250,000 tokens.
+The whole model verifies each draft, so cheaper drafts do not change the text, only the cost and the acceptance rate of drafts.
+Most of a draft's cost is the output layer, with the weights of some 250,000 tokens.
 """
 
 import copy
@@ -18,12 +18,12 @@ ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 class DraftLMHead:
     """The output layer of drafts.
 
-    Not an ``nn.Module``: its arrays are made from the model's at load time and are not parameters of the model.
+    It is not an ``nn.Module``, since its arrays are copied from the model's and are not parameters.
 
     Args:
-        layer (nn.Module): The model's ``lm_head``, or its embedding where they are tied; quantized or not.
-        ids (List[int], optional): The tokens whose weights to copy, in ascending order, so that the first of equal logits wins,
-          as in the whole layer. Default: ``None``, all tokens.
+        layer (nn.Module): The model's ``lm_head``, or its embedding if they are tied; quantized or not.
+        ids (List[int], optional): The tokens whose weights to copy, in ascending order, so that the first of equal logits is
+          chosen, as in the whole layer. Default: ``None``, all tokens.
         bits (int, optional): Quantize the copy to this many bits. Default: ``None``, no quantization.
     """
 
@@ -41,13 +41,13 @@ class DraftLMHead:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
-        """Add these tokens to the draft vocabulary: a text repeats its own words, however rare they are elsewhere.
+        """Add tokens to the draft vocabulary: a text repeats its own words, even rare ones.
 
         Args:
             tokens (Iterable[int]): Tokens of the prompt, or generated tokens.
 
         Returns:
-            DraftLMHead: This layer if it has all of them, or else a new one. New tokens come last in ``ids``.
+            DraftLMHead: This layer if it has all of them, otherwise a new layer. New tokens come last in ``ids``.
         """
         new = tuple(i for i in dict.fromkeys(tokens) if i not in self._loaded and i not in self._added)
         if self.ids is None or not new:
@@ -114,7 +114,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:
-    """Quantize the decoder layer of an MTP head in place; never ``fc`` nor a router."""
+    """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
     if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
         raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
 

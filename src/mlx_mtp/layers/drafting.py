@@ -1,4 +1,4 @@
-"""The configuration of a model's drafts and passes, ``model.drafting``: ``mlx_mtp.load`` sets it, and the loop reads it."""
+"""The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,13 +43,13 @@ class DraftConfig:
     """
     Args:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
-        tuned (Settings, optional): The best settings found by ``--tune``. Default: ``None``, it has not run.
+        tuned (Settings, optional): The settings of ``--tune``. Default: ``None``, not tuned.
         attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``.
           Default: ``None``, all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        timing (pacing.timing.Timing, optional): The times of steps on this machine, which ``pacing`` makes and ``decoding``
-          updates. It is kept here to live as long as the model and to be shared by all generations with it.
+        timing (pacing.timing.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
+          ``decoding``. It is an attribute of the model so that all generations share it.
     """
 
     lm_head: DraftLMHead | None = None

@@ -6,12 +6,12 @@ mxfp8 on every generation); with plain weights it does on every generation. Atte
 experts are sorted from 64 (token, expert) pairs on. So exact mode calls each layer on the tokens of the window one by one, as
 plain decoding does: the same kernels on the same shapes give the same bits.
 
-The cost: a layer's weights are read once for each token, where an ordinary window reads them once. A window of n tokens costs
-up to n plain passes, less what the chip's cache keeps of a layer from one token to the next, since all tokens pass a layer
-before the next layer begins. A step of n tokens yields n at most, so exact mode can be slower than plain decoding: use it to
-know, not for speed. It costs little where weights are read once for each token anyway: affine quantized weights on M1 and M2,
-and the experts of a mixture. It gains nothing where an ordinary window has the bits of plain decoding already, as on MLX's CPU
-backend; ``--check`` tells.
+The cost: a layer's weights are read once for each token of a window, not once for all. A window of n tokens costs up to n plain
+passes, less if the chip's cache keeps weights of a layer from one token to the next: all tokens run through a layer before the
+next layer begins. A step over n tokens yields at most n, so exact mode can be slower than plain decoding. It is for comparison,
+not for speed. It costs little if weights are read once for each token anyway: affine quantized weights on M1 and M2, and the
+experts of a mixture. It is not needed if an ordinary window has the bits of plain decoding, as on MLX's CPU backend;
+``--check`` tells.
 """
 
 from typing import Any

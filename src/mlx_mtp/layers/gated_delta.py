@@ -1,4 +1,4 @@
-"""A recurrent layer over a window: mlx-lm's forward as a pure function, split where the confirmed tokens end, and recorded."""
+"""A recurrent layer over a window: mlx-lm's forward pass as a pure function, split after the confirmed tokens, and recorded."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ def recurrent_layer(
         layer (nn.Module): Its ``linear_attn`` has ``project``.
         x (mx.array): [B, T, H]
         conv_state (mx.array): The last inputs of the convolution, [B, K - 1, C].
-        state (mx.array): Of the recurrence, [B, Hv, Dv, Dk].
+        state (mx.array): The state of the recurrence, [B, Hv, Dv, Dk].
         n_confirmed (int): The number of leading tokens that are final; 0 if the call is not recorded.
 
     Returns:
         Tuple[mx.array, ...]: The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
           inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v, a, b
-          of the others, each [B, T - n_confirmed, ...], if there are any.
+          of the other tokens, each [B, T - n_confirmed, ...], if there are any.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     qkv, z, a, b = delta.project(layer.input_layernorm(x))

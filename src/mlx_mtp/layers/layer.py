@@ -5,8 +5,8 @@ A recurrent layer is one function, of its input and its states (``gated_delta.py
     x ── before_attention ── queries, keys, values ── cache, attention ──┐
     x ───────────────────────────────────────────────────────── after_attention ── x
 
-Cache and attention stay outside, since the number of tokens changes at every step. A pass that is not compiled, not recorded
-and does not take its queries in groups runs mlx-lm's own layer.
+Cache and attention are outside of the functions, since the number of tokens changes at every step. A pass that is neither
+compiled nor recorded, and has no groups of queries, runs mlx-lm's own layer.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from .passes import Pass, current_pass
 
 
 class Layer(Compilable):
-    """List it before mlx-lm's ``DecoderLayer`` or ``Qwen3NextDecoderLayer`` among the bases."""
+    """A decoder layer. List it before mlx-lm's ``DecoderLayer`` or ``Qwen3NextDecoderLayer`` in the bases."""
 
     is_linear: bool
     linear_attn: Any
@@ -72,7 +72,7 @@ def before_attention(layer: Any, x: mx.array, start: mx.array | None = None) -> 
 
     Args:
         x (mx.array): [B, T, H]
-        start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, the caller rotates.
+        start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, without rope.
 
     Returns:
         Tuple[mx.array, ...]: Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], and the gate [B, T, Hq D].
@@ -86,14 +86,14 @@ def before_attention(layer: Any, x: mx.array, start: mx.array | None = None) -> 
 
 
 def queries_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
-    """x [B, T, H] behind the layer's norm -> queries before rope [B, Hq, T, D], and the gate [B, T, Hq D]"""
+    """x [B, T, H] after the layer's norm -> queries before rope [B, Hq, T, D], and the gate [B, T, Hq D]"""
     B, T, _ = x.shape
     queries, gate = mx.split(attention.q_proj(x).reshape(B, T, attention.num_attention_heads, -1), 2, axis=-1)
     return attention.q_norm(queries).transpose(0, 2, 1, 3), gate.reshape(B, T, -1)
 
 
 def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
-    """x [B, T, H] behind the layer's norm -> keys before rope, and values, [B, Hkv, T, D] each"""
+    """x [B, T, H] after the layer's norm -> keys before rope, and values, [B, Hkv, T, D] each"""
     B, T, _ = x.shape
     keys, values = (p(x).reshape(B, T, attention.num_key_value_heads, -1) for p in (attention.k_proj, attention.v_proj))
     return attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)

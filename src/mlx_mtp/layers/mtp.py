@@ -1,4 +1,4 @@
-"""The multi-token-prediction head: one more decoder layer, which guesses the token after next.
+"""The multi-token-prediction head: one extra decoder layer, which predicts the token after next.
 
     pair i:  E[t_{i+1}] ── pre_fc_norm_embedding ──┐
                                                    ├── fc ── decoder layer ── norm ──> lm_head: a guess of t_{i+2}
@@ -48,8 +48,9 @@ class MTPModule(Compilable, nn.Module):
             embeddings (mx.array): The embedding of the token after each position, [B, T, H].
             hidden (mx.array): The backbone's hidden state at each position, or the head's own for a further draft, [B, T, H].
             cache (KVCache, optional): The head's keys and values.
-            last_only (bool): Return the output of the last position only, from which a draft is made. The positions before it
-              only add keys and values to the cache. Requires a cache. Default: ``False``.
+            last_only (bool): Return only the output of the last position, for a draft. The positions before it only add keys
+            and
+              values to the cache. Requires a cache. Default: ``False``.
 
         Returns:
             mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
@@ -80,7 +81,7 @@ class MTPModule(Compilable, nn.Module):
         )
 
     def decode(self, x: mx.array, cache: Any = None) -> mx.array:
-        """The decoder layer and the norm: the output of ``combine`` -> [B, T, H]."""
+        """Run the decoder layer and the norm on the output of ``combine`` -> [B, T, H]."""
         (layer,) = self.layers
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
@@ -88,7 +89,7 @@ class MTPModule(Compilable, nn.Module):
 def _before_attention(
     mtp: Any, embeddings: mx.array, hidden: mx.array, start: mx.array | None = None, *, n: int
 ) -> tuple[mx.array, ...]:
-    """The head's part before attention, of which only the last n positions go on.
+    """The head's part before attention. Only the last n positions have queries.
 
     Returns:
         Tuple[mx.array, ...]: The input of the last n positions [B, n, H]; then, as ``layer.before_attention``, their queries,
@@ -133,8 +134,8 @@ def run_head(
     Args:
         hidden (mx.array): The hidden states of T positions, [B, T, H].
         tokens (mx.array): The token after each, [B, T].
-        cache (KVCache): The head's keys and values; those of T positions are appended.
-        embeddings (mx.array, optional): Embeddings to use in place of the tokens', [B, T, H].
+        cache (KVCache): The head's keys and values, to which T positions are appended.
+        embeddings (mx.array, optional): Embeddings to use instead of the tokens', [B, T, H].
         positions (Positions, optional): The positions of the hidden states in a text with images. Default: ``None``, plain
           positions.
 
@@ -149,7 +150,7 @@ def run_head(
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head), the head's names cut to what follows ``mtp.``."""
+    """Split a checkpoint's tensors into (backbone, head). The head's names lose the prefix ``mtp.``."""
     backbone, head = {}, {}
     for name, w in weights.items():
         prefix, dot, rest = name.partition("mtp.")
@@ -161,14 +162,14 @@ def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def is_raw(weights: Mapping[str, mx.array]) -> bool:
-    """Whether tensors are in the Hugging Face layout: its convolutions are [C, 1, K], those of MLX [C, K, 1]."""
+    """Whether tensors are in the Hugging Face layout, with convolutions [C, 1, K] instead of MLX's [C, K, 1]."""
     return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
 
 
 def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
     """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts may be stacked, one by one, fused, or under a dense layer's names. In a raw checkpoint, add 1 to every norm.
+    Experts may be stacked, separate, fused, or named as in a dense layer. In a raw checkpoint, 1 is added to every norm.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.

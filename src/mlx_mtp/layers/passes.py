@@ -1,4 +1,4 @@
-"""The configuration of a pass for its layers. It is a context variable, since mlx-lm's forward has no argument for it."""
+"""The configuration of a pass for its layers: a context variable, since mlx-lm's forward pass has no argument for it."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -21,11 +21,10 @@ MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and
 class Pass:
     """
     Args:
-        compiled (bool): Whether layers are compiled. Default: ``False``, they are called as mlx-lm calls them.
-        attention_rows (int, optional): The most tokens that attention takes at a time, see ``attention.py``. Default: ``None``,
-          all.
-        pieces (int, optional): The number of attention layers after which the graph built so far is given to the device, while
-          the host builds the rest. Default: ``None``, the whole graph at once.
+        compiled (bool): Whether layers are compiled. Default: ``False``, they run as in mlx-lm.
+        attention_rows (int, optional): The most queries of an attention call, see ``attention.py``. Default: ``None``, all.
+        pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
+          while the host builds the rest. Default: ``None``, the whole graph at once.
     """
 
     compiled: bool = False
@@ -35,13 +34,13 @@ class Pass:
     starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
-        """``function(module, *inputs, **numbers)``, as ``compiled.run`` says."""
+        """``function(module, *inputs, **numbers)``, compiled or not, see ``compiled.run``."""
         return (run if self.compiled else _call)(function, module, *inputs, **numbers)
 
     def start(self, cache: Any) -> tuple[mx.array, ...]:
-        """The position of the first token behind a cache, as an array, since a number would be fixed in a trace.
+        """The position of the first token after a cache, as an array, since a number would be fixed in a trace.
 
-        Empty where positions have three axes.
+        Empty if positions have three axes.
         """
         offset = cache.offset
         if isinstance(offset, mx.array):
@@ -53,7 +52,7 @@ class Pass:
         return () if start is None else (start,)
 
     def count_attention(self, x: mx.array) -> None:
-        """Call with the hidden states behind each attention layer."""
+        """Call with the hidden states after each attention layer."""
         self.n_attended += 1
         if self.pieces is not None and self.n_attended % self.pieces == 0:
             mx.async_eval(x)
@@ -98,7 +97,7 @@ def _call(function: Callable[..., Any], module: Any, *inputs: mx.array, **number
 
 
 def not_compiled(model: Any, steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The steps of a generation that may take turns with another, without compiled passes: as mlx-lm's own model runs."""
+    """The steps of a generation without compiled passes, as in mlx-lm. It may take turns with other generations."""
     with closing(steps):
         while True:
             compiled, model.drafting.compiled = model.drafting.compiled, False

@@ -8,12 +8,12 @@ hidden states, and rolls back rejected drafts by trimming both caches. So the ta
 
 - The draft's cache is made with the target's: the target's passes leave their hidden states in it. Tokens wait in it until
   their hidden states are known.
-- A pass of the target with a token that the draft model was not given (the last draft is never fed back) verifies, and is
-  recorded. Inside that window, and while it is empty, a recurrent layer's cache says that it can be trimmed. Trimming beyond
-  the window raises.
+- A pass of the target with a token that the draft model was not given (the last draft is never fed back) is a verify pass, and
+  is recorded. A recurrent layer's cache can be trimmed within this window, and while it is empty. Trimming beyond the window is
+  an error.
 
-So a cache serves a single generation: mlx-lm refuses to use it for a second one, since it cannot be trimmed then. To keep
-prompt caches over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then. To keep prompt caches
+over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
 """
 
 import weakref
@@ -29,7 +29,7 @@ from ..layers.mtp import run_head
 
 
 class ArraysCache(caches.ArraysCache):
-    """A recurrent layer's cache that can be trimmed inside the target's last window.
+    """A recurrent layer's cache that can be trimmed within the target's last window.
 
     The class has its parent's name because a prompt cache file has the names of its classes.
     """
@@ -42,7 +42,7 @@ class ArraysCache(caches.ArraysCache):
         return self.empty() or (self.window is not None and self.window.n_tokens > 0)
 
     def trim(self, n: int) -> int:
-        """Take back the last ``n`` tokens of the open window, and close it.
+        """Remove the last ``n`` tokens of the open window, and close it.
 
         Raises:
             ValueError: The tokens are not in the window, or no window is open.
@@ -58,8 +58,8 @@ class ArraysCache(caches.ArraysCache):
 class DraftCache(stock._BaseCache):
     """The draft model's state: the head's keys and values, and the tokens and hidden states of the next pairs.
 
-    Pair i of the head is token i with the target's hidden state of token i - 1, so token 0 has no pair. ``n_verified`` counts
-    the keys and values made from the target's hidden states. Those behind them belong to drafts, and are made from the head's
+    Pair i of the head is token i with the target's hidden state of token i - 1, so token 0 has no pair. ``n_verified`` is the
+    number of keys and values made from the target's hidden states. Later ones belong to drafts, and are made from the head's
     own output.
     """
 
@@ -70,9 +70,9 @@ class DraftCache(stock._BaseCache):
         self.n_seen = 0  # tokens given to the draft model
         self.hidden: mx.array | None = None  # the target's hidden states from n_verified on, [1, N, H]
         self.n_final = 0  # tokens in the target's cache before its last pass
-        self.n_tokens = 0  # tokens in it after that pass, less those rejected
+        self.n_tokens = 0  # tokens in it after that pass, without rejected ones
         self.last: mx.array | None = None  # the head's output for its last row, [1, 1, H]
-        self.verified = False  # the target's last pass was over drafts, which can now be trimmed
+        self.verified = False  # whether the target's last pass was over drafts, which can be trimmed now
 
     @property
     def state(self) -> Any:
@@ -131,12 +131,12 @@ class DraftCache(stock._BaseCache):
 
 
 class Target(nn.Module):
-    """A model as mlx-lm's speculative loop calls its target."""
+    """A model with the interface of the target in mlx-lm's speculative loop."""
 
     def __init__(self, model: Any):
         super().__init__()
         self.model = model
-        self._waiting: weakref.ref[DraftCache] | None = None  # made with the latest cache; the draft model's next
+        self._waiting: weakref.ref[DraftCache] | None = None  # made with the latest cache, for the draft model
 
     @property
     def layers(self) -> Any:
@@ -165,17 +165,17 @@ class Target(nn.Module):
         if draft is None or draft.empty():
             logits: mx.array = self.model(inputs, cache=cache)
             return logits
-        verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # else it is a chunk of the prompt
+        verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt
         logits, hidden = self.model(inputs, cache=cache, return_hidden=True, n_confirmed=int(verifies))
         draft.record(self.model, hidden, verifies)
         return logits
 
 
 class DraftModel:
-    """The head of a model as mlx-lm's speculative loop calls a draft model. Make it with ``model.make_draft_model()``.
+    """The head of a model as a draft model for mlx-lm's speculative loop. Made by ``model.make_draft_model()``.
 
     Attributes:
-        target (Target): The model, to pass to that loop with it.
+        target (Target): The model to pass to that loop.
     """
 
     def __init__(self, model: Any):
@@ -195,8 +195,8 @@ class DraftModel:
             cache (List[Any]): Of ``make_cache``.
 
         Returns:
-            mx.array: Logits of the token after the last, [1, 1, V]. Zeros where there is nothing to draft from: for a chunk of
-              the prompt, whose logits are not read, and after the first token of a text.
+            mx.array: Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
+              and after the first token of a text, which has no hidden state before it.
         """
         if not cache or not isinstance(cache[0], DraftCache):
             raise ValueError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")

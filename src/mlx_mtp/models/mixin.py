@@ -1,4 +1,4 @@
-"""The common part of models with a head: construction, forward pass, caches, weights, and the output layer of drafts."""
+"""The common part of models with a head: construction, forward pass, caches, weights, and the output layer for drafts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ class MTPMixin:
         return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
     def fingerprint(self) -> bytes:
-        """The digest that tells this model's prompt caches from another's, see ``fingerprint.py``. It is computed once."""
+        """The digest that identifies this model's prompt caches, see ``fingerprint.py``. It is computed once."""
         self._fingerprint = self._fingerprint or fingerprint(self)
         return self._fingerprint
 
@@ -56,7 +56,7 @@ class MTPMixin:
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def forget_kinds(self) -> None:
-        """Call when modules in layers were replaced: see ``compiled.py``."""
+        """Call after modules in layers were replaced, see ``compiled.py``."""
         mtp = getattr(self, "mtp", None)
         for module in [*self.layers, *([] if mtp is None else [mtp, *mtp.layers])]:
             module.forget_kind()
@@ -92,13 +92,13 @@ class MTPMixin:
 
     @property
     def text_args(self) -> Any:
-        """The arguments of the whole language model, even if this rank has a part of it."""
+        """The arguments of the whole language model, also on a rank with a part of it."""
         text: Any = getattr(self, "language_model", self)
         return text.args
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids; on several ranks ``output_layer`` may have the weights of a part of them."""
+        """The number of token ids. On several ranks ``output_layer`` may have only some of their weights."""
         size: int = self.text_args.vocab_size
         return size
 
@@ -122,12 +122,12 @@ class MTPMixin:
         """One pass of the head.
 
         Args:
-            hidden (mx.array): The backbone's output after its final norm, or the head's own for a further draft, [B, T, H].
+            hidden (mx.array): The backbone's output after its final norm or, for a further draft, the head's output, [B, T, H].
             next_tokens (mx.array): The token after each of these positions, [B, T].
-            cache (KVCache, optional): The head's keys and values; those of T positions are appended.
+            cache (KVCache, optional): The head's keys and values, to which T positions are appended.
 
         Returns:
-            Tuple[mx.array, mx.array]: Logits of the token after those, [B, T, V], and hidden states, [B, T, H].
+            Tuple[mx.array, mx.array]: Logits of the token after ``next_tokens``, [B, T, V], and hidden states, [B, T, H].
         """
         out = self.mtp(self.model.embed_tokens(next_tokens), hidden, cache)
         return self.logits(out), out
@@ -174,7 +174,7 @@ def forward(
         if exact:
             logits, hidden = one_by_one(model, inputs, cache, **kwargs)
         else:
-            # The layers' caches alone: in a pipeline mlx-lm's backbone writes to the last.
+            # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
             hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
             logits = model.logits(hidden)
     return (logits, hidden) if return_hidden else logits

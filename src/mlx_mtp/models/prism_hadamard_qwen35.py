@@ -1,6 +1,6 @@
-"""Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack, whose rotations are in its layers.
+"""Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack, with rotations in its layers.
 
-The head is not packed. It is that of the dense model, in the backbone's float16.
+The head is not packed. It is the head of the dense model, in the backbone's float16.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Model(qwen3_5.Model, stock.Model):
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        # mlx-lm has packed a text model of its own, which that of the dense model has replaced.
+        # mlx-lm has packed its own text model, which the text model with a head replaces.
         modules = stock.Model(args).language_model.named_modules()
         packed = [(path, m) for path, m in modules if isinstance(m, stock.HadamardQuantizedLinear)]
         self.language_model.update_modules(tree_unflatten(packed))
@@ -31,7 +31,7 @@ class Model(qwen3_5.Model, stock.Model):
     def sanitize(
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
-        # mlx-lm asks for the signs of each module in the manifest. A stage of a pipeline has those of its layers.
+        # mlx-lm requires the signs of each module in the manifest. A stage of a pipeline has only those of its layers.
         names = {name.removeprefix("language_model.") for name in weights}
         self.args.modules = [m for m in self.args.modules if f"{m['path']}.weight" in names]
         weights = super().sanitize(weights, head, raw)

@@ -1,4 +1,4 @@
-"""The interface of the models in this package, as the decoding loop uses it."""
+"""The interface of the models for the decoding loop."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from ..layers.mtp import MTPModule
 
 
 class PassCaches(Protocol):
-    """The caches of one or more sequences that go through the model together: ``SingleCache`` or ``RowsCache``.
+    """The caches of the sequences in a pass: ``SingleCache`` for one, ``RowsCache`` for several.
 
     A pass is in flight from ``start_pass`` until ``roll_back``. It runs over a window of tokens of each sequence, and the
     caller passes the number of final tokens to ``roll_back``.
@@ -39,7 +39,7 @@ class PassCaches(Protocol):
     def nbytes(self) -> int: ...
 
     def start_pass(self, n: int) -> None:
-        """The next call of the model is over n tokens of each sequence."""
+        """Begin a pass: the next call of the model is over n tokens of each sequence."""
         ...
 
     def roll_back(self, kept: list[int]) -> None:

@@ -22,7 +22,7 @@ class TextModelArgs(stock.TextModelArgs):
 class ModelArgs(stock.ModelArgs):
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":
-        # mlx_mtp.load puts what the tensors say of the head beside text_config, which may claim a head that is not there.
+        # mlx_mtp.load sets the number of the head's layers, from its tensors. text_config may claim a head that is missing.
         args = super().from_dict(params)
         if (n := params.get("mtp_num_hidden_layers")) is not None:
             args.text_config = {**args.text_config, "mtp_num_hidden_layers": n}
@@ -110,7 +110,7 @@ class Model(MTPMixin, stock.Model):
         )
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """Keep this rank's part of each layer, of the head's too."""
+        """Keep this rank's part of each layer, including the head's."""
         group = group or mx.distributed.init()
         super().shard(group)
         if getattr(self.language_model, "mtp", None) is not None:
@@ -122,5 +122,5 @@ class Model(MTPMixin, stock.Model):
         return self.language_model.mtp
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """The output layer alone: [B, T, H] -> [B, T, V]."""
+        """The output layer: [B, T, H] -> [B, T, V]."""
         return self.language_model.logits(hidden)

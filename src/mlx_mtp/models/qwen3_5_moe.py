@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, mixture of experts: the dense model with mlx-lm's reading of the experts."""
+"""Qwen3.5, 3.6 and 3.8, mixture of experts: the dense model with mlx-lm's loading of the experts."""
 
 from mlx_lm.models import qwen3_5_moe as stock
 

@@ -22,7 +22,7 @@ class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
     sharding_group = None  # a sharded ``out_proj`` sums by itself
 
     def project(self, x: mx.array) -> tuple[mx.array, ...]:
-        """As that of ``mlx_mtp.models.qwen3_5.GatedDeltaNet``."""
+        """As ``mlx_mtp.models.qwen3_5.GatedDeltaNet.project``."""
         B, T, _ = x.shape
         q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
         return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
@@ -52,7 +52,7 @@ class Model(MTPMixin, stock.Model):
         n_confirmed: int = 0,
         exact: bool = False,
     ) -> mx.array | tuple[mx.array, mx.array]:
-        """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings: mlx-lm's Qwen3-Next does not take them."""
+        """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
         return forward(
             self,
             inputs,
@@ -64,7 +64,7 @@ class Model(MTPMixin, stock.Model):
         )
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """The output layer alone: [B, T, H] -> [B, T, V]."""
+        """The output layer: [B, T, H] -> [B, T, V]."""
         if self.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
         out = self.lm_head(hidden)
@@ -73,7 +73,7 @@ class Model(MTPMixin, stock.Model):
         return out
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """Keep this rank's part of each layer, of the head's too. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""
+        """Keep this rank's part of each layer, including the head's. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""
         group = group or mx.distributed.init()
         if not self.args.tie_word_embeddings:
             self.lm_head = shard_linear(self.lm_head, "all-to-sharded", group=group)

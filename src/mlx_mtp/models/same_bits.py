@@ -1,4 +1,4 @@
-"""Compare the logits of compiled and ordinary passes on this device, whose fused operations may round differently."""
+"""Comparison of the logits of compiled and ordinary passes: the fused operations of a device may round differently."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
 
 
 def report(differences: dict[int, float]) -> str:
-    """A line for people."""
+    """The result, in one line."""
     if not any(differences.values()):
         return f"Compiled passes over {', '.join(map(str, differences))} tokens give the same bits as uncompiled ones."
     different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())

@@ -1,6 +1,6 @@
-"""A model on several machines: tensor parallel, where each rank holds a part of every layer, or a pipeline of layers.
+"""A model on several machines: tensor parallel, with a part of every layer on each rank, or a pipeline of layers.
 
-In a pipeline every stage holds the embedding, the output layer and the whole head: mlx-lm gives each the backbone's output.
+In a pipeline every stage has the embedding, the output layer and the whole head: mlx-lm gives each stage the backbone's output.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def shard_recurrent_layer(layer: Any, group: mx.distributed.Group) -> None:
         shard_inplace(projection, "all-to-sharded", group=group)
     for name in ("dt_bias", "A_log"):
         delta[name] = mx.contiguous(mx.split(delta[name], n)[rank])
-    delta.out_proj = shard_linear(delta.out_proj, "sharded-to-all", group=group)  # it sums by itself
+    delta.out_proj = shard_linear(delta.out_proj, "sharded-to-all", group=group)  # it has its own sum
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
         setattr(delta, name, getattr(delta, name) // n)
     _shard_mlp(layer.mlp, group)
@@ -54,7 +54,7 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 
 def check_shard(model: Any, n: int) -> None:
-    """Raise a ValueError if a model cannot be split among ``n`` ranks, before any of its weights is read."""
+    """Raise a ValueError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
     if not model.can_shard:
         raise ValueError(
             f"A model of type {model.model_type} cannot be split among processes, because a rotation mixes the inputs of each "
@@ -63,7 +63,7 @@ def check_shard(model: Any, n: int) -> None:
     args = model.text_args
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     sizes = {"attention heads": heads, "key heads of its recurrent layers": args.linear_num_key_heads}
-    if kv_heads % n > 0 and n % kv_heads > 0:  # fewer heads than ranks are repeated
+    if kv_heads % n > 0 and n % kv_heads > 0:  # heads are repeated if there are fewer than ranks
         sizes["key-value heads"] = kv_heads
     if not args.tie_word_embeddings:
         sizes["token ids"] = args.vocab_size

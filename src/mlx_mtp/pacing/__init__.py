@@ -1,1 +1,1 @@
-"""How many tokens to draft in a step, and how many to prefill between two steps, by measured times."""
+"""The numbers of tokens to draft in a step and to prefill between two steps, chosen by measured times."""

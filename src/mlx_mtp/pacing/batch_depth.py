@@ -1,12 +1,11 @@
 """The number of tokens to draft next in a batch: the one with the fewest seconds per token, in the mean of its sequences.
 
 A step with k drafts of B sequences takes t(B, k) seconds, and sequence b yields E_b(k) tokens, by its own acceptance rates.
-The k that all share minimizes the mean of t(B, k) / E_b(k). The k with the most tokens per second of the whole batch is
-another one: it favours sequences that are fast already, and a sequence whose drafts are rejected pays for them and ends long
-after the others.
+The shared k minimizes the mean of t(B, k) / E_b(k). It does not maximize the tokens per second of the whole batch, which would
+favor sequences that are already fast: a sequence whose drafts are rejected would end long after the others.
 
-A ``Depth`` for each batch size chooses as it does for one sequence (``pacing/depth.py``). Acceptance rates belong to sequences,
-which come and go; times belong to the model.
+A ``Depth`` for each batch size chooses as for one sequence (``pacing/depth.py``). Acceptance rates belong to sequences, times
+to the model.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from .step_times import StepTimes
 
 
 class JointRates(Rates):
-    """The acceptance rates of several sequences, joined to those of one that takes their mean time for a token.
+    """The acceptance rates of several sequences, as those of one sequence with their mean time per token.
 
-    It counts no windows itself: each sequence has its own ``Rates``.
+    It counts no windows: each sequence has its own ``Rates``.
     """
 
     def set(self, rates: Sequence[Sequence[float]]) -> None:
@@ -44,16 +43,16 @@ def joint(rates: Sequence[Sequence[float]]) -> list[float]:
     """
     tokens = [len(rates) / sum(1 / n for n in of_each) for of_each in zip(*map(expected_tokens, rates))]  # [K + 1]
     accepted = [1.0, *(b - a for a, b in pairwise(tokens))]  # the probability that the drafts up to each are accepted
-    # Differences of sums: where hardly any draft is accepted so far, what is left of them is rounding.
+    # Differences of sums, which are only rounding if hardly any draft is accepted so far.
     return [min(max(b / a, 0.0), 1.0) if a > 1e-9 else 0.0 for a, b in pairwise(accepted)]
 
 
 class BatchSizeDepth(Depth):
     """A ``Depth`` of several sequences.
 
-    In a large batch a draft costs nearly as much as a token, so drafts gain little at best. Estimates over many sequences that
-    come and go have larger errors than those of one. And sequences that gain differently end at different times, the last ones
-    in a small batch. So the margin grows with the batch.
+    The margin grows with the batch, for three reasons: in a large batch a draft costs nearly as much as a token, so drafts gain
+    little. Estimates over changing sequences have larger errors than for one sequence. And sequences with different gains end
+    at different times, the last ones in a small batch.
 
     Args:
         batch_size (int): The number of sequences.
@@ -62,7 +61,7 @@ class BatchSizeDepth(Depth):
     """
 
     MOST_MARGIN = 0.15
-    # Within the margin a probe seems to lose nothing. Plain steps behind it bound its cost, and most of them are timed.
+    # Within the margin a probe seems to cost nothing. Plain steps after it bound its cost, and most of them are timed.
     PLAIN_AFTER_PROBE = 15
 
     def __init__(self, batch_size: int, times: StepTimes, rates: Rates):
@@ -71,7 +70,7 @@ class BatchSizeDepth(Depth):
 
 
 class BatchTimes:
-    """The times of steps by batch size. A new size begins with times interpolated from the sizes nearest to it.
+    """The times of steps by batch size. A new size begins with times interpolated from the nearest sizes.
 
     Args:
         of_one (StepTimes, optional): The times of one sequence alone.
@@ -87,13 +86,13 @@ class BatchTimes:
         return self.by_size[batch_size]
 
     def copy_from(self, other: "BatchTimes") -> None:
-        """Take over the times of another, such as rank 0's."""
+        """Copy the times of another object, such as rank 0's."""
         self.by_size = {n: self.by_size.get(n, times) for n, times in other.by_size.items()}
         for n, times in other.by_size.items():
             self.by_size[n].copy_from(times)
 
     def _guess(self, batch_size: int) -> dict[int, float]:
-        """Guess the times of a new size: on the line through the two nearest sizes, at the depths that both have."""
+        """Guess the times of a new size from the line through the two nearest sizes, at the depths of both."""
         known = {n: times for n, times in self.by_size.items() if len(times.seconds) > 1}
         if not known:
             return {}
@@ -123,13 +122,13 @@ class BatchDepth:
         """
         Args:
             batch_size (int): The number of sequences in the step.
-            rates (Sequence[Sequence[float]]): The acceptance rates of those that go on, each [K].
+            rates (Sequence[Sequence[float]]): The acceptance rates of the sequences that continue, each [K].
         """
         self.rates.set(rates)
         return self.of(batch_size).next().k
 
     def of(self, batch_size: int) -> Depth:
-        """The depth that chooses for this many sequences, and observes their steps."""
+        """The depth that chooses for this batch size and observes its steps."""
         if batch_size not in self.by_size:
             self.by_size[batch_size] = BatchSizeDepth(batch_size, self.times.of(batch_size), self.rates)
         return self.by_size[batch_size]

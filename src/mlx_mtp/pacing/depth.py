@@ -1,12 +1,12 @@
 """Choose the number and the source of the next drafts: the most expected tokens per second, by the steps observed so far.
 
-A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted given
-that those before it were, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
+A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted, given
+that the drafts before it are, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
 ``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
 Nothing here reads a clock or draws a random number. docs/develop/depth.md has the measured effect of each constant.
 
-The head's confidence in a draft is not used: the host learns it only after the drafts are computed, and a step that waits for
-them before it builds the verify pass usually loses more than it saves. Where waiting gains, ``--tune`` sets ``draft_p_min``.
+The head's confidence in a draft is not used: the host knows it only after the drafts are computed, and to wait for them before
+building the verify pass usually costs more than it saves. If waiting gains, ``--tune`` sets ``draft_p_min``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,8 @@ from .rates import Rates
 from .step_times import PLAIN_PLAN, Plan, StepTimes
 
 MAX_DRAFT_TOKENS = 8
-SOURCE_DEPTHS = (1, 2, 4, 8, 16)  # of a source beside the head; few, so that the time of each is soon known
+# Numbers of drafts for sources other than the head; few, so that their times are soon known.
+SOURCE_DEPTHS = (1, 2, 4, 8, 16)
 MAX_COPY_TOKENS = SOURCE_DEPTHS[-1]
 
 
@@ -24,7 +25,7 @@ def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
     The depth with the most expected tokens per second; the lowest of equals.
 
     Args:
-        acceptance (Sequence[float]): The probability that each draft is accepted, given that those before it were, [K].
+        acceptance (Sequence[float]): The probability that each draft is accepted, given that the drafts before it are, [K].
         seconds (Sequence[float]): The time of a step at each depth from 0, [K + 1].
     """
     rates = [tokens / t for tokens, t in zip(expected_tokens(acceptance), seconds)]
@@ -43,41 +44,40 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 class Depth:
     """Chooses the depth of every step of a text.
 
-    Times outlive a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation, which
-    makes a ``Depth`` of its own for its text (``for_text``).
+    Times are kept after a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation,
+    which makes a ``Depth`` for its own text (``for_text``).
 
-    It begins with plain steps, unless it was given times, drafts one token twice, and then chooses the best depth by its
-    estimates. It forgets the given times if the first two steps at a depth contradict them; a single one may have been a pause.
+    It begins with plain steps, unless it has times already, then drafts one token twice, and then chooses the best depth by its
+    estimates. It forgets given times if the first two steps at a depth contradict them; a single step may include a pause.
 
-    Where plain decoding is best, it probes: it drafts one token now and then to see whether the text has changed, less often
-    the fewer drafts are accepted. Probing loses at most ``PROBING`` times the first draft's acceptance of the time.
+    If plain decoding is best, it probes: it drafts one token from time to time to see whether the text has changed, less often
+    if fewer drafts are accepted. The share of time lost by probing is at most ``PROBING`` times the first draft's acceptance.
 
-    The time of a step with two drafts is a guess until one is tried. If a pass over two tokens takes much longer than a pass
+    The time of a step with two drafts is a guess until it is measured. If a pass over two tokens takes much longer than a pass
     over one, a third token often adds little. So if the best depth is 0 or 1, it tries two drafts if they would be faster with
     the second one free.
 
     If another source offers drafts, such as copies of repeated text, it compares them with the head's. Their acceptance rate is
-    known without drafting, but the time of a step with many of them is not: it begins with few, and doubles the number when all
-    were accepted.
+    known without drafting, but the time of a step with many of them is not: it begins with few, and doubles the number if all
+    are accepted.
 
     Args:
-        most (int): The greatest depth.
-        seconds (Mapping[int, float], optional): The time of a step, by depth, as measured before on this machine.
+        most (int): The largest depth.
+        seconds (Mapping[int, float], optional): The time of a step by depth, measured earlier on this machine.
         times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
           ``seconds``.
-        only (int, optional): Always draft this many tokens with the head, and choose only when another source drafts. Default:
-          ``None``.
+        only (int, optional): Always draft this many tokens with the head, and choose only for other sources. Default: ``None``.
         rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, the
           rates of a new text.
     """
 
     # The first step at a depth is not counted, and the others show whether it was slow.
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
-    PROBING = 0.02  # of the time, at most, lost to probing
-    FIRST_LOSS = 1.0  # the time, in plain steps, that probing may lose in addition, so that it can begin
-    # The gain over plain decoding, as a part of its speed, at which drafting is chosen: estimates have errors.
+    PROBING = 0.02  # the share of time that probing may lose
+    FIRST_LOSS = 1.0  # the additional time, in plain steps, that probing may lose, so that it can begin
+    # The gain over plain decoding, relative to its speed, that drafting requires, since estimates have errors.
     MARGIN = 0.03
-    PLAIN_AFTER_PROBE = 0  # plain steps behind a probe
+    PLAIN_AFTER_PROBE = 0  # plain steps after a probe
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(
@@ -94,7 +94,7 @@ class Depth:
         self.rates = Rates(most) if rates is None else rates
         self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
         self.has_begun = False  # whether the first step was chosen
-        self.is_alone = True  # no other generation ran during the latest step
+        self.is_alone = True  # whether no other generation ran during the latest step
         self.planned: list[Plan] = []
         self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
 
@@ -103,7 +103,7 @@ class Depth:
         return type(self)(self.most, times=self.times)
 
     def _begin(self) -> None:
-        """Plan the first steps, by the times at this moment: several ranks agree on them after construction."""
+        """Plan the first steps by the current times. Not in the constructor: several ranks agree on times after it."""
         self.has_begun = True
         self.unconfirmed = set(self.times.seconds) - self.times.guessed
         self.planned = self._first_steps()
@@ -111,15 +111,15 @@ class Depth:
     def _first_steps(self) -> list[Plan]:
         if self.only is not None:
             return []
-        if len(self.times.seconds) - len(self.times.guessed) < 2:  # the cost of a draft is unknown
+        if len(self.times.seconds) - len(self.times.guessed) < 2:  # the cost of a draft is unknown yet
             return [Plan(k) for k in self.FIRST_DEPTHS]
         return [] if self.rates.has_counts else [Plan(k) for k in self.FIRST_DEPTHS if k > 0]
 
     def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
         """
         Args:
-            offers (Mapping[str, Sequence[float]], optional): The acceptance rates of each other source that has drafts now: the
-              probability that each draft is accepted, given that the drafts before it were.
+            offers (Mapping[str, Sequence[float]], optional): The acceptance rates of each other source with drafts: the
+              probability that each draft is accepted, given that the drafts before it are.
         """
         if not self.has_begun:
             self._begin()
@@ -147,8 +147,8 @@ class Depth:
     def _is_safe(self, gain: float) -> bool:
         """Whether drafting can be chosen without measuring a plain step first.
 
-        It can if plain decoding was measured lately, or was measured and is slower by more than noise. Where other generations
-        run in between, times cannot be measured, and a plain step would not help.
+        It can if plain decoding was measured recently, or is slower by more than noise. If other generations run in between,
+        times cannot be measured, and a plain step would not help.
 
         Args:
             gain (float): The expected speed of drafting, relative to plain decoding.
@@ -168,22 +168,22 @@ class Depth:
         return best
 
     def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
-        """Three steps with two drafts, if their time is a guess and they would be best if the second draft took no time."""
+        """Three steps with two drafts, if their time is a guess and two drafts would be best if the second took no time."""
         if best > 1 or self.most < 2 or self.times.is_fresh(Plan(2)):
             return []
         tokens = expected_tokens(self.rates.estimate)
         would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]
-        # The first step at a depth is not counted, and with only one more, a pause would be taken for the time of two drafts.
+        # The first step at a depth is not counted. With only one more, a pause could be mistaken for the time of two drafts.
         return [Plan(2)] * 3 if would_pay else []
 
     def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
         Args:
             plan (Plan): The plan of the step.
-            n_accepted (float): The number of drafts that were accepted; of several sequences the mean.
-            seconds (float, optional): The time from the end of the step before to the end of this one; ``None`` where part of
-              it may belong to other steps.
-            is_alone (bool): Whether no other generation ran in between, whose steps would be part of the time.
+            n_accepted (float): The number of accepted drafts; the mean of several sequences.
+            seconds (float, optional): The time from the end of the step before to the end of this step; ``None`` if it may
+              include other steps.
+            is_alone (bool): Whether no other generation ran in between.
         """
         self.is_alone = is_alone
         seconds = self._confirm(plan, seconds) if is_alone and seconds is not None else None
@@ -196,11 +196,11 @@ class Depth:
             self.times.allow_more(plan.source)
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
-        """The time of a step, if it is to be counted.
+        """The time of a step if it counts.
 
-        The first step that contradicts the given times is not counted. The second one makes the times be forgotten.
+        The first step that contradicts the given times does not count. After the second one, the times are forgotten.
         """
-        known = self.times.seconds.get(plan)  # None if another text has forgotten it
+        known = self.times.seconds.get(plan)  # None if another text has dropped it
         if known is None or plan not in self.unconfirmed or plan not in self.times.warm:
             return seconds
         ratio = seconds / known
@@ -218,7 +218,7 @@ class Depth:
 
     def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
         """Add a step to the time elapsed, and its time beyond that of plain decoding to the time lost by drafting."""
-        # A pause, such as that of a slow caller, neither allows more probing nor counts as lost by a probe.
+        # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
         self.elapsed += seconds
         if plan.k > 0:

@@ -1,9 +1,9 @@
 """Choose the number of prompt tokens to prefill between two steps, so that running answers continue during prefill.
 
-Prefill and decoding share one device. While answers run, a chunk of a prompt is as long as the target for the gap between two
-of their tokens allows, and steps follow until decoding has had its share of the time. A prompt that is alone is prefilled at
-full speed, in chunks short enough to notice a disconnect within a second. Sizes are a power of two apart, so that shapes
-repeat. Nothing here reads a clock.
+Prefill and decoding share one device. While answers run, the target for the gap between two of their tokens limits the length
+of a chunk, and steps follow each chunk until decoding has had its share of the time. Without running answers, a prompt is
+prefilled at full speed, in chunks short enough to notice a disconnect within a second. Sizes are a power of two apart, so that
+shapes repeat. Nothing here reads a clock.
 """
 
 import math
@@ -17,14 +17,13 @@ MIN_DECODE_SHARE = 0.33
 class PrefillBudget:
     """Chooses the number of prompt tokens to prefill before each step, by the times of the chunks and steps so far.
 
-    A size fits if as many tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are prefilled
-    faster, never slower, so the size grows as far as it fits. A speed holds for texts up to twice as long as the one that it
-    was measured on. Without a measured speed the chunk is short.
+    A size fits if its tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are faster per token,
+    never slower, so the size may grow until it no longer fits. A speed is valid for texts up to twice as long as the measured
+    one. Without a measured speed the chunk is short.
 
     Args:
         prefill_step_size (int): The most tokens of a chunk.
-        max_token_gap (float): The target for the time between two tokens of a running answer, in seconds; ``math.inf`` for
-          none.
+        max_token_gap (float): The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
         min_decode_share (float): The share of the time for running answers while prompts are prefilled, from 0 to below 1.
         ranks (Ranks, optional): The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
@@ -32,9 +31,9 @@ class PrefillBudget:
         ValueError: An argument is out of range.
     """
 
-    SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, where the step size is not less
-    IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs: a client that hangs up is noticed within a second
-    CHOOSE_EVERY = 8  # steps on several ranks, which wait for each other where they choose
+    SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less
+    IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs, so that a disconnect is noticed within a second
+    CHOOSE_EVERY = 8  # steps between two choices on several ranks, which wait for each other to choose
     FADING = 0.8  # of the mean time of a step
 
     def __init__(
@@ -59,7 +58,7 @@ class PrefillBudget:
 
     def next(self, n_cached: int, is_running: bool) -> int:
         """
-        The number of prompt tokens to prefill before the next step; 0 if a step comes first.
+        The number of prompt tokens to prefill before the next step; 0 if a step is due.
 
         Args:
             n_cached (int): The number of tokens in the prompt cache.
@@ -82,7 +81,7 @@ class PrefillBudget:
         return self._size(self._allowed(is_running), n_cached), 0
 
     def seconds(self, is_running: bool) -> float:
-        """The seconds that the images of a prompt may take before the next step; 0 where a step comes first."""
+        """The seconds that the images of a prompt may take before the next step; 0 if a step is due."""
         if not is_running:
             self.owed = 0.0
         return 0.0 if self.owed > 0 else self._allowed(is_running)
@@ -91,7 +90,7 @@ class PrefillBudget:
         return self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
 
     def _size(self, seconds: float, n_cached: int) -> int:
-        """The greatest size that is prefilled in this time."""
+        """The largest size that is prefilled within this time."""
         if seconds == math.inf:
             return self.sizes[0]
         if self.seconds_per_token is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
@@ -99,9 +98,9 @@ class PrefillBudget:
         return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
-        """Count a chunk of prefill: its tokens, behind ``n_cached`` others, and its seconds."""
+        """Count a chunk of prefill: its tokens, after ``n_cached`` others, and its seconds."""
         self.record(seconds)
-        # A short rest of a prompt takes longer for each token than a chunk.
+        # The short rest of a prompt takes longer per token than a full chunk.
         if 2 * n > self.chunk or (self.seconds_per_token is not None and seconds < n * self.seconds_per_token):
             self.seconds_per_token, self.n_measured = seconds / n, n_cached + n
 

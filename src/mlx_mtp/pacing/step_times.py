@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-GUESSED_SLOPE = 0.5  # plain steps for each draft, until two depths were measured
-HEAD = "head"  # the source whose drafts cost passes of the head; ``sources.py`` has the others
+GUESSED_SLOPE = 0.5  # plain steps per draft, until two depths are measured
+HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
 
 
 class Plan(NamedTuple):
@@ -26,31 +26,31 @@ PLAIN_PLAN = Plan(0)
 class StepTimes:
     """A running estimate of t(k), in seconds.
 
-    The first step at a depth is not counted: it may have compiled something. A step far longer than expected is counted as
-    ``BEYOND_NOISE`` times what was expected: the machine may have paused. When steps become far shorter, the earlier ones were
-    slow: the times of all depths shrink alike, until they are measured again. A longer context adds to all depths. A depth
-    that was not used for a while lies on the line through the two nearest that were.
+    The first step at a depth is not counted, since it may include compilation. A step far longer than expected counts as
+    ``BEYOND_NOISE`` times the expected time, since the machine may have paused. If steps become far shorter, the earlier ones
+    were slow: the times of all depths are scaled down until they are measured again. A longer context adds to all depths. A
+    depth that was not used recently is on the line through the two nearest depths that were.
 
-    Drafts of the other sources cost no pass of the head. As many drafts of the head take at least as long, so their times are
-    the estimate for numbers of such drafts that were not tried.
+    Drafts of other sources cost no pass of the head. The time of the same number of the head's drafts is an upper bound, and
+    the estimate for numbers that were not tried.
 
-    Times outlive a text, and all open generations update the same times.
+    Times are kept after a text, and all open generations update the same times.
 
     Args:
-        n (int): The greatest depth.
-        seconds (Mapping[int, float], optional): Times measured before, by depth.
+        n (int): The largest depth.
+        seconds (Mapping[int, float], optional): Times measured earlier, by depth.
         is_guess (bool): Whether ``seconds`` are a guess: the first measured time scales them all, and they are dropped once two
-          depths were measured. Default: ``False``.
+          depths are measured. Default: ``False``.
 
     Attributes:
         guessed (set[Plan]): The plans whose time is a guess.
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
     """
 
-    BEYOND_NOISE = 1.4  # a ratio of times: smaller differences may be noise
-    FOLLOWS = 0.08  # the part of a new difference that a running time takes over, and half of it at the other depths
-    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # the most drafts of a source beside the head: at first, and ever
-    STALE = 100  # steps with drafts after which a time is no longer relied on
+    BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
+    FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
+    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # the most drafts of a source other than the head, at first and in all
+    STALE = 100  # steps with drafts after which a time is no longer fresh
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
         self.n = n
@@ -58,18 +58,18 @@ class StepTimes:
         self.forget(seconds, is_guess)
 
     def copy_from(self, other: "StepTimes") -> None:
-        """Take over the times of another, such as rank 0's, in place: generations go on updating this object."""
+        """Copy the times of another object, such as rank 0's, in place: generations keep this object."""
         vars(self).update(vars(other))
 
     def forget(self, seconds: Mapping[int, float] | None = None, is_guess: bool = False) -> None:
-        """Drop all times, after a change of the context or of the machine's state, and begin with these."""
+        """Replace all times, after a change of the context or of the machine's state."""
         self.n_drafting = 0  # steps with drafts
         self.seconds = {Plan(k): t for k, t in (seconds or {}).items()}
         self.guessed = set(self.seconds) if is_guess else set()
-        self.warm: set[Plan] = set()  # the plans that were used at least once
+        self.warm: set[Plan] = set()  # plans that were used
         self.n_counted = dict.fromkeys(self.seconds, 0 if is_guess else 1)
         self.last_used = dict.fromkeys(self.seconds, 0)
-        self.n_fast = 0  # steps in a row that were far shorter than expected
+        self.n_fast = 0  # consecutive steps that were far shorter than expected
         self._update()
 
     def observe(self, plan: Plan, seconds: float | None) -> None:
@@ -81,7 +81,7 @@ class StepTimes:
         self._update()
 
     def _confirm_guess(self, plan: Plan, seconds: float) -> None:
-        """Scale a guess by the first measured time, and drop it when another depth is measured."""
+        """Scale a guess by the first measured time, and drop it once another depth is measured."""
         if not self.guessed:
             return
         measured = self.seconds.keys() - self.guessed
@@ -121,28 +121,28 @@ class StepTimes:
             self.seconds[other] += self.FOLLOWS / 2 * difference
 
     def _shrink(self, plan: Plan, seconds: float) -> None:
-        """Scale all times down when steps become far shorter than an earlier one at the same or a lower depth."""
-        # A step with free drafts may be shorter than one with fewer drafts of the head.
+        """Scale all times down if steps become far shorter than an earlier step at the same or a lower depth."""
+        # A step with copies may be shorter than one with fewer drafts of the head.
         lower = [p for p in self.seconds if p.k <= plan.k and (p.skips_head or p == PLAIN_PLAN or not plan.skips_head)]
         slowest = max((self.seconds[p] for p in lower), default=seconds)
         self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
-        # A single fast step may be due to a late host, unless it is only the second one counted: then the first was slow.
+        # A single fast step may be due to a late host, unless it is only the second one that counts: then the first was slow.
         if self.n_fast == 2 or (self.n_fast == 1 and self.n_counted[plan] == 2):
             self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
             self.n_counted = {plan: 1}
 
     def is_fresh(self, plan: Plan) -> bool:
-        """Whether such steps were measured lately, and since times were last scaled down."""
+        """Whether such steps were measured recently, and after times were last scaled down."""
         return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
 
     def _update(self) -> None:
         known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_fresh(plan)}
         head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
         self.estimate = _estimates(head, self.n)
-        self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are asked for
+        self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are needed
 
     def source_estimate(self, source: str) -> list[float]:
-        """t(k) for the drafts of a source beside the head, [MOST_OF_SOURCE + 1]"""
+        """t(k) for the drafts of a source other than the head, [MOST_OF_SOURCE + 1]"""
         if source not in self._source_estimates:
             known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
             known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
@@ -169,7 +169,7 @@ def _estimates(known: Mapping[int, float], n: int) -> list[float]:
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values at 0 to n of the lines through the points, from 0 on. No line falls, and the last one goes on."""
+    """The values from 0 to n of the lines through the points. No line falls, and the last one is extended."""
     values = [points[0][1]]
     for (x0, y0), (x1, y1) in pairwise(points):
         slope = max((y1 - y0) / (x1 - x0), 0.0)

@@ -12,12 +12,12 @@ from .step_times import StepTimes
 class Timing:
     """
     Attributes:
-        of_one (StepTimes): The times of one sequence's steps on this machine.
+        of_one (StepTimes): The times of steps of one sequence on this machine.
         of_batches (BatchTimes): The times of steps by batch size.
-        turn (object): The token of the generation that gave the device work last.
+        turn (object): Identifies the generation that last submitted work to the device.
 
     Args:
-        tuned (Settings): The settings of ``--tune``, whose times it begins with.
+        tuned (Settings): The settings of ``--tune``, whose times are the first ones.
     """
 
     def __init__(self, tuned: Settings):
@@ -27,7 +27,7 @@ class Timing:
 
 
 def timing_of(model: MTPModel) -> Timing:
-    """The timing of a model, made on the first call and kept in ``model.drafting``, so that it lives as long as the model."""
+    """The timing of a model, made on the first call and kept in ``model.drafting``."""
     drafting = model.drafting
     if drafting.timing is None:
         drafting.timing = Timing(drafting.tuned or Settings())

@@ -1,5 +1,5 @@
-"""Prompts to measure with: nine kinds of request, four whose answers copy from the prompt, beginnings of Python files, and the
-user's own.
+"""Prompts for measurements: nine kinds of request, four whose answers copy from the prompt, beginnings of Python files, and
+files of the user.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ KINDS = (
     "code_review",
 )
 COPYING = ("edit_file", "answer_from_page", "translate_json", "continue_log")  # most of the answer is in the prompt
-# Beginnings of Python files, for the demo: it has learned nothing else.
+# Beginnings of Python files for the demo, which is trained only on Python.
 PYTHON = (
     '"""Read and write settings."""\n\nimport json\n\n\ndef read_settings(path):\n',
     'def main(argv=None):\n    parser = argparse.ArgumentParser(description="Find files by name")\n    parser.add_argument(',
@@ -35,12 +35,12 @@ PYTHON = (
 
 
 def nine_kinds() -> dict[str, str]:
-    """A text of each kind, by its name."""
+    """A text of each kind, by name."""
     return _read(KINDS)
 
 
 def copying_kinds() -> dict[str, str]:
-    """A text of each kind whose answer copies from it, by its name."""
+    """A text of each kind whose answer copies from the prompt, by name."""
     return _read(COPYING)
 
 
@@ -73,7 +73,7 @@ def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template:
     """A prompt's tokens, [T], through the chat template, with these variables, if there is one.
 
     Args:
-        context (int): Lengthen the prompt to about this many tokens, with the source of this package before it.
+        context (int): Extend the prompt to about this many tokens by prepending the source of this package.
     """
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
         source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below

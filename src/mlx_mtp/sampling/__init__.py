@@ -1,1 +1,1 @@
-"""Samplers, noise by the position in a text, logits processors, and the acceptance of drafts."""
+"""Samplers, noise by position, logits processors, and the acceptance of drafts."""

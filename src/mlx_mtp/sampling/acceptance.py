@@ -1,21 +1,21 @@
 """The acceptance of drafts, and the token that replaces the first rejected one.
 
-p is the target's distribution and q the draft's. There are three ways, and all emit tokens of exactly the distribution p:
+p is the target's distribution and q the draft's. There are three ways, and all emit tokens with exactly the distribution p:
 
 ``RejectionSampling``, for a sampler whose distribution is known (Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023,
-arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)); in place of a rejected one, a token is
-drawn from the residual, the normalized positive part of p - q.
+arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)); a rejected draft is replaced by a token from
+the residual, the normalized positive part of p - q.
 
 ``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
 arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
 the position. The token does not depend on the draft, so the text is a function of the seed and the prompt alone.
 
-``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted where it is that choice.
-The random state is then put back to what it was after the last choice that counts, so that the tokens are those of plain
-decoding with the same random state.
+``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice. The
+random state is then restored to its value after the last choice that counts, so the tokens are those of plain decoding with the
+same random state.
 
-A draft that is copied from the text is a proposal of probability one, q(x) = 1: rejection sampling accepts it with probability
-p(x), and the residual is p without x.
+A copied draft is a proposal with probability one, q(x) = 1: rejection sampling accepts it with probability p(x), and the
+residual is p without x.
 
 This module does not depend on models or caches.
 """
@@ -38,13 +38,11 @@ class Verdict(NamedTuple):
 
     tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
     accepted: mx.array  # [k], bool; values after the first False are ignored
-    random_states: list[
-        mx.array
-    ]  # after each position's choice, [2]; empty where the random state need not be put back
+    random_states: list[mx.array]  # after each position's choice, [2]; empty if the random state need not be restored
 
 
 class Acceptance(Protocol):
-    """How drafts are made from the head's distribution and accepted by the target's."""
+    """Draws drafts from the head's distribution, and accepts them by the target's."""
 
     keeps_state: bool  # whether positions must be accepted one at a time, in order
 
@@ -55,7 +53,7 @@ class Acceptance(Protocol):
             position (int): The position of the draft, counted from the first generated token.
 
         Returns:
-            Tuple[mx.array, Any]: A draft [1], and the record of it that ``accept`` needs.
+            Tuple[mx.array, Any]: A draft [1], and its record for ``accept``.
         """
         ...
 
@@ -81,7 +79,7 @@ class TokenMatch:
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
         choices: list[mx.array] = []
         states: list[mx.array] = []
-        for at_position in logprobs:  # one at a time, as mlx-lm hands them to samplers
+        for at_position in logprobs:  # one at a time, as mlx-lm passes them to samplers
             choices.append(self.sampler(at_position))
             if self.sampler is not greedy_sampler:
                 states.append(mx.random.state[0])  # type: ignore[index]
@@ -108,7 +106,7 @@ class RejectionSampling:
         position: int,
     ) -> Verdict:
         k, T = len(drafts), len(logprobs)
-        # A position's uniform number is the same for its draft and for its verification.
+        # The draft and the verification of a position use the same uniform number.
         uniforms = mx.concatenate(
             [r[1] if r else self.sampler.uniforms(1) for r in records] + [self.sampler.uniforms(T - k)]
         )  # [T, 1]
@@ -156,9 +154,9 @@ def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> m
 
     Args:
         log_p (mx.array): The target's log probabilities, [k, V].
-        log_q (mx.array): The draft's, [k, V].
-        drafts (mx.array): Drawn from q, [k].
-        u (mx.array): Uniform in [0, 1), [k].
+        log_q (mx.array): The draft's log probabilities, [k, V].
+        drafts (mx.array): The drafts, drawn from q, [k].
+        u (mx.array): Uniform numbers in [0, 1), [k].
 
     Returns:
         mx.array: Whether each is accepted, [k], bool.
@@ -169,25 +167,25 @@ def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> m
 
 
 def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
-    """The log of the positive part of p - q, [k, V], not normalized; log p where rounding leaves nothing of it."""
+    """The log of the positive part of p - q, [k, V], not normalized; log p if rounding makes it zero."""
     rest = mx.maximum(mx.exp(log_p) - mx.exp(log_q), 0)
     return mx.where(rest.sum(axis=-1, keepdims=True) > 0, mx.log(rest), log_p)
 
 
 def n_leading(accepted: Sequence[bool]) -> int:
-    """The number of accepted drafts: all before the first rejected one."""
+    """The number of accepted drafts: those before the first rejected one."""
     return list(accepted).index(False) if False in accepted else len(accepted)
 
 
 def rewind(random_states: Sequence[mx.array], n: int) -> None:
-    """Put MLX's random state back to what it was after position n, where ``Verdict`` has recorded it."""
+    """Restore MLX's random state to its value after position n, if ``Verdict`` has recorded it."""
     if random_states:
         high, low = np.array(random_states[n]).tolist()
         mx.random.seed(high << 32 | low)  # which sets the state to just these two words
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    """How the drafts of one text are accepted.
+    """Make the acceptance of one text's drafts.
 
     Raises:
         ValueError: The sampler is for a text that has begun.

@@ -1,7 +1,7 @@
-"""Random numbers by the position in a text: a function of the seed and the position, and of nothing else.
+"""Random numbers by position in a text, which depend only on the seed and the position.
 
-MLX's generator has one state for the process, so its numbers depend on how many were drawn before, by other requests, drafts
-and depths. Here each position has its own key, hashed from (seed, position).
+MLX's generator has one state for the process, so its numbers depend on earlier draws of other requests and drafts. Here each
+position has its own key, hashed from (seed, position).
 """
 
 import struct
@@ -22,14 +22,14 @@ def gumbel(seed: int, position: int, size: int) -> mx.array:
     """Standard Gumbel noise of a position, float32, [size]. ``argmax(log p + noise)`` is a draw from p."""
     high, low, _ = _words(seed, position)
     u = mx.random.uniform(shape=(size,), key=mx.array([high, low], mx.uint32))  # [size], in steps of 2**-32 near 0
-    # 1 - u in place of u: float32 is finest near 0, where the exponential is small and the noise large. So even tokens with a
-    # probability of 1e-9 are drawn as often as they should be. Half a step more, since log(0) would win against any token.
+    # 1 - u instead of u: float32 is finest near 0, where the exponential is small and the noise large. So even tokens with a
+    # probability of 1e-9 are drawn with the right frequency. Half a step is added, since log(0) would beat any token.
     exponential = -mx.log1p(-(u + 2.0**-33))
     return -mx.log(exponential)
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number of a position, uniform in [0, 1), independent of its Gumbel noise."""
+    """A uniform number of a position in [0, 1), independent of its Gumbel noise."""
     return _words(seed, position)[2] / 2.0**32
 
 

@@ -1,9 +1,9 @@
-"""Logits processors on a window, some of whose positions will be rejected.
+"""Logits processors on a window, some positions of which will be rejected.
 
-A plain function of (tokens, logits) can be called for any position. An object may keep state from call to call, as a grammar
-does: it is called once for every token, in order, and never for a position that is then rejected. If it has a method
-``copy()``, or ``rollback(n)`` that undoes its last n calls, it also processes the logits of drafts, so that more of them are
-accepted. An object with ``keeps_state = False`` is treated as a function.
+A plain function of (tokens, logits) can be called for any position. An object may keep state between calls, such as a grammar:
+it is called once for every token, in order, and never for a position that is then rejected. If it has a method ``copy()``, or
+``rollback(n)`` that undoes its last n calls, it also processes the logits of drafts, so that more drafts are accepted. An
+object with ``keeps_state = False`` is treated as a function.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def keeps_state(processor: Callable[..., Any]) -> bool:
-    """Whether a processor or sampler may keep state: it is an object, and neither a function nor a part of one."""
+    """Whether a processor or sampler may keep state: an object other than a function or a ``partial``."""
     while isinstance(processor, functools.partial):
         processor = processor.func
     if isinstance(said := getattr(processor, "keeps_state", None), bool):
@@ -22,7 +22,7 @@ def keeps_state(processor: Callable[..., Any]) -> bool:
 
 
 def for_drafts(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The processors that can process the logits of drafts: (all of them, the ones to roll back afterwards)."""
+    """The processors for the logits of drafts: (all of them, the ones to roll back afterwards)."""
     asked, rolled_back = [], []
     for processor in processors:
         if not keeps_state(processor):

@@ -1,4 +1,4 @@
-"""Samplers with a method for the distribution that they draw from, which rejection sampling and coupled drafts need."""
+"""Samplers with a method for their distribution, which rejection sampling and coupled drafts need."""
 
 import secrets
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ AcceptanceName = Literal["rejection", "coupled", "match"]
 
 @dataclass(frozen=True)
 class Sampler:
-    """mlx-lm's sampler of the same arguments, with ``distribution``. Made by ``make_sampler``.
+    """mlx-lm's sampler with the same arguments, and its ``distribution``. Made by ``make_sampler``.
 
-    It keeps no state: it serves any number of texts, and two of equal arguments are equal.
+    It has no state, so it can be shared by texts. Samplers with equal arguments are equal.
     """
 
     temp: float
@@ -36,11 +36,11 @@ class Sampler:
         return mx.random.categorical(self.distribution(logprobs, self.uniforms(logprobs.shape[0])))
 
     def uniforms(self, n: int) -> mx.array:
-        """n uniform numbers that decide whether XTC applies to a position, [n, 1]."""
+        """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
-        """The distribution that a token is drawn from. Draws no random number.
+        """The distribution of a token. Draws no random number.
 
         Args:
             logprobs (mx.array): Log probabilities, [B, V].
@@ -66,13 +66,13 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SeededSampler(Sampler):
-    """A sampler whose token at a position depends on the seed, the position and the distribution there, and on nothing else.
+    """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
     It draws argmax(log p + g), where g is the Gumbel noise of the position. MLX's random state is neither read nor written.
 
     Args:
         seed (int): From 0 to 2**64 - 1.
-        args: Those of ``Sampler``.
+        args: The arguments of ``Sampler``.
     """
 
     seed: int
@@ -80,7 +80,7 @@ class SeededSampler(Sampler):
     def __call__(self, logprobs: mx.array) -> mx.array:
         """
         Raises:
-            ValueError: Always: a call does not say which position it is for.
+            ValueError: Always, since a call has no position.
         """
         raise ValueError(
             "A sampler with a seed draws by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new one "
@@ -88,10 +88,10 @@ class SeededSampler(Sampler):
         )
 
     def at(self, position: int) -> "TextSampler":
-        """A sampler for one text, for mlx-lm's functions and for a text that goes on.
+        """A sampler for one text, for mlx-lm's functions or to continue a text.
 
         Args:
-            position (int): Of the first token to draw, counted from the first generated token.
+            position (int): The position of the first token to draw, counted from the first generated token.
         """
         return TextSampler(self, position)
 
@@ -105,7 +105,7 @@ class TextSampler:
     """A ``SeededSampler`` for one text: each call draws its next token.
 
     Args:
-        sampler (SeededSampler): Draws.
+        sampler (SeededSampler): Draws the tokens.
         start (int): The position of the first token.
 
     Raises:
@@ -134,7 +134,7 @@ class TextSampler:
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """The sampler to draw one text with: where it has a seed, a ``TextSampler`` that has drawn nothing.
+    """The sampler for one text: with a seed, a ``TextSampler`` at its first position.
 
     Raises:
         ValueError: The sampler is for a text that has begun.
@@ -152,12 +152,12 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
 
 
 def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, which draws a random number all the same.
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without drawing a random number.
 
     Args:
         logits (mx.array): [B, V].
-        threshold (float): Of the tokens more likely than this, only the least likely stays.
-        special_tokens (Sequence[int]): Tokens that always stay.
+        threshold (float): Of the tokens more likely than this, only the least likely remains.
+        special_tokens (Sequence[int]): Tokens that always remain.
     """
     probs = mx.softmax(logits, -1)
     mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)
@@ -221,7 +221,7 @@ def make_sampler(
 
 
 def _check_range(min_p: float, min_tokens_to_keep: int, xtc_probability: float, xtc_threshold: float) -> None:
-    # Here, since mlx-lm raises inside compiled functions, which then leave a random state that nothing can be drawn from.
+    # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
     limits: dict[str, tuple[float, float]] = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
     if xtc_probability > 0:
         limits["xtc_threshold"] = (xtc_threshold, 0.5)

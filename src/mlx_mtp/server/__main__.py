@@ -35,7 +35,7 @@ from .http.connections import Server, listen
 from .options import Options
 from .request import ApiError
 
-LAST_WORDS = 1.0  # seconds to send errors where a rank is lost: soon its watcher ends the process
+LAST_WORDS = 1.0  # seconds to send errors after a rank is lost; then the watcher ends the process
 OPEN_FILES = 4096
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
             if s is not None:
                 serve(options, engine, s, on_loss)
             else:
-                with suppress(KeyboardInterrupt):  # then it asks the others to end as well
+                with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
                     engine.thread.join()
         finally:
             engine.stop_and_join()
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
 
 
 def print_config(args: argparse.Namespace) -> None:
-    """Print a client's settings, so that they can be written to its file, and beside them where they belong."""
+    """Print a client's settings to stdout, to redirect to its file, and their place to stderr."""
     options = check(args)
     if options.port == 0:
-        raise ValueError("--print-config requires a port that is known before: --port 8080.")
+        raise ValueError("--print-config requires a fixed port, such as --port 8080.")
     settings = CLIENTS[args.print_config](connection_to(options, url(options.host, options.port)))
     print(settings.note, file=sys.stderr)
     print(settings.as_text(), end="")
@@ -80,7 +80,7 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
 
 
 def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
-    """Answer requests until interrupted or another rank is lost, then end the open ones."""
+    """Answer requests until an interrupt or the loss of a rank, then end the open ones."""
     server = make_server(options, engine)
     on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
     address, port = s.getsockname()[:2]
@@ -140,7 +140,7 @@ def drafting(options: Options) -> str:
 
 
 def _allow_open_files() -> None:
-    """Each connection is an open file, and macOS allows a process 256 of them unless it asks for more."""
+    """Raise the limit of open files, one for each connection. macOS allows a process 256 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -218,10 +218,10 @@ def _json(text: str) -> Any:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, and read the API key -> the options that they make.
+    """Check the flags before the model is loaded, read the API key, and make the options.
 
     Raises:
-        ValueError: A flag cannot be served.
+        ValueError: A flag is invalid or cannot be combined with another.
     """
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
@@ -253,12 +253,12 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` for each model. Without drafts, it is loaded as for copies: without its head."""
+    """The arguments of ``mlx_mtp.load`` for each model. Without ``--mtp``, models are loaded without their heads."""
     tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
     own = {"trust_remote_code": args.trust_remote_code, "mtp": head_of(args), "copy_drafts": True}
-    # The least that is served; longer prompts are checked as they come.
+    # The least context that must fit; longer prompts are checked when they arrive.
     own["context"] = min(CONTEXT, args.prefill_step_size)
     if args.images:
         own["vision"] = "auto"
@@ -272,7 +272,7 @@ def _check_template(args: argparse.Namespace) -> None:
             render_jinja_template([[]], chat_template=args.chat_template)
     except TemplateSyntaxError as e:
         raise ValueError(f"--chat-template cannot be rendered: {e}") from e
-    except Exception:  # it may need the model's tokens
+    except Exception:  # it may depend on the model's tokens
         return
 
 
@@ -285,7 +285,7 @@ def _read_api_key(args: argparse.Namespace) -> None:
     if args.api_key == "":
         raise ValueError("The API key is empty.")
     if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise ValueError("The API key must be printable ASCII: HTTP headers carry nothing else reliably.")
+        raise ValueError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
 
 
 def check_model(args: argparse.Namespace, provider: ModelProvider) -> None:

@@ -1,4 +1,4 @@
-"""The settings with which coding agents find a server: ``--print-config`` prints them, ``scripts/try_agents.py`` tries them."""
+"""The settings of coding agents for this server. ``--print-config`` prints them."""
 
 import json
 import shlex
@@ -10,18 +10,18 @@ from ..checkpoint.storage.hub import fetch
 from .engine.provider import DEFAULT
 from .options import Options
 
-NO_KEY = "none"  # clients send some key
+NO_KEY = "none"  # clients require a key
 KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex reads
-MAX_ANSWER = 32000  # tokens that opencode keeps free for an answer, unless --max-tokens says it
+MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-tokens
 
 
 @dataclass(frozen=True)
 class ServerAddress:
     url: str  # without /v1
-    key: str | None = None  # the API key, if the server asks for one
+    key: str | None = None  # the API key, if the server requires one
     model: str = DEFAULT  # the model's name in requests
-    context: int | None = None  # the most tokens of a request with its answer, if they are known
-    max_tokens: int | None = None  # the limit of an answer, where the operator has set one
+    context: int | None = None  # the context length, if known
+    max_tokens: int | None = None  # the limit of an answer, if the server has one
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ClientSettings:
 
     @property
     def note(self) -> str:
-        """Where the settings belong, in a line."""
+        """The place of the settings, in one line."""
         parts = [f"put this into ~/{self.file}"] if self.file else []
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
         parts += [f"export {exports}"] if self.file and self.variables else []
@@ -48,7 +48,7 @@ class ClientSettings:
 
 
 def connection_to(options: Options, url: str) -> ServerAddress:
-    """How a client reaches a server with these options; of the model, its config alone is read."""
+    """The address of a server with these options. Only the config of the model is fetched."""
     config = read_config(fetch(options.model, None, weights=()), options.model)
     max_tokens = options.max_tokens if options.has_max_tokens else None
     model = options.served_model_name or DEFAULT
@@ -100,7 +100,7 @@ def continue_(to: ServerAddress) -> ClientSettings:
 
 
 def _quoted(text: str) -> str:
-    """A string in JSON, which is one in TOML and YAML as well."""
+    """A string in JSON, which is also a string in TOML and YAML."""
     return json.dumps(text)
 
 

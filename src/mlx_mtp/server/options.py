@@ -1,4 +1,4 @@
-"""The options of a server: its flags, checked."""
+"""The options of a server: its validated flags."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Options:
     """The flags of ``mlx_mtp server`` by their names, as ``arguments.check`` returns them.
 
     Args:
-        load (Mapping[str, Any]): The arguments of ``mlx_mtp.load`` that flags give, for each model that is served.
-        sampling (Mapping[str, float]): The flags of sampling that were given, by the names of ``Sampling``.
+        load (Mapping[str, Any]): The arguments of ``mlx_mtp.load`` for each served model.
+        sampling (Mapping[str, float]): The given sampling flags, by the names of ``Sampling``.
     """
 
     model: str
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def kv(self) -> KVOptions:
-        """When and how keys and values are quantized."""
+        """The quantization of keys and values."""
         return KVOptions(
             kv_bits=self.kv_bits, kv_group_size=self.kv_group_size, quantized_kv_start=self.quantized_kv_start
         )

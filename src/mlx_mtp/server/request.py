@@ -1,4 +1,4 @@
-"""A request on its way through the server, and the error that ends one."""
+"""A request to the server, and the error that ends one."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -24,9 +24,9 @@ class ApiError(Exception):
     """An answer in the error format of the client's API.
 
     Args:
-        status (int): HTTP's.
-        message (str): The error in a sentence.
-        param (str, optional): The field of the request that it is about.
+        status (int): The HTTP status.
+        message (str): The error, in a sentence.
+        param (str, optional): The wrong field of the request.
         code (str, optional): OpenAI's name for the error.
     """
 
@@ -41,13 +41,13 @@ class Prompt:
 
     tokens: list[int]
     in_reasoning: bool = False  # whether the answer begins with reasoning
-    cuts: list[int] = field(default_factory=list)  # the numbers of tokens after which it has yet to be cached, in order
+    cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
     n_cached: int = 0
     handle: Handle | None = None  # the prefilled part in a prompt store
     pictured: ImagePrompt | None = None  # the prompt with its images
 
     def key_of(self, tokens: list[int]) -> list[int]:
-        """The key of these first tokens in prompt caches, in which images are numbers made of their content."""
+        """The key of these first tokens in prompt caches. In a key, image tokens are hashes of the image."""
         if self.pictured is None:
             return tokens
         key = self.pictured.key
@@ -62,20 +62,20 @@ class Prompt:
 
 @dataclass
 class StructuredOutput:
-    """The structured output that a request asks for: a grammar, or calls."""
+    """The structured output of a request: a grammar, or tool calls."""
 
-    param: str  # the field of the body that asks for it
+    param: str  # the field of the body that requests it
     grammar: dict[str, Any] = field(default_factory=dict)  # the argument of make_grammar
     calls: list[dict[str, Any]] = field(default_factory=list)  # the functions that the answer calls
-    # Whether the answer is calls alone. Otherwise it is free up to the first call, and the arguments of strict functions alone
-    # follow their schemas.
+    # Whether the answer consists of calls only. Otherwise it is free up to the first call, and only the arguments of strict
+    # functions follow their schemas.
     is_required: bool = True
 
 
 class Client:
-    """Takes a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end.
+    """Receives a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end.
 
-    This one drops them: a rank that serves no clients has it.
+    This class, for ranks without clients, drops them.
     """
 
     def put(self, item: Any) -> None:
@@ -84,12 +84,12 @@ class Client:
 
 @dataclass(frozen=True)
 class Started:
-    """Prefill has begun, behind the cached tokens."""
+    """Prefill of the tokens that are not cached has begun."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The progress of prefill, in tokens that were not cached."""
+    """The progress of prefill, in tokens without the cached ones."""
 
     n_read: int
     n_prompt: int
@@ -100,11 +100,11 @@ numbers = count()  # the numbers of requests
 
 @dataclass(eq=False)
 class Request:
-    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine add to it."""
+    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine set further fields."""
 
     request_type: Literal["chat", "text"]
     prompt: str | list[int]  # the beginning of a text, or its tokens
-    messages: list[Any]  # the messages of a chat, as chat templates take them
+    messages: list[Any]  # the messages of a chat, for the chat template
     tools: list[Any] | None = None  # the tools of a chat, in OpenAI's format
     role_mapping: dict[str, Any] | None = None  # as in mlx-lm's server, for a model without a chat template
     n: int = 1  # the number of answers to each prompt
@@ -112,8 +112,8 @@ class Request:
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     structured_output: StructuredOutput | None = None
-    grammar: Grammar | None = None  # the structured output, compiled; each sequence takes a copy
-    images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once they are read
+    grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
+    images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
     goes_on: bool = False  # whether the answer continues a text in the middle of a line
     one_call: bool = False  # whether the answer ends with its first call
     param: str = "messages"  # the field of the body with the prompt
@@ -121,8 +121,8 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
 
     # The frontend's
-    args: GenerationArguments = field(init=False)  # samplers, limits and the like
-    key: ModelKey = field(init=False)  # the model that answers
+    args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
+    key: ModelKey = field(init=False)  # the model
     encoded: Prompt | None = field(init=False, default=None)
     client: Client = field(init=False, default_factory=Client)
     is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
@@ -131,25 +131,25 @@ class Request:
     n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
-    pieces: Pieces | None = field(init=False, default=None)  # makes the bytes of tokens, for log probabilities
+    pieces: Pieces | None = field(init=False, default=None)  # for the bytes of tokens in log probabilities
     first_token: float | None = field(init=False, default=None)  # the time of the first token
     n_tokens: int = field(init=False, default=0)
-    n_accepted: int = field(init=False, default=0)  # the accepted drafts among the tokens
+    n_accepted: int = field(init=False, default=0)  # accepted drafts among the tokens
     counts: DraftCounts = field(init=False, default_factory=DraftCounts)
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the prompt; 0 before they are known."""
+        """Tokens of the prompt; 0 until it is encoded."""
         return 0 if self.encoded is None else len(self.encoded.tokens)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token; ``None`` if there is no second."""
+        """The speed after the first token; ``None`` without a second token."""
         n = self.n_tokens - 1
         return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
 
     def choices(self) -> "list[Request]":
-        """A request for each answer, ``n`` to each prompt, this one first. Number i has the request's seed plus i."""
+        """A request for each answer, ``n`` to each prompt, this request first. Answer i has the request's seed plus i."""
         prompts = [prompt for prompt in (self.prompt, *self.more_prompts) for _ in range(self.n)]
         again = [replace(self, prompt=p, n=1, more_prompts=[], number=next(numbers)) for p in prompts[1:]]
         args, seed = self.args, self.args.seed
@@ -158,6 +158,6 @@ class Request:
         return [self, *again]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for other ranks, which compile the grammar: the prompt's tokens without its text, and no client."""
+        """The state for other ranks: the prompt's tokens without its text, no client, and no grammar, which they compile."""
         unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
         return vars(self) | unsent | {"client": Client()}

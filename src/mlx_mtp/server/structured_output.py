@@ -1,4 +1,4 @@
-"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, strict tools."""
+"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from ..text.grammar import Grammar, GrammarError, make_grammar
 from ..text.schema import Json, Schema, document
 from .request import ApiError, Request, StructuredOutput
 
-MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read, and that are left free one after another
+MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read and that are replaced by free ones
 
 
 def from_response_format(value: Any, param: str) -> StructuredOutput | None:
@@ -20,7 +20,7 @@ def from_response_format(value: Any, param: str) -> StructuredOutput | None:
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        schema = value.get("schema", {"type": "object"})  # llama.cpp's has one
+        schema = value.get("schema", {"type": "object"})  # as in llama.cpp
         if not isinstance(schema, dict):
             raise ApiError(400, f"{param}.schema must be a JSON schema.", param=param)
         return StructuredOutput(param, {"json_schema": schema})
@@ -32,7 +32,7 @@ def from_response_format(value: Any, param: str) -> StructuredOutput | None:
 
 
 def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
-    """The structured output that is asked for; an ApiError if there are several."""
+    """The requested structured output; an ApiError if there are several."""
     outputs = [output for output in asked if output is not None]
     if len(outputs) > 1:
         first, second, *_ = (output.param for output in outputs)
@@ -78,10 +78,10 @@ def _calls_of(name: str | None, tools: list[Json]) -> StructuredOutput:
 
 
 def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
-    """The logits processor of a request's structured output, if any; it begins behind the reasoning, or with the first call.
+    """The logits processor of a request's structured output, if any. It begins after the reasoning, or with the first call.
 
-    Compiling may take seconds, so the first call is made in the thread that tokenizes the prompt. The grammar is kept with the
-    request, and each call returns a copy.
+    Compilation may take seconds, so the first call runs in the thread that tokenizes the prompt. The request keeps the grammar,
+    and each call returns a copy.
 
     Raises:
         ApiError: The grammar cannot be read, or the model's calls cannot be forced.
@@ -99,7 +99,7 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
 
 
 def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool) -> Grammar:
-    """The grammar; a ValueError if it cannot be read, and a RecursionError if it is too deep."""
+    """Compile the grammar. A ValueError if it is invalid, and a RecursionError if it is too deep."""
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
@@ -111,7 +111,7 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
 
 
 def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after: Any) -> Grammar:
-    """Where llguidance cannot read a schema of a tool that is not strict, what it says there is left free."""
+    """Compile the grammar of calls. Parts of schemas that llguidance cannot read are left free, unless the tool is strict."""
     calls = CallGrammar(tokenizer, output.calls, output.is_required)
     for _ in range(MAX_LOOSENED):
         try:
@@ -125,7 +125,7 @@ def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after:
 
 
 def _checked(schema: Json) -> Json:
-    """The schema of an answer as llguidance takes it; a ValueError if it is malformed, or no grammar can enforce it."""
+    """Convert the schema of an answer for llguidance. A ValueError if it is malformed or cannot be enforced."""
     read = Schema(schema)
     if read.malformed:
         raise ValueError(read.malformed[0])

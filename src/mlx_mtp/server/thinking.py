@@ -1,4 +1,4 @@
-"""How long a model reasons: a request's fields for it, and a limit on the tokens, at which the end is forced."""
+"""A request's fields for thinking, and the limit of reasoning tokens, after which its end is forced."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,18 +11,18 @@ from ..text.answer import QwenReader
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NO_THINKING = ("none", "minimal")
-BUDGETS = {"low": 1024, "medium": 8192}  # tokens; the others have no limit
-VARIABLE = "reasoning_effort"  # the variable of chat templates that know of efforts
-MOST_FORCED = 64  # tokens that may end reasoning: breaks, the end of a code block, and the tag
+BUDGETS = {"low": 1024, "medium": 8192}  # tokens; other efforts have no limit
+VARIABLE = "reasoning_effort"  # the variable of chat templates that support efforts
+MOST_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """A request's fields for thinking; ``None`` where they are absent."""
+    """A request's fields for thinking; ``None`` for absent fields."""
 
     enabled: bool | None = None
     effort: Effort | None = None
-    budget: int | None = None  # tokens of reasoning after which its end is forced
+    budget: int | None = None  # reasoning tokens, after which the end is forced
 
     def variables(self) -> dict[str, Any]:
         """The variables of the chat template."""
@@ -35,7 +35,7 @@ class Thinking:
         return effort | ({} if enabled is None else {"enable_thinking": enabled})
 
     def limit(self, tokenizer: Any) -> int | None:
-        """The tokens of reasoning after which its end is forced; those of an effort only where no template knows of it."""
+        """The reasoning tokens after which the end is forced; those of an effort only if the template does not support it."""
         if not tokenizer.has_thinking:
             return None
         if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
@@ -44,18 +44,18 @@ class Thinking:
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
-    """A logits processor that ends reasoning after ``budget`` tokens, as the chat template would. It closes a code block first.
+    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first.
 
-    It depends on its arguments alone, so that it can be asked at any position of a window of drafts.
+    It has no state, so it may be called for any position of a window.
 
     Args:
         n_prompt (int): The prompt's number of tokens.
-        in_reasoning (bool): Whether the prompt has begun the reasoning.
+        in_reasoning (bool): Whether the prompt ends within the reasoning.
     """
 
-    @lru_cache(maxsize=1)  # a few positions in a row ask for the same
+    @lru_cache(maxsize=1)  # consecutive positions have the same reasoning
     def ending(thought: tuple[int, ...]) -> list[int]:
-        """The tokens that end the reasoning behind these; none if there is none, or it has ended."""
+        """The tokens that end the reasoning after these; none if it has ended."""
         marks = tokenizer.think_start, tokenizer.think_end
         reader = QwenReader(marks, in_reasoning, None)
         reader.add(tokenizer.decode([*thought]))

@@ -1,7 +1,7 @@
 """A model's text, piece by piece, as events: reasoning, text and tool calls, without the marks of its chat template.
 
-Knows the tokenizer's marks and what the client asked for, and nothing of HTTP. The line breaks that a template writes around
-reasoning and calls are not the answer's. Stop words end the answer's text; in the reasoning and in calls they mean nothing.
+This module does not depend on HTTP. Line breaks that a template adds around reasoning and calls are removed. Stop words are
+searched in the answer's text, not in its reasoning and calls.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,13 @@ Event = Reasoning | tool_calls.Event
 
 
 class Answer:
-    """
+    """Converts the tokens of one answer into events.
+
     Args:
-        reader (QwenReader): Takes the text apart.
-        stop_words (List[str]): End the text, and are no part of it.
-        is_chat (bool): Whether a template has put line breaks around its parts. Default: ``True``.
-        one_call (bool): Whether the answer ends with its first call. Default: ``False``.
+        reader (QwenReader): Splits the text into reasoning, text and calls.
+        stop_words (List[str]): Words that end the text; they are not part of it.
+        is_chat (bool): Whether the text follows a chat template, which adds line breaks around its parts. Default: ``True``.
+        one_call (bool): Whether the answer ends after its first call. Default: ``False``.
     """
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
@@ -41,13 +42,14 @@ class Answer:
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
-        self._reasoning, self._text = _Edges(skips=True), _Edges(holds=is_chat)
+        self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """The next token -> its events, and the reason why the answer ends here, if it does.
+        """Add the next token. Return its events, and the finish reason if the answer ends here.
 
         Args:
-            finish_reason (str, optional): "stop" or "length", with the last piece.
+            text (str): The characters that the token completes.
+            finish_reason (str, optional): "stop" or "length", with the last token.
 
         Returns:
             (List[Event], str): The events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
@@ -63,7 +65,7 @@ class Answer:
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
 
     def _clean(self, found: list[Event]) -> list[Event]:
-        """Up to a stop word, and without the template's line breaks."""
+        """Remove the template's line breaks, and everything after a stop word."""
         events: list[Event] = []
         for event in found:
             if self.has_ended:
@@ -93,12 +95,12 @@ class Answer:
         return [Text(text, self.tokens.take(len(text)))] if text else []
 
 
-class _Edges:
-    """A text that comes in pieces, without the line breaks at its edges that are the template's.
+class _LineBreaks:
+    """Removes the template's line breaks from the beginning and the end of a streamed text.
 
     Args:
-        skips (bool): Whether the next line breaks are the template's. Default: ``False``.
-        holds (bool): Whether the last line breaks may be the template's. Default: ``True``.
+        skips (bool): Whether the next line breaks belong to the template. Default: ``False``.
+        holds (bool): Whether the last line breaks may belong to the template. Default: ``True``.
     """
 
     def __init__(self, skips: bool = False, holds: bool = True):
@@ -107,14 +109,14 @@ class _Edges:
         self._breaks = ""  # the line breaks at the end of the last piece
 
     def skip(self, text: str) -> str:
-        """The next piece, without the breaks that come next."""
+        """The next piece, without the template's line breaks at its beginning."""
         if self.skips:
             text = text.lstrip("\n")
             self.skips = not text
         return text
 
     def add(self, text: str) -> str:
-        """The next piece -> the part that is known to be text."""
+        """Add the next piece. Return the part that is certainly text."""
         text = self._breaks + text
         kept = text.rstrip("\n") if self.holds else text
         self._breaks = text[len(kept) :]
@@ -122,25 +124,25 @@ class _Edges:
         return kept
 
     def leave(self) -> bool:
-        """Another part follows, and the breaks behind that are the template's -> whether the breaks before it may be text."""
+        """Another part follows, and line breaks of the template after it. Return whether those before it may be text."""
         self.skips = True
         if not self._has_text:
             self._breaks = ""
         return self._has_text
 
     def rest(self) -> str:
-        """The breaks that the text ends with."""
+        """The line breaks at the end of the text."""
         return "" if self.skips else self._breaks
 
 
 class _StopWords:
     def __init__(self, words: list[str]):
         self.words = [word for word in words if word]
-        self.found: str | None = None  # the one that has come
+        self.found: str | None = None  # the stop word that ended the text
         self._held = ""  # text that may begin a stop word
 
     def add(self, text: str) -> str:
-        """The next piece of a text -> the part before a stop word."""
+        """Add the next piece of a text. Return the part before a stop word."""
         text = self._held + text
         found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
         n, self.found = min(found, default=(0, None))
@@ -150,21 +152,21 @@ class _StopWords:
         return text[:n]
 
     def rest(self) -> str:
-        """The held text, which began no stop word."""
+        """The held text, which did not become a stop word."""
         held, self._held = self._held, ""
         return held
 
 
 class QwenReader:
-    """Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
+    """Splits a text by Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
 
-    ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. Where
-    the model ends its turn with a tool call and without ``</think>``, the call counts, though its text was given as reasoning.
+    ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. If the
+    model ends its turn with a tool call and without ``</think>``, the call is valid, although its text was sent as reasoning.
 
     Args:
         think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.
-        in_reasoning (bool): Whether the prompt has begun it.
-        schemas (Mapping[str, Any], optional): See ``ToolCallParser``. ``None``: no tool call is one.
+        in_reasoning (bool): Whether the prompt ends within the reasoning.
+        schemas (Mapping[str, Any], optional): See ``ToolCallParser``. ``None``: tool calls are text.
     """
 
     def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
@@ -173,7 +175,7 @@ class QwenReader:
         self.reasoning = ReasoningReader(self.end)
         self._calls = None if schemas is None else ToolCallParser(schemas)
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
-        self._rest = ""  # the text that has not been read
+        self._rest = ""  # the text that is not parsed yet
 
     @property
     def in_reasoning(self) -> bool:
@@ -182,7 +184,7 @@ class QwenReader:
 
     @property
     def is_at_call(self) -> bool:
-        """Whether the text ends with a tag that begins a call."""
+        """Whether the text ends with the tag at the beginning of a call."""
         return self._read == self._text and self._calls is not None and self._calls.is_at_start
 
     def add(self, text: str) -> list[Event]:
@@ -226,7 +228,7 @@ class QwenReader:
         return [Text(text)] if text else []
 
     def _calls_at_end(self) -> list[Event]:
-        """The complete calls behind the last words of the reasoning."""
+        """The complete calls after the last words of the reasoning."""
         if self.schemas is None:
             return []
         parser = ToolCallParser(self.schemas)
@@ -239,12 +241,12 @@ class QwenReader:
 
 
 def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
-    """The position of the tag that begins the first call, also of one that has only begun. Arguments: see ``QwenReader``."""
+    """The position of the first call's opening tag, even if the call is incomplete. Arguments: see ``QwenReader``."""
     i = text.rfind(START)
     return None if i < 0 else _start_of_calls(text[: i + len(START) + 1], think, in_reasoning)
 
 
-@lru_cache(maxsize=8)  # the positions of a window behind a quoted tag
+@lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
 def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
     reader, n = QwenReader(think, in_reasoning, {}), 0
     while (i := text.find(START, n)) >= 0:
@@ -259,13 +261,13 @@ def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool
 def make_answer(
     tokenizer: Any, in_reasoning: bool, tools: list[Any] | None, stop_words: list[str], *, is_chat: bool, one_call: bool
 ) -> Answer:
-    """The reader of a request's answer.
+    """Make the parser of a request's answer.
 
     Args:
-        in_reasoning (bool): Whether the prompt has begun the reasoning.
-        tools (List[Any], optional): The request's. Without tools no text is a call.
-        is_chat (bool): Whether there is a chat template, whose marks mean something.
-        one_call (bool): Whether the answer ends with its first call.
+        in_reasoning (bool): Whether the prompt ends within the reasoning.
+        tools (List[Any], optional): The request's tools. Without tools, calls are text.
+        is_chat (bool): Whether the prompt follows a chat template. Otherwise its marks are text.
+        one_call (bool): Whether the answer ends after its first call.
     """
     if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)

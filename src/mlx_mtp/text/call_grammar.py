@@ -1,7 +1,7 @@
 """The grammar of tool calls in Lark, as the chat templates of Qwen write them; see ``tool_calls``.
 
-Arguments follow the schemas of their tools. Conditions that a grammar cannot enforce are refused for ``strict`` tools, and
-left free for others. So each rule that llguidance may fail to parse is on a line of its own, with a free rule to replace it.
+Arguments follow the schemas of their tools. A condition that a grammar cannot enforce is an error for ``strict`` tools and is
+dropped for others. So each rule that llguidance may fail to parse is on a line of its own, with a free rule to replace it.
 """
 
 import json
@@ -21,37 +21,38 @@ END_OF_PARAMETER = "\n</parameter>\n"
 END_OF_VALUE = r'end_of_value[suffix="\n</parameter>\n"]: /(.|\n)*/'
 KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
 SPACE = r"[\s\x1c-\x1f]*"  # the characters that str.strip removes
-SCALARS = {  # texts that are read as these types
+SCALARS = {  # the texts that are parsed as these types
     "null": rf"(?i){SPACE}(null|none){SPACE}",
     "boolean": rf"(?i){SPACE}(true|false){SPACE}",
     "integer": rf"{SPACE}-?(0|[1-9][0-9]{{0,300}}){SPACE}",
     "number": rf"{SPACE}-?(0|[1-9][0-9]{{0,200}})(\.[0-9]{{1,99}})?([eE][-+]?[0-9]{{1,2}})?{SPACE}",
 }
 STRUCTURES = frozenset({"object", "array"})
-STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # how the texts of these begin
-Values = dict[str, tuple[str, frozenset[str]] | None]  # of properties: a rule and the types; None: no value is valid
+STRUCTURE = rf"(?s){SPACE}[{{\[(].*"  # the texts of structures
+# By property: the rule and the types of its value; None: no value is valid.
+Values = dict[str, tuple[str, frozenset[str]] | None]
 _quote = json.dumps  # writes a string in Lark
 
 
 @dataclass(frozen=True)
 class Rule:
     text: str  # on one line
-    free: str | None = None  # the text to use where llguidance cannot parse the first; None: an error
-    path: str = ""  # the schema that it is of, for errors
+    free: str | None = None  # replaces a text that llguidance cannot parse; None: an error instead
+    path: str = ""  # the path of its schema, for errors
 
 
 class Rules:
-    """The rules of a grammar, by name and in order, a line each."""
+    """The rules of a grammar, by name, one on each line."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Rule] = {}
-        self.is_strict = False  # whether those that are added must be read
+        self.is_strict = False  # whether rules added from here on have no free replacement
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def add(self, name: str, text: str, free: str | None = None, path: str = "") -> str:
-        """Add a rule, see ``Rule`` -> its name."""
+        """Add a rule, see ``Rule``. Return its name."""
         self.by_name[name] = Rule(text, None if self.is_strict else free, path)
         return name
 
@@ -59,7 +60,7 @@ class Rules:
         return self.add(f"T{len(self)}", text, free, path)
 
     def loosen(self, line: int) -> str | None:
-        """Replace the rule on a line, which cannot be parsed, by its free one -> the schema's path if it must not be free."""
+        """Replace the rule on a line by its free one. Return the path of its schema if there is none."""
         name = list(self.by_name)[line - 1]
         rule = self.by_name[name]
         if rule.free is None:
@@ -77,11 +78,11 @@ class CallGrammar:
 
     Args:
         tools (List[Dict[str, Any]]): The functions, in OpenAI's format.
-        is_required (bool): Whether the answer is calls alone, with arguments that follow their schemas. Otherwise arguments of
-          ``strict`` functions alone do. Default: ``True``.
+        is_required (bool): Whether the answer consists of calls only, whose arguments follow their schemas. Otherwise only the
+          arguments of ``strict`` functions follow them. Default: ``True``.
 
     Raises:
-        ValueError: The model writes its calls in another way, a schema is malformed, or a strict one cannot be enforced.
+        ValueError: The model has another format of calls, a schema is malformed, or a strict schema cannot be enforced.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True):
@@ -90,8 +91,8 @@ class CallGrammar:
         if write is None:
             raise ValueError("no grammar describes the calls of this model: leave it out")
         self.rules = Rules()
-        self._names: dict[tuple[Node, ...], str] = {}  # the names of the rules of values
-        self._texts = {"value"}  # the rules that take any text
+        self._names: dict[tuple[Node, ...], str] = {}  # the rule of a value, by its schemas
+        self._texts = {"value"}  # the rules that match any text
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"call_{i}" for i in range(len(tools))]
         self.rules.add("start", r"/\n{0,2}/ calls" if is_required else "calls")
@@ -110,7 +111,7 @@ class CallGrammar:
     # Calls
 
     def _json_call(self, name: str, schema: Schema | None) -> str:
-        """As Qwen3-Next writes them."""
+        """A call in Qwen3-Next's format."""
         opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
         arguments = '%json {"type": "object"}'
         if schema is not None:
@@ -118,13 +119,13 @@ class CallGrammar:
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
 
     def _xml_call(self, name: str, schema: Schema | None) -> str:
-        """As Qwen3-Coder and Qwen3.5 write them: each value on lines of its own, strings without quotes. No schema: any."""
+        """A call in the format of Qwen3-Coder and Qwen3.5: each value on lines of its own, strings without quotes."""
         opening, end = f"\n<function={name}>\n", "</function>\n"
         leaves = None if schema is None else self._leaves(schema, schema.root)
         if schema is None or leaves is None:
             return f"{_quote(opening)} ({_parameter(KEY, 'value')})* {_quote(end)}"
         objects = [leaf for leaf in leaves if "object" in types_of(leaf)]
-        values = self._told_apart(schema, [self._values(schema, leaf) for leaf in objects])
+        values = self._distinguishable(schema, [self._values(schema, leaf) for leaf in objects])
         alternatives = [
             text for leaf, own in zip(objects, values) if (text := self._object(schema, leaf, own)) is not None
         ]
@@ -133,7 +134,7 @@ class CallGrammar:
         return f"{_quote(opening)} ({' | '.join(alternatives)}) {_quote(end)}"
 
     def _values(self, schema: Schema, leaf: Leaf) -> Values:
-        """The properties that these schemas name, in their order -> the rule of the value, ``None`` where there can be none."""
+        """The rule of each property that these schemas name, in their order; ``None`` where no value is valid."""
         names = dict.fromkeys(
             name for node in leaf for name in (*(node.properties or ()), *node.own.get("required", ()))
         )
@@ -146,8 +147,8 @@ class CallGrammar:
             found[name] = (self._value(schema, nodes), types) if can_be else None
         return found
 
-    def _told_apart(self, schema: Schema, values: list[Values]) -> list[Values]:
-        """The values of alternatives, except those whose text cannot tell the alternatives apart."""
+    def _distinguishable(self, schema: Schema, values: list[Values]) -> list[Values]:
+        """The values of alternatives. A value whose text does not show its alternative is left free."""
         for name in dict.fromkeys(chain(*values)):
             found = {value for own in values if (value := own.get(name)) is not None}
             rules, types = {rule for rule, _ in found}, {types for _, types in found}
@@ -163,7 +164,7 @@ class CallGrammar:
         return values
 
     def _object(self, schema: Schema, leaf: Leaf, values: Values) -> str | None:
-        """The parameters that these schemas allow together, in the order in which they name them."""
+        """The parameters that all of these schemas allow, in their order."""
         required = {name for node in leaf for name in node.own.get("required", ())}
         if any(values[name] is None for name in required):
             return None
@@ -174,20 +175,20 @@ class CallGrammar:
         return self._sequence(parts, self._undeclared(schema, leaf, values), int(least), most and int(most))
 
     def _undeclared(self, schema: Schema, leaf: Leaf, names: Iterable[str]) -> str | None:
-        """A parameter that no schema names, where one speaks of such. Nothing keeps two of them from having the same name."""
-        speak = [node for node in leaf if node.patterns or node.others is not None]
-        if not speak or any(not _takes_others(node) for node in speak):
+        """A parameter that no schema names, if one has a rule for such. The grammar allows two of them with the same name."""
+        ruling = [node for node in leaf if node.patterns or node.others is not None]
+        if not ruling or any(not _takes_others(node) for node in ruling):
             return None
-        if self.rules.is_strict and all(_allows_all_others(node) for node in speak):
-            return None  # as if the schema did not speak of them
+        if self.rules.is_strict and all(_allows_all_others(node) for node in ruling):
+            return None  # as without a rule
         if self.rules.is_strict:
-            key = "patternProperties" if speak[0].patterns else "additionalProperties"
-            raise ValueError(f"{speak[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
+            key = "patternProperties" if ruling[0].patterns else "additionalProperties"
+            raise ValueError(f"{ruling[0].path}.{key} cannot be enforced: name the properties, or leave strict out")
         known = "|".join(map(_literal, names))
         others = f" & ~/({known})/" if known else ""
-        if len(speak) > 1:  # the name decides which of them speak of it
-            return _parameter(self.rules.add_terminal(f"{KEY}{others}", KEY, speak[0].path), "value")
-        (node,) = speak
+        if len(ruling) > 1:  # the name decides which of them apply
+            return _parameter(self.rules.add_terminal(f"{KEY}{others}", KEY, ruling[0].path), "value")
+        (node,) = ruling
         keys = [(f"/{_search(pattern)}/", n) for pattern, n in node.patterns.items() if not n.is_false]
         if node.others is not None and not node.others.is_false:
             keys.append(("".join(f" & ~/{_search(pattern)}/" for pattern in node.patterns)[3:], node.others))
@@ -198,12 +199,12 @@ class CallGrammar:
         return f"({' | '.join(options)})"
 
     def _sequence(self, parts: list[tuple[str, bool]], other: str | None, least: int, most: int | None) -> str | None:
-        """The parts in order, which may be left out unless required, then others: from ``least`` to ``most`` in all."""
+        """The parts in order, optional unless required, then others: from ``least`` to ``most`` in all."""
         n_required = sum(is_required for _, is_required in parts)
         if least <= n_required and (most is None or (other is None and most >= len(parts))):
             texts = [part if is_required else f"({part})?" for part, is_required in parts]
             return " ".join([*texts, *([f"{other}*"] if other else [])]) or '""'
-        after: list[str | None] = []  # the rule of the rest, by the number of parts taken
+        after: list[str | None] = []  # the rule of the rest, by the number of parts before it
         for n in range(len(parts) + 1):
             need, room = max(0, least - n), None if most is None else most - n
             if room is not None and room < need:
@@ -222,7 +223,7 @@ class CallGrammar:
         return after[0]
 
     def _leaves(self, schema: Schema, node: Node) -> list[Leaf] | None:
-        """The alternatives of a schema that is written here, and not as JSON; ``None``: it is left free."""
+        """The alternatives of a schema whose value is not written as JSON; ``None``: the value is left free."""
         leaves = schema.leaves(node)
         if self.rules.is_strict and leaves is None:
             raise ValueError(f"{node.path} has too many alternatives")
@@ -233,7 +234,7 @@ class CallGrammar:
     # Values
 
     def _value(self, schema: Schema, nodes: list[Node]) -> str:
-        """The rule of a value, with its end. Each schema has one, however often it is named."""
+        """The rule of a value and its end. Each schema has one rule, however often it occurs."""
         key = tuple(nodes)
         if key not in self._names:
             node = nodes[0] if len(nodes) == 1 else Node(nodes[0].path if nodes else "", parts=nodes)
@@ -241,7 +242,7 @@ class CallGrammar:
         return self._names[key]
 
     def _rule_of_value(self, schema: Schema, node: Node) -> str:
-        """A text where the value may be a string; else JSON."""
+        """Text if the value may be a string; otherwise JSON."""
         types = schema.types(node)
         if "string" not in types:
             return self._add_value(f"{self._json(schema, node, types)} {_quote(END_OF_PARAMETER)}")
@@ -266,10 +267,10 @@ class CallGrammar:
         return self.rules.add(f"value_{len(self.rules)}", text)
 
     def _text(self, schema: Schema, node: Node, others: frozenset[str], conditions: list[str]) -> str:
-        """The rule of a text that one of the conditions holds for, or that is read as another type.
+        """The rule of a text that meets one of the conditions, or that is parsed as another type.
 
-        One expression has all cases: before its end, a number cannot be told from the beginning of a string. The JSON of an
-        object or an array begins as no string here does.
+        One regular expression has all cases: a number may turn out to be the beginning of a string. An object or an array may
+        not, since strings that begin like their JSON are excluded.
         """
         leaves = schema.leaves(node) or []
         if bound := sorted(t for t in others - STRUCTURES if not any(_allows_all(leaf, t) for leaf in leaves)):
@@ -309,19 +310,19 @@ def _read(tool: Json, is_strict: bool) -> Schema:
 
 
 def _free_value(tokenizer: TokenizerWrapper) -> str:
-    """Any text up to its end, with the tokens that llguidance takes for no text: a file may quote the template's marks."""
+    """Any text up to its end, including the template's marks, which are not text for llguidance: a file may quote them."""
     marks = sorted(token for token, added in tokenizer.added_tokens_decoder.items() if not added.special)
     return f"(/(.|\\n)*/ <[{','.join(map(str, marks))}]>)* end_of_value" if marks else "end_of_value"
 
 
 def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
-    """A mark of the template in Lark. One that is a token of its own is no text to llguidance."""
+    """A mark of the template in Lark. llguidance does not treat a mark that is one token as text."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return f"<[{tokens[0]}]>" if len(tokens) == 1 else _quote(text)
 
 
 def _parameter(key: str, value: str) -> str:
-    """A parameter in Lark, of its name and its value, both in Lark."""
+    """A parameter in Lark. Its name and its value are Lark, too."""
     return f'("<parameter=" {key} ">\\n" {value})'
 
 
@@ -330,13 +331,13 @@ def _allows_all_others(node: Node) -> bool:
 
 
 def _takes_others(node: Node) -> bool:
-    """Whether a schema that speaks of undeclared properties allows one."""
-    spoken = [*node.patterns.values(), *([] if node.others is None else [node.others])]
-    return any(not n.is_false for n in spoken)
+    """Whether a schema with a rule for undeclared properties allows any."""
+    schemas = [*node.patterns.values(), *([] if node.others is None else [node.others])]
+    return any(not n.is_false for n in schemas)
 
 
 def _listed(leaf: Leaf) -> list[str] | None:
-    """The strings that all of these schemas allow, if one lists its values."""
+    """The strings that all of these schemas allow, if one of them lists its values."""
     lists = [node.values for node in leaf if node.values is not None]
     if not lists:
         return None
@@ -365,7 +366,7 @@ def _allows_all(leaf: Leaf, kind: str) -> bool:
 
 
 def _search(pattern: str) -> str:
-    """A pattern, which may match anywhere, as a regular expression in Lark for the whole text."""
+    """A pattern that may match anywhere, as a regular expression in Lark that matches the whole text."""
     found = []
     for part in _alternatives(pattern):
         begin, end = "(?s:.*)" if part[:1] != "^" else "", "(?s:.*)"
@@ -377,7 +378,7 @@ def _search(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """A pattern's alternatives: the parts between each ``|`` outside of groups and classes."""
+    """The alternatives of a pattern, separated by ``|`` outside of groups and classes."""
     found, depth, is_class, is_escaped = [""], 0, False, False
     for c in pattern:
         if c == "|" and depth == 0 and not is_class and not is_escaped:

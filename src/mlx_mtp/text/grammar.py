@@ -1,10 +1,10 @@
 """Structured output: a grammar masks the logits, and the tokens that it forces are drafted.
 
-The tokens that a grammar allows next are a function of the text before, so any position of a window can be asked, in any order,
-and a rejected draft leaves nothing behind. The head's drafts are masked as the target's choices are. Where the grammar leaves
-one way to go on, as at the keys and the punctuation of JSON, the tokens are known without a pass of a model: ``ForcedTokens``
-offers them as drafts, which are accepted with the probability that the masked target gives them (another tokenization of the
-same characters may be likelier).
+The allowed tokens depend only on the text before, so the positions of a window can be masked in any order, and a rejected
+draft changes nothing. The head's drafts are masked like the target's choices. If the grammar allows one continuation only, as
+in the keys and the punctuation of JSON, its tokens are known without a pass of the model: ``ForcedTokens`` offers them as
+drafts. They are accepted with the probability that the masked target gives them, since another tokenization of the same
+characters may be likelier.
 
 Grammars are those of llguidance (github.com/guidance-ai/llguidance): JSON schemas, regular expressions, Lark.
 """
@@ -33,35 +33,35 @@ MAX_CHARACTERS = 1 << 19  # in a grammar in Lark
 MAX_MULTIPLE = 100_000  # for the least common multiple of all multipleOf, in units of the last decimal
 STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
 STACK_LOCK = threading.Lock()
-TOO_LARGE = ("too big", "too large", "symbols.len()")  # llguidance's words
+TOO_LARGE = ("too big", "too large", "symbols.len()")  # in llguidance's messages
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
 
 
 class Beginning:
-    """Where in a text a grammar begins; before that anything is allowed.
+    """The beginning of a grammar within a text; before it, all tokens are allowed.
 
     Args:
         tokenizer (llguidance.LLTokenizer): The tokens' bytes.
-        find (Callable[[str], Optional[int]]): Takes the text so far -> the position at which the grammar begins, or ``None``.
-          What it gives for a text it gives for all that begin like it.
+        find (Callable[[str], Optional[int]]): Takes the text so far and returns the position at which the grammar begins, or
+          ``None``. More text does not change the position.
     """
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
         self.tokenizer, self.find = tokenizer, find
-        self._known: list[int] = []  # the text that it was found in
-        self._n = 0  # the number of its tokens up to there
-        self._head: list[int] = []  # the last of its tokens behind it
+        self._known: list[int] = []  # the tokens of the text in which it was found
+        self._n = 0  # the number of tokens up to the beginning
+        self._head: list[int] = []  # the part of the last of them that is after the beginning
 
-    def behind(self, tokens: list[int]) -> list[int] | None:
-        """The tokens of a text -> the tokens behind its beginning, ``None`` before that."""
+    def tokens_after(self, tokens: list[int]) -> list[int] | None:
+        """The tokens of a text after the grammar's beginning, or ``None`` before it."""
         if not self._known or tokens[: len(self._known)] != self._known:
-            said: bytes = self.tokenizer.decode_bytes(tokens)
-            i = self.find(text := said.decode(errors="surrogateescape"))
+            decoded: bytes = self.tokenizer.decode_bytes(tokens)
+            i = self.find(text := decoded.decode(errors="surrogateescape"))
             if i is None:
                 return None
             start = len(text[:i].encode(errors="surrogateescape"))
             self._n = bisect_left(range(len(tokens)), start, key=self._size_of(tokens))
-            self._head = self.tokenizer.tokenize_bytes(said[start : self._size_of(tokens)(self._n)])
+            self._head = self.tokenizer.tokenize_bytes(decoded[start : self._size_of(tokens)(self._n)])
             self._known = tokens
         return [*self._head, *tokens[self._n :]]
 
@@ -70,46 +70,46 @@ class Beginning:
 
 
 class Grammar:
-    """A logits processor that leaves the tokens that a grammar allows. Make it with ``make_grammar``, one for each text.
+    """A logits processor that allows the tokens of a grammar only. Make one for each text with ``make_grammar``.
 
     Args:
         matcher (llguidance.LLMatcher): The grammar's state.
-        beginning (Beginning, optional): Where it begins. Default: at once.
+        beginning (Beginning, optional): The beginning of the grammar. Default: ``None``, the first generated token.
     """
 
     keeps_state = False
 
     def __init__(self, matcher: Any, beginning: Beginning | None = None):
         self.matcher, self.beginning = matcher, beginning
-        self.taken: list[int] = []  # the tokens that the matcher was given
-        self.n_prompt: int | None = None  # the first call is for the first token
+        self.taken: list[int] = []  # the tokens that the matcher has consumed
+        self.n_prompt: int | None = None  # known from the first call, which is for the first token
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """The text's tokens [N], logits [1, V] -> logits [1, V]"""
         if self.n_prompt is None:
             self.n_prompt = len(tokens)
         generated: Any = tokens[self.n_prompt :].tolist()
-        if not self._go_to(generated):
+        if not self.advance_to(generated):
             return logits
         masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
-        # The draft vocabulary may have none of the allowed tokens. Then the draft is a wrong one, and not drawn from nothing.
+        # The draft vocabulary may have none of the allowed tokens. Then all of it is allowed, and the draft will be rejected.
         return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
 
     def copy(self) -> "Grammar":
-        """Another one, for another text. It does not compile anything."""
+        """Another grammar, for another text, without compiling it again."""
         beginning = self.beginning and Beginning(self.beginning.tokenizer, self.beginning.find)
         matcher = self.matcher.deep_copy()
         matcher.reset()
         return Grammar(matcher, beginning)
 
     def forced(self, generated: list[int]) -> list[int]:
-        """The tokens that follow generated ones, while the grammar leaves one way to continue."""
-        tokens: list[int] = self.matcher.compute_ff_tokens() if self._go_to(generated) else []
+        """The tokens that must follow the generated ones, as long as the grammar allows one continuation only."""
+        tokens: list[int] = self.matcher.compute_ff_tokens() if self.advance_to(generated) else []
         return tokens
 
-    def _go_to(self, generated: list[int]) -> bool:
-        """Have the matcher stand behind these tokens -> whether it does: not before its beginning, nor behind a wrong draft."""
-        tokens = generated if self.beginning is None else self.beginning.behind(generated)
+    def advance_to(self, generated: list[int]) -> bool:
+        """Bring the matcher to its state after these tokens. ``False`` before the beginning, and after a wrong draft."""
+        tokens = generated if self.beginning is None else self.beginning.tokens_after(generated)
         if tokens is None:
             return False
         n = next((i for i, (a, b) in enumerate(zip(tokens, self.taken)) if a != b), min(len(tokens), len(self.taken)))
@@ -122,14 +122,14 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """Raise a ValueError if llguidance has given the grammar up, as one that is too complex to go on."""
+        """Raise a ValueError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
             raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
 
     def _allowed(self, size: int) -> mx.array:
-        """The tokens that may come next, [V], bool; also those that end the text, where it may end."""
+        """The tokens that may come next, [V], bool, including end-of-text tokens where the text may end."""
         words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
-        self._check()  # the mask of a matcher that has failed has the end of the text
+        self._check()  # the mask of a failed matcher would allow the end of the text
         bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
         allowed = bits.reshape(-1)[:size] == 1
         # A model's output layer may be larger than its vocabulary.
@@ -146,12 +146,12 @@ class ForcedTokens:
         self.grammar = grammar
         self.generated: list[int] = []
         self.rates = Rates(1)
-        self._forced: list[int] | None = None  # from here on, once asked for
+        self._forced: list[int] | None = None  # the next tokens, once computed
 
     @property
     def forced(self) -> list[int]:
         if self._forced is None:
-            # A grammar that has failed raises where it masks the logits, which ends its own sequence alone.
+            # A failed grammar raises again when it masks the logits, which ends its own sequence only.
             with suppress(ValueError):
                 self._forced = self.grammar.forced(self.generated)[:MAX_COPY_TOKENS]
         return self._forced or []
@@ -193,8 +193,7 @@ def make_grammar(
           far that returns the position where the grammar begins, or ``None`` before it begins. Default: ``""``.
 
     Raises:
-        ValueError: None or several of the three are given, or llguidance cannot read the grammar: a ``GrammarError`` then says
-        where.
+        ValueError: None or several of the three are given, or llguidance cannot read the grammar (a ``GrammarError``).
     """
     rules = []
     if json_schema is not None:
@@ -216,10 +215,10 @@ def make_grammar(
 
 
 def _in_lark(regex: str) -> str:
-    """A regular expression as it stands between slashes in Lark."""
+    """A regular expression in Lark, without its slashes."""
     from llguidance import regex_to_lark
 
-    _check_size(regex)  # rewriting a long one holds up all other threads
+    _check_size(regex)  # converting a long one blocks all other threads
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise ValueError("The regular expression ends with a backslash that escapes nothing.")
     text: str = regex_to_lark(regex, use_ascii="")
@@ -227,7 +226,7 @@ def _in_lark(regex: str) -> str:
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
-    """Without a choice of white space there is more that is forced. A schema's own ``x-guidance`` comes first."""
+    """Fix the white space, so that more tokens are forced. A schema's own ``x-guidance`` takes precedence."""
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
@@ -241,8 +240,8 @@ class GrammarError(ValueError):
     """llguidance cannot read a grammar.
 
     Args:
-        message (str): The error in a sentence.
-        line (int, optional): The line of its Lark, from 1. ``None`` where it is too large as a whole.
+        message (str): The error, in a sentence.
+        line (int, optional): The line in the grammar's Lark, from 1. ``None`` if the grammar as a whole is too large.
     """
 
     def __init__(self, message: str, line: int | None = None):
@@ -252,7 +251,7 @@ class GrammarError(ValueError):
 
 @functools.lru_cache(maxsize=16)
 def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
-    """A matcher at the beginning. A large schema takes a second, and an agent sends the same one in every request."""
+    """Make a matcher. A large schema takes a second, and an agent sends the same one with every request."""
     from llguidance import LLMatcher
 
     _check_size(lark)
@@ -276,8 +275,10 @@ def _check_size(text: str) -> None:
 
 
 def _in_deep_stack(f: Callable[[], T]) -> T:
-    """Call a function in a thread of its own. llguidance calls itself for each rule within a rule, and a thread's usual stack
-    ends after a thousand: that would end the process."""
+    """Call a function in a thread with a large stack.
+
+    llguidance recurses into nested rules. About a thousand levels overflow a usual stack, which would end the process.
+    """
     result: list[T] = []
     with STACK_LOCK:
         usual = threading.stack_size(STACK)
@@ -291,7 +292,7 @@ def _in_deep_stack(f: Callable[[], T]) -> T:
 
 
 def _check_multiples(lark: str) -> None:
-    """Bound the one keyword whose cost llguidance does not: a number has as many states as the multiple that all must be of."""
+    """Limit ``multipleOf``, which llguidance does not: its matcher has as many states as the least common multiple."""
     text = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda m: chr(int(m[1], 16)), lark)
     found = [float(x) for x in re.findall(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]{0,400})', text)]
     multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0

@@ -1,8 +1,8 @@
-"""A model's reasoning, read while it is being written, up to the tag that ends it.
+"""Streaming parser of a model's reasoning, up to the tag that ends it.
 
-A tag that is quoted does not end it: one between backticks, and one in a fenced code block (an open ``` or ~~~). A model may
-forget to close a block. So where its turn ends and no tag has ended the reasoning, the last tag that stood alone on a line of
-a block has: the text behind it was the answer.
+A quoted tag, between backticks or in a fenced code block (an open ``` or ~~~), does not end the reasoning. A model may forget
+to close a block: if its turn ends within the reasoning, the last tag alone on a line of a block counts as its end, and the text
+after that tag is the answer.
 """
 
 import re
@@ -13,14 +13,14 @@ FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 
 def end_of_reasoning(text: str, end: str) -> int | None:
     """
-    The position behind the tag that ends the reasoning which a text begins with. ``None`` while it goes on, and where the next
-    character must tell.
+    The position after the tag that ends the reasoning at the beginning of a text. ``None`` if there is no such tag yet, or if
+    the next character decides whether the tag is quoted.
     """
     i = text.rfind(end)
     return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing
 
 
-@lru_cache(maxsize=8)  # the positions of a window behind a quoted tag
+@lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
 def _end_of_reasoning(text: str, end: str) -> int | None:
     _, behind = ReasoningReader(end).add(text)
     return None if behind is None else len(text) - len(behind)
@@ -30,19 +30,19 @@ class ReasoningReader:
     def __init__(self, end: str):
         self.end = end
         self._pieces: list[str] = []  # the reasoning so far
-        self._rest = ""  # the text that has not been read
-        self._line = self._fence = ""  # the part of a line so far, and the marks that opened a code block
-        self._answer: int | None = None  # the first piece behind a quoted tag that may have been the last
+        self._rest = ""  # the text that is not parsed yet
+        self._line = self._fence = ""  # the last line so far, and the marks that opened a code block
+        self._answer: int | None = None  # the first piece after the last quoted tag that stood alone on a line
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
-        """The next piece -> (reasoning, the text behind the tag that ends it, or ``None``)."""
+        """Add the next piece. Return its reasoning, and the text after the tag that ends it, or ``None``."""
         self._rest += text
         n = len(self._pieces)
         while (i := self._rest.find(self.end)) >= 0:
             self._take(i)
             behind = self._rest[len(self.end) :]
             if not (behind or is_last or self._open) and self._line.endswith("`"):
-                break  # the next character tells
+                break  # the next character decides
             if not self._is_quoted(behind):
                 return "".join(self._pieces[n:]), behind
             self._take(len(self.end))
@@ -62,7 +62,7 @@ class ReasoningReader:
 
     @property
     def closing(self) -> str:
-        """The text that ends the reasoning here, as a chat template writes it; a code block is closed first."""
+        """The text that would end the reasoning here, as in a chat template; it closes an open code block first."""
         if self._rest.startswith(self.end):
             return "\n\n"  # then no backtick follows
         breaks = "\n" if self._line or self._rest else ""
@@ -70,7 +70,7 @@ class ReasoningReader:
 
     @property
     def _open(self) -> str:
-        """The marks of the code block that is open, also if the line ended here."""
+        """The marks of the open code block, if the line ended here."""
         return self._fence and fence_after(self._line, self._fence)
 
     def _take(self, n: int) -> None:
@@ -89,7 +89,7 @@ class ReasoningReader:
 
 
 def fence_after(line: str, fence: str) -> str:
-    """The marks of the code block that is open after a line, given the one open before it."""
+    """The marks of the code block that is open after a line, given those before it."""
     m = FENCE.fullmatch(line)
     if m is None:
         return fence
@@ -99,7 +99,7 @@ def fence_after(line: str, fence: str) -> str:
 
 
 def overlap(text: str, word: str) -> int:
-    """How many characters at the end of the text may begin the word."""
+    """The number of characters at the end of the text that may be the beginning of the word."""
     i = max(0, len(text) - len(word) + 1)
     while (i := text.find(word[0], i)) >= 0:
         if word.startswith(text[i:]):

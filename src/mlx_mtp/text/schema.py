@@ -1,11 +1,11 @@
-"""A JSON schema of a client, read once: for the types of a call's arguments (``tool_calls``) and for the grammar of calls.
+"""A client's JSON schema as a graph, for the types of a call's arguments (``tool_calls``) and for the grammar of calls.
 
-References become edges of a graph, so that a definition is read once however often it is named, and may contain itself. Null
-means absent. A keyword of the wrong shape is left out and noted in ``malformed``; one that no grammar here can enforce is left
-out and noted in ``unenforced``. The writers of grammars refuse the former, and for ``strict`` tools the latter.
+References are edges of the graph, so a definition is parsed once however often it is used, and may contain itself. A null
+keyword is ignored. A malformed keyword is dropped and listed in ``malformed``; a keyword that the grammars cannot enforce is
+dropped and listed in ``unenforced``. Grammars refuse the former, and for ``strict`` tools the latter.
 
-Drafts 4 to 2020-12 are read alike, as is OpenAPI's ``nullable``, and types by Python's names. ``format`` is enforced where
-llguidance knows it; otherwise it says nothing, as in the standard.
+The parser accepts drafts 4 to 2020-12, OpenAPI's ``nullable``, and Python's names of types. A ``format`` is enforced if
+llguidance supports it, and is an annotation otherwise, as in the standard.
 """
 
 import math
@@ -37,10 +37,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 DEPTH = 64  # levels of schemas within schemas; a reference begins anew
 MOST_LEAVES = 256  # alternatives of one schema
-MOST_WORK = 1 << 18  # combinations that are looked at to find those of all
+MOST_WORK = 1 << 18  # combinations to try for all schemas
 ROUNDS = 16  # over schemas that contain themselves
-MAX_MATCHED = 256  # characters of a text that a pattern is asked about
-PATTERN_SECONDS = 0.02  # a pattern that takes longer for a name may match it
+MAX_MATCHED = 256  # characters of a text that a pattern is matched against
+PATTERN_SECONDS = 0.02  # a match that takes longer counts as possible
 
 
 def _is_number(value: Any) -> bool:
@@ -71,7 +71,7 @@ KEYWORDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # about a value itse
     **dict.fromkeys(("pattern", "format"), TEXT),
 }
 OF_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-OF_TYPE = {  # the keywords that say more of a type than its name
+OF_TYPE = {  # the keywords that restrict the values of a type
     "integer": OF_NUMBER,
     "number": OF_NUMBER,
     "string": ("minLength", "maxLength", "pattern"),
@@ -82,19 +82,19 @@ OF_TYPE = {  # the keywords that say more of a type than its name
 
 @dataclass(eq=False)
 class Node:
-    """A schema, with the schemas that it names."""
+    """A schema and its subschemas."""
 
     path: str  # where it is, for errors
-    own: Json = field(default_factory=dict)  # the keywords of KEYWORDS that it has; type as a set
+    own: Json = field(default_factory=dict)  # its keywords in KEYWORDS; type as a set
     properties: dict[str, "Node"] | None = None
     patterns: dict[str, "Node"] = field(default_factory=dict)
     others: "Node | None" = None  # additionalProperties
     items: "Node | None" = None
     prefix: "list[Node]" = field(default_factory=list)
-    parts: "list[Node]" = field(default_factory=list)  # schemas that hold as well: allOf and $ref
-    options: "dict[str, list[Node]]" = field(default_factory=dict)  # anyOf and oneOf: of each, one holds
+    parts: "list[Node]" = field(default_factory=list)  # schemas that must hold as well: allOf and $ref
+    options: "dict[str, list[Node]]" = field(default_factory=dict)  # anyOf and oneOf: one of each must hold
     is_false: bool = False  # nothing is valid
-    is_target: bool = False  # a reference names it
+    is_target: bool = False  # whether a reference points to it
 
     @property
     def is_plain(self) -> bool:
@@ -104,7 +104,7 @@ class Node:
 
     @property
     def types(self) -> frozenset[str]:
-        """The types that it allows, without its parts and options."""
+        """The types that it allows, ignoring its parts and options."""
         types = self.own.get("type", ANY)
         return types if self.values is None else types & _with_integers({type_of(value) for value in self.values})
 
@@ -114,26 +114,27 @@ class Node:
         return [self.own["const"]] if "const" in self.own else self.own.get("enum")
 
     def restricts(self, kind: str) -> bool:
-        """Whether it allows some values of a type and not others, without its parts and options."""
+        """Whether it allows only some values of a type, ignoring its parts and options."""
         of_object = bool(self.properties or self.patterns or self.others is not None)
         children = {"object": of_object, "array": bool(self.prefix or self.items is not None)}
         names = OF_TYPE.get(kind, ())
         return self.values is not None or children.get(kind, False) or any(name in self.own for name in names)
 
     def named(self, name: str) -> "list[Node]":
-        """The schemas of the property of this name, without those of the parts and options."""
+        """The schemas of the property of this name, ignoring its parts and options."""
         found = [node] if (node := (self.properties or {}).get(name)) is not None else []
         found += [node for pattern, node in self.patterns.items() if may_match(pattern, name)]
         return found or ([self.others] if self.others is not None else [])
 
 
-Leaf = tuple[Node, ...]  # schemas without parts and options that hold together
+Leaf = tuple[Node, ...]  # schemas that must all hold, ignoring their parts and options
 
 
 class Schema:
-    """
+    """The graph of a JSON schema.
+
     Args:
-        schema (Any): The JSON schema, as the client sent it.
+        schema (Any): The JSON schema of the client.
         path (str): Where it is, for errors. Default: ``"schema"``.
     """
 
@@ -141,7 +142,7 @@ class Schema:
         self.malformed: list[str] = []
         self.unenforced: list[str] = []
         self._raw = schema
-        self._nodes: dict[int, Node] = {}  # nodes by the id of the object that they were read of
+        self._nodes: dict[int, Node] = {}  # by the id of their JSON object
         self._todo: list[tuple[Node, Json, int]] = []
         self._leaves: dict[Node, list[Leaf] | None] = {}
         self._work = 0
@@ -149,7 +150,7 @@ class Schema:
         while self._todo:
             self._read(*self._todo.pop())
 
-    # Reading
+    # Parsing
 
     def _node(self, raw: Any, path: str, depth: int) -> Node:
         if id(raw) in self._nodes and isinstance(raw, dict):
@@ -243,12 +244,12 @@ class Schema:
         target.is_target = True
         node.parts.append(target)
 
-    # Reading the graph
+    # Queries
 
     def leaves(self, node: Node) -> list[Leaf] | None:
-        """The alternatives that a schema allows, each a list of schemas that hold together. ``None``: too many.
+        """The alternatives of a schema, each a list of schemas that must all hold. ``None``: too many.
 
-        Alternatives are told apart by the schemas that they are of, so that ways to the same ones count once.
+        Alternatives with the same schemas count once.
         """
         if node not in self._leaves:
             todo = [n for n in _in_place(node) if n not in self._leaves]
@@ -284,7 +285,7 @@ class Schema:
         return found
 
     def overlapping(self, node: Node) -> str | None:
-        """The path of a ``oneOf`` two of whose options may both hold, if the schema says one of the same value."""
+        """The path of a ``oneOf`` of this schema with two options that may both hold, if there is one."""
         for n in _in_place(node):
             for a, b in combinations(n.options.get("oneOf", ()), 2):
                 ways = self.leaves(a), self.leaves(b)
@@ -293,7 +294,7 @@ class Schema:
         return None
 
     def types(self, node: Node) -> frozenset[str]:
-        """The types of the values that a schema allows; all where it does not say, or contradicts itself."""
+        """The types of the values that a schema allows; all types if it has no restriction, or contradicts itself."""
         leaves = self.leaves(node)
         return ANY if leaves is None else frozenset(chain(*map(types_of, leaves))) or ANY
 
@@ -302,7 +303,7 @@ class Schema:
         return any(name in (node.properties or {}) for leaf in self.leaves(self.root) or [] for node in leaf)
 
     def types_of_property(self, name: str) -> frozenset[str]:
-        """The types that the property of this name may have. One without a schema is a string."""
+        """The types that the property of this name may have. A property without a schema is a string."""
         found: set[str] = set()
         for leaf in self.leaves(self.root) or []:
             nodes = [n for node in leaf for n in node.named(name)]
@@ -316,7 +317,7 @@ def types_of(leaf: Leaf) -> frozenset[str]:
 
 
 def _are_apart(a: Leaf, b: Leaf) -> bool:
-    """Whether no value is valid for both: by their types, their values, or those of a property that both require."""
+    """Whether no value is valid for both, judged by types, listed values, or those of a property that both require."""
     if not types_of(a) & types_of(b) or _have_apart_values(a, b):
         return True
     if not types_of(a) & types_of(b) <= {"object"}:
@@ -334,10 +335,10 @@ def _have_apart_values(a: Leaf, b: Leaf) -> bool:
 
 
 def document(root: Node, types: frozenset[str] | None = None) -> Json:
-    """A schema as JSON for llguidance, with the definitions that it needs and no other.
+    """A schema as JSON for llguidance, with the definitions that it needs.
 
     Args:
-        types (FrozenSet[str], optional): The types to allow, of the schema's. Default: ``None``, all.
+        types (FrozenSet[str], optional): The schema's types to allow. Default: ``None``, all.
     """
     names: dict[Node, str] = {}
 
@@ -379,14 +380,14 @@ def _names(types: frozenset[str]) -> list[str]:
 
 
 def _read_bounds(own: Json) -> None:
-    """Draft 4 says with ``true`` that the bound itself does not belong."""
+    """Convert the exclusive bounds of draft 4, which are booleans beside the bound."""
     for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(own.get(key), bool) and own.pop(key) and bound in own:
             own[key] = own.pop(bound)
 
 
 def _in_place(node: Node) -> Iterator[Node]:
-    """A schema and its parts and options, which speak of the same value, each behind its own."""
+    """A schema and its parts and options, which apply to the same value, in postorder."""
     seen, todo = {node}, [(node, False)]
     while todo:
         n, is_left = todo.pop()
@@ -404,7 +405,7 @@ def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 def may_match(pattern: str, text: str) -> bool:
-    """Whether a pattern matches a text, or cannot be asked in time."""
+    """Whether a pattern matches a text, or the match fails or takes too long."""
     try:
         return regex.search(pattern, text[:MAX_MATCHED], timeout=PATTERN_SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError):

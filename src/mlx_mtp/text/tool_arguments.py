@@ -1,11 +1,11 @@
-"""A parameter's text, as a model wrote it, as JSON of the type that its schema asks for.
+"""Conversion of a parameter's text to JSON of the type in its schema.
 
-Qwen's format writes every value as text, without quotes: only the schema tells whether ``5`` is a number. A text becomes the
-first of these that its schema allows and that it spells: null, a boolean, a number, an object or an array. Everything else
-arrives as a string, unchanged: a wrong type tells the model more than a call that is lost.
+Qwen's format has all values as text without quotes, so the schema decides whether ``5`` is a number. A text is parsed as the
+first of these types that its schema allows: null, a boolean, a number, an object or an array. A text that cannot be parsed
+becomes a string, unchanged: a wrong type tells the model more than a lost call.
 
-- null and booleans are also read as Python writes them (``None``, ``True``), and objects and arrays as Python's literals.
-- Numbers keep their digits. One that is too large for a float would be infinite to the client, and arrives as a string.
+- Python's ``None``, ``True`` and ``False``, and its literals of lists and dictionaries, are accepted as well.
+- Numbers keep their digits. A number beyond the range of a float becomes a string, since clients would read it as infinite.
 - A schema without types allows all of them. A parameter without a schema is a string.
 """
 
@@ -25,7 +25,7 @@ LONGEST_NUMBER = 400  # characters
 
 
 def is_string(start: str, types: frozenset[str]) -> bool:
-    """Whether a text that begins with ``start`` is a string, whatever follows."""
+    """Whether a text that begins with ``start`` is a string regardless of the rest."""
     if types == STRING:
         return True
     start = start[: LONGEST_NUMBER + 1].strip().lower()
@@ -39,9 +39,9 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """A parameter's text -> its JSON, of one of the types that its schema allows."""
+    """Convert a parameter's text to JSON of one of the types that its schema allows."""
     word = text.strip()
-    # A model that has no value for a number writes null, whatever the schema says; as a string it would be no better.
+    # A model without a value for a number writes null even where the schema does not allow it.
     if word.lower() in WORDS["null"] and ("null" in types or "string" not in types):
         return "null"
     if word.lower() in WORDS["boolean"] and "boolean" in types:
@@ -67,7 +67,7 @@ def _number(word: str, types: frozenset[str]) -> str | None:
 
 
 def _structure(read: Callable[[str], Any], text: str, types: frozenset[str]) -> str | None:
-    # ValueError, SyntaxError, TypeError, RecursionError or MemoryError: of the parsers, or of a value that JSON lacks.
+    # Errors of the parsers (ValueError, SyntaxError, TypeError, RecursionError, MemoryError), or of values that JSON lacks.
     try:
         value = read(text)
         value = list(value) if isinstance(value, tuple) else value
@@ -77,15 +77,15 @@ def _structure(read: Callable[[str], Any], text: str, types: frozenset[str]) -> 
 
 
 def parse_json(text: str) -> Any:
-    """JSON -> its value; a ValueError if it is none. Strings may have line breaks; numbers beyond floats become strings."""
+    """Parse JSON, or raise a ValueError. Strings may contain line breaks; numbers too large for a float become strings."""
     values = parse_json_values(text)
     if len(values) != 1:
-        raise ValueError(f"{len(values)} values where one belongs")
+        raise ValueError(f"{len(values)} values instead of one")
     return values[0]
 
 
 def parse_json_values(text: str) -> list[Any]:
-    """Values of JSON, one after another."""
+    """Parse a sequence of JSON values."""
     values = []
     while text := text.strip():
         value, end = DECODER.raw_decode(text)

@@ -1,6 +1,6 @@
-r"""Tool calls in a model's text, read while it is being written.
+r"""Streaming parser of tool calls in a model's text.
 
-The format is that of Qwen3.5 and Qwen3-Coder. Older Qwen models, and Qwen3-Next, write JSON into the block::
+The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Next, the block has JSON::
 
     <tool_call>                          <tool_call>
     <function=NAME>                      {"name": NAME, "arguments": {KEY: VALUE}}
@@ -10,22 +10,22 @@ The format is that of Qwen3.5 and Qwen3-Coder. Older Qwen models, and Qwen3-Next
     </function>
     </tool_call>
 
-A block may hold several functions. Text that is not a valid call is content: nothing is lost. The rules:
+A block may have several functions. Text that is not a valid call remains content. The rules:
 
-- A block begins where ``<tool_call>`` begins a line, or follows a block, and JSON or a function with its first parameter (or
-  its end) follows. So the tag in prose is content, and so is what a fenced code block (an open ``` or ~~~) quotes.
-- Of the line breaks around a value, one on either side is the format's. The rest is the value's.
-- A value may hold the format's own tags. ``</parameter>`` ends it only before the next ``<parameter=KEY>``, or before
-  ``</function>`` and then ``</tool_call>`` or the next function. A key that the call has already is not the next one.
+- A block begins with ``<tool_call>`` at the beginning of a line or after a block, followed by JSON or by a function with its
+  first parameter (or its end). The tag in prose or in a fenced code block (an open ``` or ~~~) is content.
+- One line break on either side of a value belongs to the format. Further line breaks belong to the value.
+- A value may contain the format's own tags. ``</parameter>`` ends it only before the next ``<parameter=KEY>``, or before
+  ``</function>`` and then ``</tool_call>`` or the next function. A key that the call already has is not the next one.
 - A value may quote calls. A ``<parameter=KEY>`` on a line of its own within a value opens a quotation, which the next
-  ``</parameter>`` closes. That one ends the value only if the text ends with this block, or if a parameter follows that the
-  tool's schema declares and the quotation has not named a function. Ambiguous: a value that holds the whole end of a
-  block without its beginning.
-- A JSON block ends at the first ``</tool_call>`` outside its strings. One that is not JSON is content, and the text behind its
+  ``</parameter>`` closes. That tag ends the value only if the text ends with this block, or if a parameter follows that the
+  tool's schema declares and the quotation has not named a function. A value with the whole end of a block and without its
+  beginning is ambiguous.
+- A JSON block ends at the first ``</tool_call>`` outside its strings. If it is not JSON, it is content, and the text after its
   first tag is parsed again.
-- The arguments of Qwen's format come as they are written: strings piece by piece, other values when they are complete, typed by
-  the tool's schema (see ``tool_arguments``). Joined, they are the JSON of an object. Those of a JSON block come at once.
-- A call that the text does not complete keeps its beginning: its arguments end within a string, so that they are never JSON.
+- Arguments in Qwen's format are streamed: strings piece by piece, other values when they are complete, typed by the tool's
+  schema (see ``tool_arguments``). Concatenated, they are the JSON of an object. Those of a JSON block come in one piece.
+- The arguments of an incomplete call end within a string, so that they are never valid JSON.
 """
 
 import ast
@@ -46,9 +46,8 @@ class Text:
     """The next piece of the text for the user."""
 
     text: str
-    tokens: Sequence[int] = field(
-        default=(), compare=False
-    )  # the tokens that it begins to show, by index in the answer
+    # The indices of the tokens whose first character is in this piece.
+    tokens: Sequence[int] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class CallEnds:
 
 Event = Text | CallBegins | CallArguments | CallEnds
 
-# Bounded, so that no text is held for long, and matched again with each piece.
+# Bounded, so that little text is held back, and matched again with each piece.
 _S, _NAME = r"\s{0,64}", r"[^\s<>]{1,256}"
 LONGEST_KEY = 256  # characters of a parameter's name
 _KEY = rf"<parameter=(?P<key>[^\n<>]{{1,{LONGEST_KEY}}})>"
@@ -98,7 +97,7 @@ class ToolCallParser:
     """
 
     def __init__(self, schemas: Mapping[str, Any]):
-        self._text = _Reading()
+        self._text = _State()
         self._functions = _Functions(self._text, {name: Schema(schema) for name, schema in schemas.items()})
         self._json = _JsonBlock(self._text)
 
@@ -107,7 +106,7 @@ class ToolCallParser:
         return self._text.n_calls
 
     def add(self, text: str) -> list[Event]:
-        """The next piece of the text -> its events. Text that may begin a tag waits for more."""
+        """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
         self._text.rest += text
         while self._read():
             pass
@@ -115,10 +114,10 @@ class ToolCallParser:
         return events
 
     def finish(self, cut: bool) -> list[Event]:
-        """The end of the text -> the last events.
+        """End the text. Return the last events.
 
         Args:
-            cut (bool): Whether the text was cut off, such as by a limit. The last tags are then not taken as written.
+            cut (bool): Whether the text was cut off, such as by a token limit. Then the last tags are not assumed.
         """
         self._text.is_last, self._text.is_cut = True, cut
         events = self.add("")
@@ -129,12 +128,12 @@ class ToolCallParser:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the text ends with a tag that begins a block, if a call follows."""
+        """Whether the text ends with a tag that may begin a block."""
         in_block = self._functions.is_open or self._json.is_open
         return not in_block and self._text.rest.lstrip(" ") == START
 
     def _read(self) -> bool:
-        """Read a part of the rest -> whether to go on."""
+        """Parse a part of the rest. Return whether to continue."""
         if self._functions.is_open:
             return self._functions.read()
         if self._json.is_open:
@@ -153,15 +152,15 @@ class ToolCallParser:
         return bool(text.rest)
 
 
-class _Reading:
-    """The text that is not parsed yet, the events of the rest, and the content outside of blocks, by lines."""
+class _State:
+    """The text that is not parsed yet, the events, and the last line of content outside of blocks."""
 
     def __init__(self) -> None:
-        self.rest = ""  # the text that is known and not parsed yet
+        self.rest = ""  # the text that is not parsed yet
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
         self.events: list[Event] = []  # the events that were not returned yet
         self.n_calls = 0
-        self.line = ""  # the part of a line of content that has been read
+        self.line = ""  # the last line of content so far
         self.fence = ""  # the marks that opened a code block
 
     @property
@@ -177,7 +176,7 @@ class _Reading:
         return taken
 
     def take_content(self, n: int) -> None:
-        """The next n characters, which end at the end of a line or of the known text, are content."""
+        """Take the next n characters, up to the end of a line or of the text so far, as content."""
         text = self.take(n)
         if self.events and isinstance(last := self.events[-1], Text):
             self.events[-1] = Text(last.text + text)
@@ -192,8 +191,8 @@ class _Reading:
         self.events.append(CallBegins(self.n_calls, name))
         self.n_calls += 1
 
-    def argue(self, text: str) -> None:
-        """A piece of the last call's arguments."""
+    def add_arguments(self, text: str) -> None:
+        """Add a piece of the last call's arguments."""
         if self.events and isinstance(last := self.events[-1], CallArguments):
             self.events[-1] = CallArguments(last.index, last.text + text)
         elif text:
@@ -204,17 +203,17 @@ class _Reading:
 
 
 class _Value:
-    """A value of a parameter, which becomes JSON: a string as it is written, another value when it is complete."""
+    """Converts a parameter's value to JSON: a string piece by piece, another value when it is complete."""
 
     def __init__(self, types: frozenset[str]):
         self.types = types
         self.text = ""  # until it is known to be a string
-        self.is_string = self.is_begun = False
+        self.is_string = self.has_begun = False
 
     def write(self, text: str) -> str:
-        """The next piece of its text -> that of its JSON."""
-        if text and not self.is_begun:
-            self.is_begun, text = True, text.removeprefix("\n")
+        """Add the next piece of its text. Return the next piece of its JSON."""
+        if text and not self.has_begun:
+            self.has_begun, text = True, text.removeprefix("\n")
         if self.is_string:
             return _escape(text)
         self.text += text
@@ -228,15 +227,15 @@ class _Value:
 
 
 class _Functions:
-    """A block in Qwen's format, of one function or several."""
+    """Parses a block in Qwen's format, with one function or several."""
 
-    def __init__(self, text: _Reading, schemas: dict[str, Schema]):
+    def __init__(self, text: _State, schemas: dict[str, Schema]):
         self.text, self.schemas = text, schemas
         self.is_open = False  # whether the text is within a block
-        self.value: _Value | None = None  # the one that is being read; None behind a function
+        self.value: _Value | None = None  # the current value; None after a function
 
     def begin(self, m: Any) -> None:
-        """A function's tag, and its first parameter's or its end."""
+        """Begin a function, after its tag and the tag of its first parameter or its end."""
         self.is_open = True
         self.schema = self.schemas.get(m["name"], Schema(None))
         self.keys: set[str] = set()
@@ -247,25 +246,25 @@ class _Functions:
             self._end("{}")
 
     def read(self) -> bool:
-        return self._read_behind() if self.value is None else self._read_value(self.value)
+        return self._read_after_function() if self.value is None else self._read_value(self.value)
 
     def _end(self, last: str) -> None:
-        """The end of a function, with the last characters of its arguments."""
-        self.text.argue(last)
+        """End a function, with the last characters of its arguments."""
+        self.text.add_arguments(last)
         self.text.end_call()
         self.value = None
 
     def _begin_value(self, key: str) -> None:
-        self.text.argue(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.text.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self.keys.add(key)
         self.value = _Value(self.schema.types_of_property(key))
-        self.n_quoted = self.n_functions = 0  # parameters and functions that it quotes, and has not closed
+        self.n_quoted = self.n_functions = 0  # open quotations of parameters and functions
 
     def _read_value(self, value: _Value) -> bool:
         text = self.text
         m = IN_VALUE.search(text.rest, partial=not text.is_last)
         if m is None or m.start() > 0:
-            text.argue(value.write(text.take(len(text.rest) if m is None else m.start())))
+            text.add_arguments(value.write(text.take(len(text.rest) if m is None else m.start())))
             return bool(text.rest)
         if m.partial:
             return False
@@ -277,16 +276,16 @@ class _Functions:
         if after is None or not self._ends(after):
             if text.is_last and not text.is_cut and LAST_FUNCTION.fullmatch(text.rest, m.end()):
                 text.take(len(text.rest))
-                text.argue(value.end())
+                text.add_arguments(value.end())
                 self._end("}")
             else:
                 self.n_quoted = max(0, self.n_quoted - 1)
                 if after is not None and (after["end"] or after["name"]):
                     self.n_functions = max(0, self.n_functions - 1)
-                text.argue(value.write(text.take(m.end())))
+                text.add_arguments(value.write(text.take(m.end())))
             return bool(text.rest)
         text.take(after.end())
-        text.argue(value.end())
+        text.add_arguments(value.end())
         if after["name"] is None and after["key"] is not None:
             self._begin_value(after["key"])
         else:
@@ -295,7 +294,7 @@ class _Functions:
         return True
 
     def _read_quoted(self, value: _Value, m: Any) -> bool:
-        """``<parameter=KEY>`` on a line of its own. A closing tag right behind it means that the line is the value."""
+        """``<parameter=KEY>`` on a line of its own. Before a closing tag, this line is the end of the value."""
         text = self.text
         behind = text.rest[m.end() : m.end() + len(CLOSED)]
         if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not text.is_last:
@@ -303,11 +302,11 @@ class _Functions:
         if behind != CLOSED:
             self.n_quoted += 1
             self.n_functions += m["function"] is not None
-        text.argue(value.write(text.take(m.end() - 1)))
+        text.add_arguments(value.write(text.take(m.end() - 1)))
         return True
 
     def _waits(self, after: Any) -> bool:
-        """Whether the text that follows must tell if a quotation ends here, or the block."""
+        """Whether the following text decides if a quotation ends here or the block."""
         is_at_end = not self.text.is_last and not self.text.rest[after.end() :].strip()
         return bool(self.n_quoted + self.n_functions and after["end"] and is_at_end)
 
@@ -319,8 +318,7 @@ class _Functions:
         is_at_end = after["end"] is not None and not self.text.rest[after.end() :].strip()
         return is_at_end or not self.n_quoted + self.n_functions
 
-    def _read_behind(self) -> bool:
-        """Behind a function."""
+    def _read_after_function(self) -> bool:
         m = self.text.match(AFTER_FUNCTION)
         if m is None:  # the block has no end
             self.is_open = False
@@ -332,7 +330,7 @@ class _Functions:
         return bool(self.text.rest)
 
     def _follow(self, m: Any) -> None:
-        """Another function, or the block's end."""
+        """Begin the next function, or end the block."""
         if m["end"] is None:
             self.begin(m)
         else:
@@ -340,9 +338,9 @@ class _Functions:
 
 
 class _JsonBlock:
-    """A block of JSON, up to the first ``</tool_call>`` outside its strings."""
+    """Parses a block of JSON, up to the first ``</tool_call>`` outside its strings."""
 
-    def __init__(self, text: _Reading):
+    def __init__(self, text: _State):
         self.text = text
         self.is_open = False  # whether the text is within a block
 
@@ -369,7 +367,7 @@ class _JsonBlock:
         return bool(text.rest)
 
     def _find_end(self) -> Any:
-        """The closing tag, if it is known."""
+        """Find the closing tag, if the text has it."""
         rest = self.text.rest
         known = len(rest) if self.text.is_last else len(rest) - len(END) + 1
         end = None
@@ -391,10 +389,10 @@ def _escape(text: str) -> str:
 
 
 def _json_calls(text: str) -> list[tuple[str, str]]:
-    """The calls in a block of JSON, as names and the JSON of their arguments. Empty if they are not calls."""
+    """The calls in a block of JSON: names, and the JSON of their arguments. Empty if the block is not valid."""
     for read in (parse_json_values, lambda text: [ast.literal_eval(text)]):
-        try:  # the parsers' errors, or those of a value that JSON lacks
-            # One call, a list of them, or several one after another.
+        try:  # any error of a parser, or of a value that JSON lacks
+            # One call, a list of calls, or several calls in sequence.
             values = read(text.strip())
             return [_json_call(c) for value in values for c in (value if isinstance(value, list) else [value])]
         except Exception:

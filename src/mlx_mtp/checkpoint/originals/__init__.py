@@ -1,1 +1,1 @@
-"""A part that a conversion has lost of its original: finding the original, fetching the part alone, and trying a head."""
+"""Parts that a conversion lacks of its original: find the original, fetch only the part, and try a head."""

@@ -1,8 +1,8 @@
-"""Parts of originals that were fetched: one folder for each original and revision, which all of its conversions share.
+"""Fetched parts of originals: one folder for each original and revision, shared by all of its conversions.
 
 HF_HOME/mlx_mtp/heads/Qwen--Qwen3.6-27B/<commit>/config.json
-                                                 model.safetensors   the part alone
-                      of.json                                        the part of each checkpoint, by its folder
+                                                 model.safetensors   only the part
+                      of.json                                        the folder of each checkpoint's part
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from .find import find_original
 HEADS, TOWERS = "heads", "towers"
 PARTS = {HEADS: "MTP head", TOWERS: "vision tower"}
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
-CHUNK_BYTES = 16 << 20  # per range request, which is repeated if it fails
+CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
 Tensors = dict[str, TensorInfo]
 
 
 def folder_of(kind: str) -> Path:
-    """Where the parts of a kind are: beside the hub's cache, in ``HF_HOME``."""
+    """The folder of the parts of a kind: in ``HF_HOME``, beside the hub's cache."""
     return Path(constants.HF_HOME) / "mlx_mtp" / kind
 
 
@@ -43,18 +43,18 @@ def fetch_from_original(
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
 ) -> tuple[Path, bool]:
-    """A part of a checkpoint's original, fetched the first time -> its folder, and whether it was fetched just now.
+    """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder, and whether it is new.
 
-    Later nothing is asked of the hub. A download that was interrupted resumes.
+    Later calls do not use the hub. An interrupted download resumes.
 
     Args:
         kind (str): One of ``PARTS``.
-        name (str): The checkpoint's path or repository, as the user knows it; ``folder`` has its files.
-        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): The tensors of the part in an original. Raises a
-          ValueError where it has no such part, or one that does not fit.
+        name (str): The checkpoint's path or repository, for errors; ``folder`` has its files.
+        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): Returns the tensors of the part in an original. Raises a
+          ValueError if it has no such part, or the part does not fit.
         write (Callable[[CheckpointReader, Dict[str, TensorInfo], Path], Config]): Writes them to a folder and returns its
           config.json, which is written last: a folder without one is incomplete, and another call resumes there.
-        advice (str): What to do where there is no original, for the error.
+        advice (str): The advice in the error if there is no original.
 
     Raises:
         FileNotFoundError: The original was not found, or the part could not be downloaded.
@@ -71,20 +71,20 @@ def fetch_from_original(
     target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(target / ".lock"):  # another process may fetch it, too
+        with WeakFileLock(target / ".lock"):  # another process may fetch it as well
             is_new = not (target / CONFIG).exists()
             if is_new:
                 write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
         update_own(root / OF, str(folder.resolve()), str(target.relative_to(root)))
     except OSError as e:
         if isinstance(e, FileNotFoundError) and e.errno is None:
-            raise  # the hub's, which says why
+            raise  # an error of the hub, which has the reason
         raise OSError(f"{target} cannot be written: {e.strerror or e}") from e
     return target, is_new
 
 
 def _fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
-    """The part that was fetched for a checkpoint, if it still fits: another checkpoint may be in that folder now."""
+    """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
     root = folder_of(kind)
     known = read_own(root / OF).get(str(folder.resolve()))
     if known is None or not (root / known / CONFIG).exists():
@@ -94,7 +94,7 @@ def _fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
 
 
 def _revision_of(original: CheckpointReader) -> str:
-    """That of a folder, which has no commit: its place and the times of its files."""
+    """The revision of a folder, which has no commit: its path and the times of its files."""
     assert original.folder is not None
     files = sorted(original.folder.glob("*.safetensors"))
     state = [str(original.folder.resolve()), *((f.name, f.stat().st_mtime_ns) for f in files)]
@@ -102,7 +102,7 @@ def _revision_of(original: CheckpointReader) -> str:
 
 
 def read_own(file: Path) -> dict[str, Any]:
-    """A file of ours; empty if it is missing or damaged, since it can be made again."""
+    """Read a file of this package. Empty if it is missing or damaged, since it can be made again."""
     try:
         return parse_json(file.read_bytes(), str(file))
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def read_own(file: Path) -> dict[str, Any]:
 
 
 def update_own(file: Path, key: str, value: Any) -> None:
-    """Set one entry of a file of ours, which other processes may change."""
+    """Set one entry of a file of this package, which other processes may change."""
     with WeakFileLock(file.with_name(f".{file.name}.lock")):
         write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")
 
@@ -118,10 +118,10 @@ def update_own(file: Path, key: str, value: Any) -> None:
 def copy_tensors(
     original: CheckpointReader, tensors: Mapping[str, TensorInfo], file: Path, names: Mapping[str, str] | None = None
 ) -> None:
-    """Write some tensors to a new safetensors file, reading no other bytes.
+    """Copy some tensors to a new safetensors file. Only their bytes are read.
 
-    The file appears when it is complete. Until then its bytes are in ``file`` with ``.part`` behind its name, and another
-    call resumes there.
+    The file appears when it is complete. Until then its bytes are in a file with the suffix ``.part``, and another call resumes
+    there.
 
     Args:
         names (Dict[str, str], optional): The new name of each tensor. Default: ``None``, its own.
@@ -152,9 +152,9 @@ def copy_tensors(
 def _runs(
     original: CheckpointReader, order: list[str], tensors: Mapping[str, TensorInfo]
 ) -> list[tuple[str, int, int]]:
-    """The ranges to read, (file, start, stop), tensors that lie side by side joined into one."""
+    """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
     runs: list[tuple[str, int, int]] = []
-    data_start: dict[str, int] = {}  # of each file: offsets in a header count from its end
+    data_start: dict[str, int] = {}  # offsets in a header count from its end
     for name in order:
         file = original.weight_map[name]
         if file not in data_start:
@@ -168,7 +168,7 @@ def _runs(
 
 
 def _resume(part: Path, head: bytes, n: int) -> int:
-    """Begin a file with these bytes, or keep up to n that another call has written behind them -> the bytes that are there."""
+    """Begin a file with these bytes, or keep up to n bytes that another call has written after them. Return their number."""
     if part.exists() and (done := part.stat().st_size - len(head)) <= n:
         with part.open("rb") as f:
             if f.read(len(head)) == head:

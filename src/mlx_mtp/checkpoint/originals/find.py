@@ -1,7 +1,7 @@
-"""Find the original of a checkpoint: the one with the MTP head or the vision tower that a conversion or a fine-tune lacks.
+"""Find the original of a conversion or a fine-tune, with the MTP head or the vision tower that it lacks.
 
-A model card names the checkpoint that its model was made from (``base_model``), and that one's card the next. Where no card
-leads to the original, the config's ``_name_or_path`` is tried, and then the published models whose name and sizes fit.
+A model card names the checkpoint that its model was made from (``base_model``), whose card may name another one. If the cards
+do not lead to the original, the config's ``_name_or_path`` is tried, then the published models with a fitting name and size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,17 +22,17 @@ CARD = "README.md"
 def find_original(
     name: str, folder: Path, config: Config, what: str, describe: Callable[[CheckpointReader], dict[str, TensorInfo]]
 ) -> tuple[CheckpointReader, dict[str, TensorInfo]]:
-    """Find the original of a checkpoint that lacks a part of it -> the original, and the tensors of the part.
+    """Find the original of a checkpoint that lacks a part. Return the original, and the tensors of the part.
 
-    From the hub this downloads cards, configs and headers only.
+    This downloads only cards, configs and headers from the hub.
 
     Args:
-        name (str): The checkpoint's path or repository, as the user knows it.
-        what (str): The part, for the error.
+        name (str): The checkpoint's path or repository, for errors.
+        what (str): The part, for errors.
         describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): See ``fetch_from_original``.
 
     Raises:
-        FileNotFoundError: There is none, or it cannot be read; the message names each candidate, and why it is not used.
+        FileNotFoundError: There is no original, or it cannot be read; the message has the reason for each candidate.
     """
     tried: dict[str, str] = {}
     for original in _candidates(name, folder, config):
@@ -49,7 +49,7 @@ def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config
     """Return the config of an original after checking that its sizes match a model's.
 
     Raises:
-        ValueError: One differs, or models of its type are not supported.
+        ValueError: A size differs, or models of this type are not supported.
     """
     own = check_config(original.config, original.name)
     ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
@@ -62,7 +62,7 @@ def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config
 
 
 def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
-    """Repositories and folders that may be the original, the nearest first, each once."""
+    """Repositories and folders that may be the original, the nearest first, without repetition."""
     seen = {name, str(folder)}
     bases = [*base_models(folder / CARD)]
     for _ in range(MAX_STEPS):
@@ -86,7 +86,7 @@ def _bases_of(name: str) -> list[str]:
         reader = CheckpointReader(name)
         return [*_parse(reader.read(CARD).decode("utf-8"))] if CARD in reader.files else []
     except (FileNotFoundError, ValueError):
-        return []  # its own error is reported where its head is tried
+        return []  # its error is reported when its head is tried
 
 
 def base_models(card: Path) -> Iterable[str]:
@@ -96,7 +96,7 @@ def base_models(card: Path) -> Iterable[str]:
 
 def _parse(card: str) -> list[str]:
     if not card.lstrip().startswith("---"):
-        return []  # it has no metadata, which huggingface_hub would warn of
+        return []  # no metadata: huggingface_hub would warn
     try:
         bases = RepoCard(card, ignore_metadata_errors=True).data.get("base_model")
     except (ValueError, YAMLError):

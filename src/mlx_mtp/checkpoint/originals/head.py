@@ -34,19 +34,19 @@ from .find import check_sizes
 
 ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
-# On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A head that knows nothing of the model is right
-# no more often than the model's most frequent token occurs, 0.1 to 0.15 there; random heads and other models' reach 0 to 0.03.
+# On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as the most
+# frequent token occurs, 0.1 to 0.15 there; random heads and heads of other models reach 0 to 0.03.
 FLOOR = 0.3
-CHECK_TOKENS = 32  # after each prompt, to tell the model's head from another
+CHECK_TOKENS = 32  # after each prompt; enough to tell whether the head is the model's
 
 
 @dataclass(frozen=True)
 class FetchedHead:
-    """A head that was fetched from an original.
+    """A head fetched from an original.
 
     Args:
-        folder (Path): It is a drafter, as ``load(..., mtp=str(folder))`` takes.
-        is_new (bool): Whether it was fetched just now.
+        folder (Path): Its folder, a drafter for ``load(..., mtp=str(folder))``.
+        is_new (bool): Whether this call has fetched it.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class FetchedHead:
 
     @property
     def record(self) -> Config:
-        """Where it is from, as conversions record it in their config.json."""
+        """Its source, as recorded in the config.json of conversions."""
         record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
         return record
 
@@ -72,18 +72,18 @@ class FetchedHead:
         return (self.folder / WEIGHTS).stat().st_size
 
     def acceptance(self, fingerprint: bytes) -> float | None:
-        """The acceptance rate of a model that has tried it; ``None`` if it has not."""
+        """The stored acceptance rate of a model; ``None`` if it has not been measured."""
         return read_own(self.folder / ACCEPTANCE).get(fingerprint.hex())
 
     def remember(self, fingerprint: bytes, acceptance: float) -> None:
-        """Remember the acceptance rate of a model."""
+        """Store the acceptance rate of a model."""
         update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
 
 
 def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
-    """The head of a checkpoint's original, see ``fetch_from_original``; ``None`` if the checkpoint has its own head.
+    """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head.
 
     Args:
         needed (Collection[str], optional): As in ``tensor_names``.
@@ -116,14 +116,14 @@ def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tenso
 
 
 def is_quantized(head: Mapping[str, TensorInfo]) -> bool:
-    """Whether a head's tensors are quantized, in MLX's way or another's."""
+    """Whether a head's tensors are quantized, in MLX's format or another."""
     return any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in head.items())
 
 
 def _write(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the head as a drafter -> its config."""
+    """Write the head as a drafter. Return its config."""
     own = original.config or {}
-    prefix = "mtp." if original.has_raw_head(tensors) else ""  # a drafter's names tell its layout
+    prefix = "mtp." if original.has_raw_head(tensors) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
     copy_tensors(original, tensors, target / WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
@@ -131,7 +131,7 @@ def _write(original: CheckpointReader, tensors: Tensors, target: Path) -> Config
 
 
 def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens: int = CHECK_TOKENS) -> float:
-    """The acceptance rate of greedy decoding with one draft a step, over the tokens after each built-in prompt."""
+    """Measure the acceptance rate of greedy decoding with one draft a step, over the tokens after each built-in prompt."""
     counts = DraftCounts()
     for prompt in PYTHON:
         tokens = mx.array(tokenizer.encode(prompt))
@@ -141,7 +141,7 @@ def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens
 
 
 def fetched_heads() -> Iterator[FetchedHead]:
-    """All heads that were fetched completely."""
+    """All completely fetched heads."""
     for file in sorted(folder_of(HEADS).glob(f"*/*/{CONFIG}")):
         yield FetchedHead(file.parent)
 

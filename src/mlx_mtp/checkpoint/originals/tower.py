@@ -10,7 +10,7 @@ from .find import check_sizes
 
 
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
-    """The vision tower for a checkpoint without one: its original's, see ``fetch_from_original``."""
+    """Fetch the vision tower of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
     tower, _ = fetch_from_original(
         TOWERS, name, folder, config, lambda o: fitting_tower(o, config, name), _write, advice
@@ -22,7 +22,7 @@ def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tens
     """Describe the tensors of an original's tower.
 
     Raises:
-        ValueError: There is none, or its model's sizes are not those of the model that is to see with it.
+        ValueError: There is no tower, or the original's sizes differ from the model's.
     """
     own, tensors = check_sizes(original, config, name), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
@@ -31,7 +31,7 @@ def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tens
 
 
 def _write(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the tower and the settings of its images -> its config."""
+    """Write the tower and its image settings. Return its config."""
     own = original.config or {}
     for file in CONFIG_FILES:
         if file in original.files:

@@ -1,1 +1,1 @@
-"""Where checkpoints are read from and written to: the hub, folders, safetensors files."""
+"""Reading and writing of checkpoints: the hub, folders, and safetensors files."""

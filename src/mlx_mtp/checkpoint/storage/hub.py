@@ -1,4 +1,4 @@
-"""The Hugging Face hub: downloading a checkpoint, errors that say why it cannot be downloaded, and what is in the cache."""
+"""The Hugging Face hub: downloads with errors in one line, and the contents of its cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from ..catalog import resolve
 from .tensors import WEIGHTS
 
 HEAD_FILE = "mtp.safetensors"
-TOWER_FILE = "model-vision.safetensors"  # of a tower that was grafted; others read it as a file of the model
+TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
@@ -32,7 +32,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
         weights (Sequence[str], optional): Download only these of the model's weights. Default: ``None``, all.
 
     Raises:
-        FileNotFoundError: It is not there or cannot be downloaded; the message says why in one line.
+        FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
     """
     check_path(path_or_hf_repo)
     path_or_hf_repo = resolve(path_or_hf_repo)
@@ -43,7 +43,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
 
 
 def check_path(path: str | Path) -> None:
-    """Raise a ValueError for a path that is empty, or is not UTF-8, which MLX can neither read nor write."""
+    """Raise a ValueError for a path that is empty or not UTF-8, which MLX does not support."""
     if path == "":
         raise ValueError("The name of a model is empty: give a folder or a Hugging Face repo.")
     try:
@@ -54,7 +54,7 @@ def check_path(path: str | Path) -> None:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub's errors into one line that names the repository and the reason."""
+    """A context that converts errors of the hub to one line with the repository and the reason."""
     try:
         yield
     except GatedRepoError as e:

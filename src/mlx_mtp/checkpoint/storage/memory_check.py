@@ -16,11 +16,11 @@ from ..config import Config, skeleton
 from ..head_formats import SeparateHead
 from .tensors import headers_of
 
-NORM = "layers.0.input_layernorm.weight"  # its dtype is the dtype of all unquantized weights
+NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 
 
 def weights_of(folder: Path) -> Needs:
-    """What plain mlx-lm needs for a checkpoint of any family, without a text: it drops heads and towers."""
+    """The bytes of a checkpoint of any family in plain mlx-lm, which drops heads and towers."""
     return Needs(weights=_nbytes(split_head(split_tower(headers_of(folder))[0])[0]))
 
 
@@ -37,7 +37,7 @@ def check_memory(
     """Raise a ValueError if a checkpoint does not fit in memory with a text of ``context`` tokens.
 
     Args:
-        separate_head (SeparateHead, optional): The head, where it is not among the model's tensors.
+        separate_head (SeparateHead, optional): The head, if it is not among the model's tensors.
     """
     needs, sizes = needs_of(folder, config, name, context, has_head, has_tower)
     if separate_head is not None:
@@ -63,7 +63,7 @@ def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:
 
 
 def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:
-    """The longest text that fits, or else the largest published model."""
+    """Advice: the longest text that fits or, if none does, the largest published model that fits."""
     left = account.left
     n = bisect_right(range(1, context + 1), left, key=lambda n: _with_text(needs, sizes, n).total)
     if n > 0:

@@ -1,5 +1,5 @@
-"""Writing a checkpoint: a folder that appears when it is complete, the config's record of the head, and a head or a vision
-tower beside the linked files of another checkpoint."""
+"""Writing of checkpoints: folders that appear when complete, the record of the head in config.json, and heads or vision towers
+beside linked files of another checkpoint."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from .tensors import INDEX_FILE
 
 
 def check_new(target: Path) -> None:
-    """Raise a ValueError if the target exists or MLX cannot write to it."""
+    """Raise a ValueError if the target exists, or MLX cannot write there."""
     check_path(target.absolute())
     if target.exists():
         raise ValueError(
@@ -33,7 +33,7 @@ def check_new(target: Path) -> None:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Fill a temporary folder beside ``target`` and rename it at the end.
 
-    On failure the folder is removed, and so are the parents that were created for it.
+    On failure the folder and the parents created for it are removed.
     """
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,25 +44,25 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     try:
         with naming(folder, str(target)):
             yield folder
-        folder.chmod(0o755)  # mkdtemp's own is for the user alone
+        folder.chmod(0o755)  # mkdtemp allows only the user
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in made:
-            with suppress(OSError):  # another program has put something there
+            with suppress(OSError):  # another program has created it
                 parent.rmdir()
         raise
 
 
 @contextmanager
 def naming(folder: Path, name: str) -> Iterator[None]:
-    """A context that replaces this temporary folder in errors with a name that the user knows."""
+    """A context that replaces this temporary folder in errors by a name that the user knows."""
     try:
         yield
     except (OSError, ValueError) as e:
         if str(folder) not in str(e):
             raise
-        if isinstance(e, OSError) and e.strerror and e.filename:  # the system's own
+        if isinstance(e, OSError) and e.strerror and e.filename:  # an error of the system
             raise OSError(e.errno, e.strerror, str(e.filename).replace(str(folder), name)) from e
         kind = OSError if isinstance(e, OSError) else ValueError
         raise kind(str(e).replace(str(folder), name)) from e
@@ -77,7 +77,7 @@ def save(file: Path, weights: dict[str, mx.array]) -> None:
 
 def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -> None:
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).unlink(missing_ok=True)  # it may be a link to another checkpoint's
+    (folder / INDEX_FILE).unlink(missing_ok=True)  # it may be a link to a file of another checkpoint
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=4))
 
 
@@ -95,11 +95,11 @@ def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Map
 
 
 def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:
-    """Record in a config that there is a head, its origin and its format.
+    """Record a head in a config, with its origin and its format.
 
     Args:
         origin (Dict[str, Any]): Its source and revision, or the record of an earlier conversion.
-        separate (bool): Whether it is in a separate file.
+        separate (bool): Whether the head is in a separate file.
     """
     config.pop("mtp_num_hidden_layers", None)
     text_config_of(config)["mtp_num_hidden_layers"] = 1
@@ -131,7 +131,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def write_weights(
     folder: Path, receiver: CheckpointReader, head: dict[str, mx.array], tower: dict[str, mx.array] | None = None
 ) -> None:
-    """Write a head and a vision tower beside links to the receiver's files, and an index of all; either may be empty."""
+    """Write a head and a vision tower beside links to the receiver's files, and an index of all. Either may be empty."""
     assert receiver.folder is not None
     tower = tower or {}
     weight_map = dict(split_head(receiver.weight_map)[0] if head else receiver.weight_map)
@@ -148,16 +148,16 @@ def write_weights(
 
 
 def _link_files(source: Path, folder: Path, old_head: str | None) -> None:
-    """Link a checkpoint's weights and copy its other files, except those that are there already, and an old head."""
+    """Link a checkpoint's weights and copy its other files, except existing files and an old head."""
     for file in source.iterdir():
         if not file.is_file() or file.name == old_head or (folder / file.name).exists():
             continue
         if file.suffix == ".safetensors":
             try:
-                os.link(file.resolve(), folder / file.name)  # the cache's files are links themselves
+                os.link(file.resolve(), folder / file.name)  # files of the hub's cache are links
                 continue
             except OSError:
-                pass  # another disk, or one without links
+                pass  # another disk, or no support for links
         shutil.copy(file, folder / file.name)
 
 

@@ -1,6 +1,6 @@
-"""Reading parts of a checkpoint, in a folder or on the hub: config, headers and single tensors.
+"""Reader of parts of a checkpoint in a folder or on the hub: config, headers and single tensors.
 
-On the hub, parts are read by HTTP range requests, all from the commit that the revision named at first.
+On the hub, parts are read by HTTP range requests, all from the commit of the revision at the first request.
 """
 
 from collections.abc import Iterable
@@ -34,15 +34,15 @@ from .tensors import INDEX_FILE, WEIGHTS, tensor_names, weight_map_of
 
 
 class CheckpointReader:
-    """A checkpoint of which only the requested parts are read.
+    """Reads only the requested parts of a checkpoint.
 
     Args:
         path_or_hf_repo (str): A folder or a repository.
         revision (str, optional): Branch, tag or commit of the repository.
-        needs_head (bool): Whether a head file that the config names must exist. Default: ``True``.
+        needs_head (bool): Whether a head file named in the config must exist. Default: ``True``.
 
     Raises:
-        FileNotFoundError: It is not there or cannot be read.
+        FileNotFoundError: The checkpoint is missing or cannot be read.
     """
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
@@ -97,7 +97,7 @@ class CheckpointReader:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file of every tensor, from the index, or from the headers where there is none.
+        """The file of every tensor, from the index or, without an index, from the headers.
 
         Raises:
             FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
@@ -152,7 +152,7 @@ class CheckpointReader:
         return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
 
     def first_tensor(self, suffix: str) -> TensorInfo | None:
-        """Describe the first tensor whose name ends so."""
+        """Describe the first tensor whose name has this suffix."""
         names = [name for name in self.weight_map if name.endswith(suffix)][:1]
         return next(iter(self.tensors(names).values()), None)
 
@@ -178,8 +178,8 @@ def n_bytes(tensor: TensorInfo) -> int:
     return stop - start
 
 
-# huggingface_hub parses headers, but reads neither single tensors nor, of a sharded checkpoint, the headers of some files
-# alone; so ranges of files and the index are read here.
+# huggingface_hub parses headers, but it reads neither single tensors nor the headers of some files of a sharded checkpoint.
+# So ranges of files and the index are read here.
 def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> bytes:
     url = hf_hub_url(repo, file, revision=revision)
     headers = build_hf_headers()

@@ -18,8 +18,8 @@ def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[
     """List the names of a checkpoint's tensors.
 
     Args:
-        head_file (str, optional): A file with the head, which the index need not name.
-        needed (Collection[str], optional): Of the files in the index, others may be missing. Default: ``None``, none may.
+        head_file (str, optional): A file with the head, which may be missing in the index.
+        needed (Collection[str], optional): The required files of the index. Default: ``None``, all.
 
     Raises:
         FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
@@ -50,7 +50,7 @@ def check_is_file(file: Path) -> None:
 
 
 def names_in(file: Path) -> list[str]:
-    """The tensors of a file; raises a ValueError if it is damaged."""
+    """The names of the tensors in a file. Raises a ValueError if it is damaged."""
     check_is_file(file)
     try:
         with safe_open(file, framework="numpy") as f:
@@ -60,7 +60,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def headers_of(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of a folder's files, each with its type, shape and bytes, of which none is read.
+    """The tensors of a folder's files, each with its dtype, shape and size. No tensor is read.
 
     Raises:
         FileNotFoundError: There are no weights.
@@ -76,7 +76,7 @@ def headers_of(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _check_index(folder: Path, files: set[str], names: set[str], needed: Collection[str] | None) -> set[str]:
-    """The names in the index, if there is one, once it is known that it fits the files."""
+    """The names in the index, if any, after checking that it fits the files."""
     if not (index := folder / INDEX_FILE).exists():
         return set()
     weight_map = weight_map_of(read_json(index), str(index))

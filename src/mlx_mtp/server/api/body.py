@@ -1,4 +1,4 @@
-"""The body of a request: the fields that every API has, and how they are checked."""
+"""The body of a request: the fields of all APIs, and their validation."""
 
 import inspect
 import json
@@ -32,7 +32,7 @@ MAX_BIASES = 10_000  # entries of logit_bias
 
 
 def at_most(n: int) -> BeforeValidator:
-    """Refuse an object with more entries, before one error for each of them is made."""
+    """Refuse an object with more entries before pydantic makes an error for each of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > n:
@@ -54,7 +54,7 @@ TemplateValue = (
     bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 )
 
-# What apply_chat_template and the renderer take for themselves: a request may set the template's own variables only.
+# Arguments of apply_chat_template and the renderer: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(
     *(inspect.signature(f).parameters for f in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template))
 )
@@ -86,7 +86,7 @@ class Part(BaseModel):
 class Body(Part):
     """The fields of all APIs, including the fields of mlx-lm and of this package."""
 
-    NEEDED: ClassVar[str]  # the field that a body must have
+    NEEDED: ClassVar[str]  # the required field
     REFUSED: ClassVar[refused.Refused] = refused.ALL
 
     model: str = "default_model"
@@ -122,12 +122,12 @@ class Body(Part):
 
     @property
     def thinking_wanted(self) -> Thinking:
-        """The request's fields for thinking, the API's own and the common ones."""
+        """The request's fields for thinking, those of the API and those of all APIs."""
         return Thinking(self.enable_thinking, self.effort, self.thinking_budget)
 
     @property
     def effort(self) -> Effort | None:
-        """How much to think, by the API's own field."""
+        """The effort of the reasoning, in the API's own field."""
         return None
 
     @property
@@ -136,8 +136,9 @@ class Body(Part):
         return None
 
     def set_arguments(self, request: Request, flags: Any, max_tokens: int | None, stop: list[str]) -> None:
-        """Set the arguments of a request, as mlx-lm's ``do_POST``: the body's values, or those of the server's flags. Sampling
-        that the body does not set is ``None`` until the model is known.
+        """Set the arguments of a request, as mlx-lm's ``do_POST``: the values of the body, or of the server's flags.
+
+        Sampling parameters that the body does not set are ``None`` until the model is known.
         """
         n_drafts = flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
@@ -155,16 +156,16 @@ class Body(Part):
         )
 
     def _fields_of(self, kind: Any) -> Any:
-        """Some of mlx-lm's arguments, which have the names of the body's fields."""
+        """One of mlx-lm's records of arguments, which have the names of the body's fields."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
 B = TypeVar("B", bound=Body)
-TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # which pydantic puts between the names of fields
+TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
 
 
 def read(kind: type[B], body: Json) -> B:
-    """A body of these fields, which are not null; an ApiError says which one is wrong."""
+    """Validate a body, or raise an ApiError that names the wrong field."""
     if kind.NEEDED not in body:
         needed = "a prompt" if kind.NEEDED == "prompt" else kind.NEEDED
         raise ApiError(400, f"Request did not contain {needed}", param=kind.NEEDED)

@@ -1,6 +1,6 @@
 """OpenAI's API for chats, ``/v1/chat/completions``.
 
-A call that ``max_tokens`` has cut keeps its place: its arguments are what the model wrote, and ``finish_reason`` is "length".
+An answer that ``max_tokens`` cuts within a call has the call with incomplete arguments, and the ``finish_reason`` "length".
 """
 
 import uuid
@@ -43,7 +43,7 @@ class ToolCall(Part):
 
 
 class ChatMessage(Part):
-    """The fields of a message that the server reads; the chat template gets all of them."""
+    """The fields of a message that the server uses. The chat template gets all fields."""
 
     model_config = Part.model_config | {"extra": "allow"}
 
@@ -65,7 +65,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None
-    # mlx-lm writes a role's prefix before each of its messages.
+    # As in mlx-lm: the prefix of a role, for prompts without a chat template.
     role_mapping: Annotated[dict[str, Short], at_most(32)] | None = None
 
     @property
@@ -81,7 +81,7 @@ def read_request(content: Json, flags: Any) -> tuple[ChatBody, Request]:
     body = read(ChatBody, content)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
-    # The client's own, with their keys in its order, in which the template writes them.
+    # The client's own objects: the template writes their keys in the client's order.
     tools = content["tools"] if body.tools and body.tool_choice != "none" else []
     images = Images()
     request = make_request(
@@ -112,7 +112,7 @@ def _message(message: ChatMessage, where: str, images: Images) -> Json:
     content.setdefault("content", None)
     if isinstance(message.content, list):
         content["content"] = "".join(_text(part, where, images) for part in message.content)
-    if isinstance(reasoning := content.pop("reasoning", None), str):  # as answers have it
+    if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
         content.setdefault("reasoning_content", reasoning)
     for call in content.get("tool_calls", []):
         call["function"]["arguments"] = arguments_of(call["function"].get("arguments"))
@@ -147,7 +147,7 @@ class ChatChoice(Choice):
         return self._piece({})
 
     def _piece(self, delta: Json, tokens: Sequence[int] = ()) -> Json:
-        """The first one says whose the message is."""
+        """A chunk's choice. The first one has the role."""
         role = {} if self.has_begun else {"role": "assistant"}
         return {"delta": role | delta, **self._logprobs(tokens)}
 
@@ -169,7 +169,7 @@ ChatWriter = partial(OpenAIWriter, ChatChoice)
 
 
 def _reasoning(text: str) -> Json:
-    """By both names that clients read: OpenRouter's, which is mlx-lm's, and DeepSeek's."""
+    """Reasoning under both names that clients use: OpenRouter's, which is also mlx-lm's, and DeepSeek's."""
     return {"reasoning": text, "reasoning_content": text}
 
 

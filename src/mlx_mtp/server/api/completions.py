@@ -1,4 +1,4 @@
-"""OpenAI's API for texts, ``/v1/completions``. A request may have several prompts, as texts or as tokens."""
+"""OpenAI's API for text completion, ``/v1/completions``. A request may have several prompts, as texts or as tokens."""
 
 from functools import partial
 from typing import Annotated, Any, ClassVar

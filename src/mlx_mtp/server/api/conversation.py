@@ -1,7 +1,7 @@
-"""Conversations of all APIs, as chat templates take them.
+"""Conversion of the conversations of all APIs to the messages of a chat template.
 
-Qwen's templates take one system message, at the beginning, and the roles user, assistant and tool. Other messages are folded in
-where they stand, so that a longer conversation still begins with a shorter one's prompt.
+Qwen's templates accept one system message, at the beginning, and the roles user, assistant and tool. Messages with other roles
+are converted in place, so that the prompt of a conversation remains a prefix of its continuations.
 """
 
 import json
@@ -23,15 +23,15 @@ class Images(list[str]):
     """The images of a conversation, by URL, in order."""
 
     def add(self, url: str) -> str:
-        """Add an image -> its mark in the text until that is tokenized."""
+        """Add an image. Return the mark that stands for it in the text."""
         self.append(url)
         return MARK
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """Messages with roles that templates take.
+    """Convert messages to the roles of templates.
 
-    The system's and the developer's messages at the beginning become one system message; later ones become the user's, marked.
+    System and developer messages at the beginning become one system message; later ones become marked user messages.
     """
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := text_of(m.get("content")))]
@@ -55,14 +55,14 @@ def make_request(
     """The request of a conversation, for all APIs.
 
     Args:
-        messages (List[Dict[str, Any]]): In order, with any role.
+        messages (List[Dict[str, Any]]): The messages, with any role.
         tools (List[Dict[str, Any]]): In OpenAI's format.
-        outputs (Sequence[StructuredOutput]): The structured outputs that the body's fields ask for: one at most.
+        outputs (Sequence[StructuredOutput]): The structured outputs of the body's fields: one at most.
         tool_choice (Any): See ``from_tool_choice``.
         one_call (bool): Whether the answer ends with its first call.
 
     Raises:
-        ApiError: These cannot be combined.
+        ApiError: The fields cannot be combined.
     """
     messages = fold_roles(messages)
     output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
@@ -85,19 +85,19 @@ def make_request(
 
 
 def unsupported(kind: str, where: str, param: str, fix: str) -> ApiError:
-    """The error for a part of a conversation, of a kind that is not read here."""
+    """The error for an unsupported part of a conversation."""
     return ApiError(400, f"{where}: {kind[:50]} is not supported: {fix}.", param=param)
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, or parts with texts."""
+    """The text of a message's content, which is a text or a list of parts."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
 
 
 def arguments_of(value: Any) -> Json:
-    """The arguments of a call in a message, as an object. Others, such as JSON that was cut, are kept as text."""
+    """The arguments of a call in a message, as an object. Invalid JSON, such as cut arguments, is kept as text."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             read = json.loads(value) if value.strip() else None
@@ -107,7 +107,7 @@ def arguments_of(value: Any) -> Json:
 
 
 def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> Json:
-    """A tool as templates take it, which is OpenAI's format."""
+    """A tool in OpenAI's format, which templates expect."""
     function: Json = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function | ({"strict": True} if strict else {})}
 

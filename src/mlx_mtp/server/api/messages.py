@@ -2,7 +2,7 @@
 
 Ignored, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
 ``container``, and tools that Anthropic's own servers would run. Claude Code's ``x-anthropic-billing-header``, a block of the
-system, is taken out: it is another one in every request, so that no prompt would begin like the one before it.
+system prompt, is removed: it changes with every request, so no prompt would find its prefix in the prompt cache.
 """
 
 import re
@@ -36,7 +36,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Part):
-    """A part of a message. Which fields it has depends on its type."""
+    """A part of a message. Its fields depend on its type."""
 
     type: str
     text: str | None = None  # text
@@ -129,7 +129,7 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
 
 
 def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:
-    """The texts of blocks; ``images`` takes the images among them, where they are allowed."""
+    """The texts of blocks. Their images are added to ``images``, if they are allowed."""
     blocks = [Block(type="text", text=content)] if isinstance(content, str) else content or []
     return [_text(block, where, images) for block in blocks]
 
@@ -149,7 +149,7 @@ def _text(block: Block, where: str, images: Images | None = None) -> str:
 
 
 def _messages(message: Message, where: str, images: Images) -> list[Json]:
-    """A message's blocks as the messages of a chat template: results of tools have a message of their own."""
+    """A message's blocks as messages of a chat template: each tool result is a message of its own."""
     blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         return [_assistant(blocks, where)]
@@ -227,7 +227,7 @@ class MessagesWriter(BlockWriter):
         return signed + _event("content_block_stop", index=len(self.blocks) - 1)
 
     def _extend(self, block: Json, kind: str, text: str) -> bytes:
-        """Add to the last block, or begin this one. Its text is in the field of its type."""
+        """Add text to the last block, or begin this block. The text is in the field named like the type."""
         field = block["type"]
         begun = b"" if self.goes_on(field) else self.open(block)
         self.blocks[-1][field] += text
@@ -269,6 +269,6 @@ def _event(kind: str, **data: Any) -> bytes:
 
 
 def error_content(error: ApiError) -> Json:
-    """An error as Anthropic's API writes it."""
+    """An error in the format of Anthropic's API."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -34,7 +34,7 @@ class StreamOptions(Part):
 
 
 class OpenAIBody(Body):
-    """The fields of both."""
+    """The fields of chat completions and completions."""
 
     REFUSED: ClassVar = refused.OPENAI
     stream_options: StreamOptions = StreamOptions()
@@ -67,9 +67,9 @@ class OpenAIBody(Body):
 
 
 class Choice:
-    """One of the answers to a request, with the names that the API has for it."""
+    """One of the answers to a request."""
 
-    prefix: str  # begins an id
+    prefix: str  # of the answer's id
     kind: str
     chunk_kind: str
 
@@ -78,12 +78,12 @@ class Choice:
         self.text = ""
         self.tokens: list[int] = []  # the tokens of the text, by index
         self.finish_reason: str | None = None
-        self.has_begun = False  # whether a chunk has had it
+        self.has_begun = False  # whether a chunk with this choice was written
         self.steps: list[Delta] = []  # kept for their log probabilities
         self.sources: list[str] = []  # the sources of the tokens since the last chunk
 
     def read(self, step: Delta) -> None:
-        """Take a step into account, before it is written."""
+        """Update the state with a step, before its chunks are written."""
         self.finish_reason = step.finish_reason or self.finish_reason
         if self.body.top is not None:
             self.steps.append(step)
@@ -91,11 +91,11 @@ class Choice:
             self.sources.append(step.source)
 
     def pieces(self, step: Delta) -> Iterable[Json]:
-        """The chunks of a step, which the whole answer takes as well: the choice of each."""
+        """The choices of a step's chunks. Also collects the parts of the whole answer."""
         raise NotImplementedError
 
     def last(self) -> Json:
-        """The choice of a chunk without text, such as the last one."""
+        """The choice of a chunk without content, such as the last one."""
         raise NotImplementedError
 
     def whole(self) -> Json:
@@ -112,7 +112,7 @@ class OpenAIWriter(Writer):
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]
         c.read(step)
-        # OpenAI's client takes a chunk of a choice only behind chunks of all those before it.
+        # OpenAI's client expects a chunk of each earlier choice first.
         silent = [other for other in self.choices[:choice] if not other.has_begun]
         chunks = b"".join(self._chunk(other, other.last()) for other in silent)
         chunks += b"".join(self._chunk(c, piece) for piece in c.pieces(step))
@@ -125,7 +125,7 @@ class OpenAIWriter(Writer):
         return last + DONE
 
     def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None) -> bytes:
-        """A chunk of a stream, with the sources of the tokens since the last one, if the client asks for them."""
+        """A chunk of a stream, with the sources of the tokens since the last chunk if the client requests them."""
         if self.body.stream_options.include_sources:
             piece, c.sources = {**piece, "sources": c.sources}, []
         c.has_begun = True
@@ -169,13 +169,13 @@ def _usage(usage: Usage) -> Json:
 
 
 def error_content(error: ApiError) -> Json:
-    """An error as OpenAI's APIs write it."""
+    """An error in the format of OpenAI's APIs."""
     kind = "server_error" if error.status >= 500 else ERRORS.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def logprob_of(step: Delta) -> Json:
-    """A token as chat completions and Responses write it, with the likeliest ones in its place."""
+    """A token's log probabilities in the format of chat completions and Responses, with the likeliest tokens."""
     assert step.likely is not None
     return {**_token(step.likely), "top_logprobs": [_token(t) for t in step.top]}
 
@@ -185,7 +185,7 @@ def _token(t: Likely) -> Json:
 
 
 class TextLogprobs:
-    """The tokens of a text as completions write them, in lists."""
+    """The log probabilities of a text's tokens in the format of completions, as lists."""
 
     def __init__(self) -> None:
         self.n_chars = 0
@@ -208,7 +208,7 @@ class TextLogprobs:
 
 
 def _name(t: Likely) -> str:
-    """A token's text; of one that has a part of a character its bytes, as OpenAI writes them."""
+    """A token's text, or its bytes in OpenAI's notation if it ends within a character."""
     try:
         return t.piece.decode()
     except UnicodeDecodeError:

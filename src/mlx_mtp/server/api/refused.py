@@ -1,6 +1,6 @@
-"""Fields that are not supported and would change the answer, by API.
+"""Unsupported fields that would change the answer, by API.
 
-Each has the values that change nothing, and what to do instead. All other unknown fields are ignored.
+For each field: the values that change nothing, and the alternative. All other unknown fields are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ COMPLETIONS: Refused = {
     **OPENAI,
     "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
     "echo": ([False], "put the prompt before the text yourself"),
-    "suffix": ([""], "write the model's own marks of a gap into the prompt"),
+    "suffix": ([""], "write the model's own fill-in-the-middle tokens into the prompt"),
     "best_of": ([1], "send n, and choose"),
     "top_logprobs": ([], "send logprobs, a number"),
     **dict.fromkeys(
@@ -36,9 +36,9 @@ COMPLETIONS: Refused = {
         ([], "a text without a chat template has no thinking: leave it out"),
     ),
 }
-# Of OPENAI, for the other APIs.
+# Fields of OPENAI that the other APIs refuse.
 OF_OPENAI: Refused = {
-    "n": ([1], "an answer is one"),
+    "n": ([1], "send one request for each answer"),
     "response_format": ([{"type": "text"}], OUTPUTS),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
 }

@@ -1,9 +1,9 @@
-"""OpenAI's newer API, ``/v1/responses``, without its memory: each request brings the whole conversation.
+"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation.
 
-``store`` is taken, and nothing is stored. Ignored, since the answer does not depend on them: ``client_metadata``,
-``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, as ``web_search``. The
-``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients that send it back, as Codex does, send the
-reasoning with it, so that the prompt begins like the one before it.
+``store`` is accepted and has no effect. Ignored, since the answer does not depend on them: ``client_metadata``,
+``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, such as ``web_search``.
+The ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients such as Codex send it back, and the prompt
+then has the earlier reasoning and so its prefix in the prompt cache.
 """
 
 import base64
@@ -45,7 +45,7 @@ Content = str | list[ContentPart]
 
 
 class Item(Part):
-    """A part of the conversation. Which fields it has depends on its type."""
+    """A part of the conversation. Its fields depend on its type."""
 
     type: str = "message"
     role: str | None = None  # message
@@ -100,7 +100,7 @@ class ResponsesBody(Body):
 
     @property
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
-        """The client's tools, by their name in the prompt -> (the tool, its namespace)."""
+        """The client's tools and their namespaces, by their names in the prompt."""
         named: dict[str, tuple[Tool, str | None]] = {}
         for tool in self.tools or []:
             space = tool.name if tool.type == "namespace" else None
@@ -135,14 +135,14 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
     )
-    # As the API says, an answer without a limit goes on to the end of the context, unless the server's operator has set one.
+    # As in OpenAI's API, an answer without a limit may use the whole context, unless the server has a limit.
     limit = None if flags.has_max_tokens else NO_LIMIT
     body.set_arguments(request, flags, body.max_output_tokens or limit, [])
     return body, request
 
 
 def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> None:
-    """Add an item to the conversation: reasoning, text and calls in a row are one message of the assistant."""
+    """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
     if item.type == "message" and item.role is not None:
         if item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, where, images)})
@@ -159,19 +159,19 @@ def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> N
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    elif not item.type.endswith(("_call", "_call_output")):  # calls of tools that OpenAI's servers ran
+    elif not item.type.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
         raise unsupported(item.type, where, "input", "send the item itself")
 
 
 def _assistant(messages: list[Json]) -> Json:
-    """The message of the assistant that goes on here."""
+    """The last message, if it is the assistant's, or a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _text(content: Content | None, where: str, images: Images | None = None) -> str:
-    """The text of an item's content; ``images`` takes its images, where they are allowed."""
+    """The text of an item's content. Its images are added to ``images``, if they are allowed."""
     if isinstance(content, str):
         return content
     texts = []
@@ -199,7 +199,7 @@ class ResponsesWriter(BlockWriter):
         super().__init__()
         self.body, self.tools = body, body.named_tools
         self.n_reasoning = 0
-        self.steps: list[Delta] = []  # where their log probabilities are asked for
+        self.steps: list[Delta] = []  # kept for their log probabilities
         self.numbers = count()  # the numbers of events
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
 
@@ -239,7 +239,7 @@ class ResponsesWriter(BlockWriter):
     def arguments(self, piece: CallArguments) -> bytes:
         item = self.blocks[-1]
         item["arguments"] += piece.text
-        is_custom = item["type"] == "custom_tool_call"  # its text is known at the end
+        is_custom = item["type"] == "custom_tool_call"  # its input is complete at the end
         return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=piece.text)
 
     def opened(self, item: Json) -> bytes:
@@ -264,7 +264,7 @@ class ResponsesWriter(BlockWriter):
         return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
 
     def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
-        """Add to the only part of the last item, or begin this one."""
+        """Add text to the only part of the last item, or begin this item."""
         begun = b""
         if not self.goes_on(item["type"]):
             begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
@@ -293,7 +293,7 @@ class ResponsesWriter(BlockWriter):
         return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
-        """The response. Default: with the status of one that has ended."""
+        """The response. Default: with the final status."""
         body, status = self.body, status or ("incomplete" if self.finish_reason == "length" else "completed")
         return {
             "id": self.id,
@@ -337,7 +337,7 @@ def _new(prefix: str) -> str:
 
 
 def _shown(item: Json) -> Json:
-    """An item as clients get it: a custom tool's has text in place of arguments."""
+    """A copy of an item for the client. A call of a custom tool has an input instead of arguments."""
     if item["type"] != "custom_tool_call":
-        return json.loads(json.dumps(item))  # a copy, as the item changes later
+        return json.loads(json.dumps(item))
     return {"input": "", **{name: value for name, value in item.items() if name != "arguments"}}

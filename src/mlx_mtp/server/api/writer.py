@@ -1,4 +1,4 @@
-"""How an API writes an answer: as a stream of events, or whole; in blocks, where the API has them."""
+"""The protocols of the APIs' writers, which write an answer as a stream of events or as a whole."""
 
 import json
 from dataclasses import dataclass
@@ -20,32 +20,32 @@ class Usage:
     n_cached: int  # cached tokens among them
     n_generated: int  # tokens of all answers
     n_accepted: int  # accepted drafts among them
-    drafts: list[DraftCounts] | None  # the drafts of each answer; None where the server makes none
+    drafts: list[DraftCounts] | None  # of each answer; None if the server does not draft
 
 
 class Writer(Protocol):
-    """Writes the answer to one request from the engine's steps: as a stream of bytes, and whole."""
+    """Writes the answer to one request from the engine's steps: as a stream of bytes, or as a whole."""
 
     def begin(self, usage: Usage) -> bytes:
         """The beginning of a stream."""
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """The progress of prefill, in a stream: a comment, which clients skip."""
+        """The progress of prefill in a stream, by default as a comment, which clients ignore."""
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
-        """A token's part of a stream.
+        """The part of a stream for a step.
 
         Args:
-            choice (int): The number of the answer, where a request may ask for several. Default: ``0``.
+            choice (int): The index of the answer, in APIs with several answers to a request. Default: ``0``.
         """
 
     def end(self, usage: Usage) -> bytes:
         """The end of a stream."""
 
     def whole(self, usage: Usage) -> Json:
-        """The whole answer, after the last step, for a client that wants no stream."""
+        """The whole answer, after the last step, for a client that does not stream."""
 
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream whose generation has failed."""
@@ -58,11 +58,11 @@ def event(data: Json, name: str | None = None) -> bytes:
 
 
 class BlockWriter(Writer, Protocol):
-    """The part of a ``Writer`` that the APIs with blocks share: which block is open. An API says how each is written."""
+    """A ``Writer`` for APIs whose answers consist of blocks. It tracks the open block; each API formats its blocks."""
 
     blocks: list[Json]  # the answer so far
-    is_open: bool = False  # whether the last one goes on
-    finish_reason: str | None = None  # why the answer has ended
+    is_open: bool = False  # whether the last block is open
+    finish_reason: str | None = None
 
     def __init__(self) -> None:
         self.blocks = []
@@ -83,14 +83,14 @@ class BlockWriter(Writer, Protocol):
         return self.close()
 
     def open(self, block: Json) -> bytes:
-        """Begin a block behind the last one."""
+        """End the open block, and begin a new one."""
         closed = self.close()
         self.blocks.append(block)
         self.is_open = True
         return closed + self.opened(block)
 
     def goes_on(self, kind: str) -> bool:
-        """Whether the last block is open and of a type."""
+        """Whether a block of this type is open."""
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:
@@ -120,7 +120,7 @@ class BlockWriter(Writer, Protocol):
         """The beginning of the last block in a stream."""
 
     def closed(self, block: Json) -> bytes:
-        """Complete the last block -> its end in a stream."""
+        """Complete the last block. Return its end in a stream."""
 
     def message(self, usage: Usage) -> Json:
         """The answer, once its blocks are closed."""

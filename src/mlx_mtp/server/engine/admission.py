@@ -1,4 +1,4 @@
-"""What may begin: the model that is loaded, the batch generator that runs it, and the memory that requests need of both."""
+"""Admission of requests: the loaded model, its batch generator, and the memory that requests need."""
 
 import gc
 import logging
@@ -28,13 +28,14 @@ from .stores import Stores
 
 
 class Admission:
-    """
+    """Decides which requests may begin.
+
     Args:
-        options (Options): The server's.
-        models (ModelProvider): Loads them.
+        options (Options): The server's options.
+        models (ModelProvider): Loads the models.
         caches (Stores): The prompt caches.
-        ranks (Ranks, optional): Who runs the model. Several ranks do not ask the account: a request that one has memory for
-          and another has not would part them.
+        ranks (Ranks, optional): The ranks that run the model. They do not consult the account: ranks with different free memory
+          would admit different requests.
         account (Account): The server's memory and its limit.
     """
 
@@ -46,7 +47,7 @@ class Admission:
         self.max_cache_bytes = 0  # the limit of all prompt caches
 
     def open(self, key: ModelKey) -> None:
-        """Load a model in place of the one before, with its caches and a batch generator."""
+        """Replace the loaded model, its caches and its batch generator."""
         if self.batch is not None and self.models.key == key:
             return
         self.close()
@@ -61,8 +62,8 @@ class Admission:
         self.restart()
 
     def restart(self) -> None:
-        """A new batch generator, also where one has failed."""
-        self.batch = None  # which restores the wired limit
+        """Make a new batch generator, such as after an error."""
+        self.batch = None  # this restores the wired limit
         options, model = self.options, self.models.model
         drafts: dict[str, Any] = {} if has_head(model) else {"num_draft_tokens": 0, "copy_drafts": "auto"}
         self.batch = BatchGenerator(
@@ -77,15 +78,15 @@ class Admission:
         )
 
     def close(self) -> None:
-        """Drop the batch generator; the next model may need its memory."""
+        """Drop the batch generator, whose memory the next model may need."""
         if self.batch is not None:
             self.batch.close()
-            mx.synchronize()  # other ranks wait for this one's part of a pass
+            mx.synchronize()  # other ranks wait for this rank's part of a pass
             self.batch = None
             self.caches.release()
 
     def unload(self) -> None:
-        """Drop the model, in the thread that owns its arrays' streams, and end the streams' threads."""
+        """Drop the model and end the threads of its streams. Call in the thread that owns the streams."""
         self.models.reset()
         gc.collect()
         mx.clear_streams()
@@ -100,8 +101,8 @@ class Admission:
         return self.ranks is not None or self.need(request, running) <= self._free()
 
     def _is_alone(self, request: Request) -> bool:
-        """Whether a request seeds MLX's shared random state. Only a coupled sampler has its own seed."""
-        if request.encoded is None:  # it waits for its model, and generates nothing yet
+        """Whether a request must run alone because it seeds MLX's global random state. A coupled sampler has its own seed."""
+        if request.encoded is None:  # it waits for its model
             return False
         is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
         return is_seeded and self.options.acceptance in ("rejection", "match")
@@ -117,13 +118,13 @@ class Admission:
         return caches - self.batch.prompt_cache_nbytes + self.sizes.chunk(chunk, n) + tower
 
     def _free(self) -> int:
-        """The bytes that are left, or would be without MLX's buffers and without what earlier requests have read."""
+        """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
         return self.account.left + self.account.buffers + self.caches.nbytes
 
     def lack(self) -> int:
-        """The bytes that the next step lacks, now that all is freed that answers can do without: 0 if it has enough.
+        """The bytes missing for the next step, 0 if there are enough.
 
-        It first frees MLX's buffers, then the prompt caches of earlier requests in memory.
+        If needed, it frees MLX's buffers, then the prompt caches of earlier requests in memory.
         """
         n_running = len(self.batch)
         need = self.sizes.chunk(*self.batch.next_chunk) + n_running * (self.sizes.caches(STEP) - self.sizes.state_bytes)
@@ -136,15 +137,15 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        """Give a request to the batch generator -> its uid there; an ApiError if the prompt does not fit in the memory."""
+        """Insert a request into the batch generator and return its uid. An ApiError if the prompt does not fit in memory."""
         self._check_fits(request)
         args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer
-        if request.goes_on:  # or it would drop a space that the answer begins with
+        if request.goes_on:  # keep a space at the beginning of the answer
             request.detokenizer.add_token(prompt.tokens[-1])
-            request.detokenizer.last_segment  # noqa: B018 (it is not the answer's)
+            request.detokenizer.last_segment  # noqa: B018 (drop the text of the prompt)
         request.pieces = Pieces(tokenizer) if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
@@ -180,7 +181,7 @@ class Admission:
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
 
     def make_sampler(self, request: Request) -> Sampler:
-        """The sampler that a request asks for."""
+        """Make the sampler of a request."""
         asked, tokenizer, seed = request.args.sampling, self.models.tokenizer, request.args.seed
         if self._is_alone(request):
             mx.random.seed(seed)
@@ -204,7 +205,7 @@ class Admission:
             self.make_room()
 
     def make_room(self) -> None:
-        """Keep ``--prompt-cache-bytes``, the caches of running requests included."""
+        """Evict snapshots until all caches, including those of running requests, fit into ``--prompt-cache-bytes``."""
         self.caches.trim_to(self.max_cache_bytes - self.batch.prompt_cache_nbytes)
 
 

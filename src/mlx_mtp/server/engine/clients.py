@@ -1,10 +1,10 @@
-"""From the clients to the generation thread: requests that arrive, and clients that leave.
+"""The clients of the generation thread: requests that arrive, and clients that disconnect.
 
-Where several ranks run the model, rank 0 has the clients, and all ranks do the same steps. A step depends on the requests and
-on the tokens generated before. So rank 0 tells the others which requests have arrived and which have been abandoned, and each
-rank runs the whole engine on that: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange
-some numbers, without waiting: they are queued behind the passes before them and read at the next exchange. Only where rank 0
-has changes are these sent as well.
+If several ranks run the model, rank 0 has the clients, and all ranks run the same steps. A step depends on the requests and on
+the tokens generated before. So rank 0 sends the arrived requests and the disconnected clients to the other ranks, and each rank
+runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers.
+This exchange does not block: it is queued after the passes before it, and read at the next exchange. The changes themselves are
+broadcast only if rank 0 has any.
 """
 
 import os
@@ -24,29 +24,31 @@ from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks, differing_ranks
 from ..request import ApiError, Request
 
-IDLE = 0.1  # seconds that an idle server waits for a request before it looks for other changes
+IDLE = 0.1  # seconds that an idle server waits for a request before it checks for other changes
 EVERY = 4  # turns between two exchanges while tokens are generated
-REST_AFTER = 100  # exchanges without a request, about ten seconds,
-REST = 0.08  # seconds that a rank rests between two of them; those of an idle server are 0.1 s apart
-ALONE = 10.0  # seconds that a rank waits for the others to fail as it has
+REST_AFTER = 100  # exchanges without a request, about ten seconds, until a rank sleeps between two exchanges
+REST = 0.08  # seconds of that sleep; the exchanges of an idle server are 0.1 s apart
+ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 
 
 @dataclass
 class Changes:
-    """The requests that came and went since the last step."""
+    """The requests and disconnects since the last step."""
 
     arrived: list[Request] = field(default_factory=list)  # in order
-    gone: set[int] = field(default_factory=set)  # the numbers of requests with disconnected clients
+    gone: set[int] = field(default_factory=set)  # the numbers of requests whose clients have disconnected
 
     def __bool__(self) -> bool:
         return bool(self.arrived or self.gone)
 
 
 class Clients:
+    """The clients of a server in one process."""
+
     def __init__(self) -> None:
         self.arriving: Queue[Request] = Queue()
-        self.open: set[Request] = set()  # requests whose answers are awaited
-        self.is_stopping = False  # whether the server ends
+        self.open: set[Request] = set()  # requests whose clients wait for an answer
+        self.is_stopping = False
 
     # Any thread
 
@@ -56,21 +58,22 @@ class Clients:
         self.arriving.put(request)
 
     def leave(self, request: Request) -> None:
-        """The client has its answer, or has disconnected."""
+        """Call when a client has its answer or has disconnected."""
         self.open.discard(request)
 
     def fail_all(self, error: ApiError) -> None:
-        """End all open answers, without the generation thread."""
+        """End all open answers with an error, in any thread."""
         for request in self.open.copy():
             request.client.put(error)
 
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step; ``None`` when the server ends. Where no request runs, it waits a moment for one.
+        """The changes since the last step; ``None`` when the server stops.
 
         Args:
-            known (Iterable[Request]): The requests that wait or run.
+            known (Iterable[Request]): The waiting and the running requests.
+            is_idle (bool): Whether no request runs. Then it waits briefly for one to arrive.
         """
         return None if self.is_stopping else self.look(known, wait=is_idle)
 
@@ -84,17 +87,17 @@ class Clients:
         return Changes(arrived, {request.number for request in (*known, *arrived) if request.is_gone})
 
     def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
-        """Called with the result of each step of the batch generator."""
+        """Call after each step of the batch generator, with its responses."""
 
 
 class SharedClients(Clients):
-    """The clients of rank 0, on every rank."""
+    """The clients of rank 0, shared with every rank."""
 
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
         self.n_turns = 0  # since the last exchange
-        self.n_idle = 0  # exchanges since there was a request
+        self.n_idle = 0  # exchanges since the last request
         self.sent: mx.array | None = None  # each rank's numbers at the last exchange, [R, 3]
         self.unsent = Changes()  # rank 0's
         self.checksum = 0  # a checksum of the generated tokens
@@ -111,29 +114,28 @@ class SharedClients(Clients):
         changes = self._exchange()
         if changes is None:
             return None
-        self._tell()
+        self._start_exchange()
         if not is_prefilling:
             return changes
-        # No pass is in flight behind which the exchange would wait, and a chunk of a prompt would delay what it says.
+        # No pass is in flight that the exchange would wait for, and the next chunk of a prompt would delay its changes.
         more = self._exchange()
         return None if more is None else Changes(changes.arrived + more.arrived, changes.gone | more.gone)
 
     def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
         if prefilled:
             self.n_turns = EVERY  # prefilling took long
-        for uid, what in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
-            self.checksum = zlib.crc32(f"{uid} {what} ".encode(), self.checksum)
+        for uid, token in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
+            self.checksum = zlib.crc32(f"{uid} {token} ".encode(), self.checksum)
 
-    def _tell(self) -> None:
-        """Begin an exchange."""
+    def _start_exchange(self) -> None:
         if self.n_idle > REST_AFTER and self.ranks.rank != 0:
-            time.sleep(REST)  # before the exchange begins: MLX's ring waits in a loop that takes all of a core
+            time.sleep(REST)  # before the exchange: MLX's ring waits in a busy loop
         mine = [bool(self.unsent), self.is_stopping, self.checksum]
         self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
         mx.async_eval(self.sent)
 
     def _exchange(self) -> Changes | None:
-        """Read the last exchange."""
+        """The changes of the last exchange; ``None`` if a rank stops."""
         if self.sent is None:
             return Changes()
         sent: Any = self.sent.tolist()
@@ -153,13 +155,13 @@ class SharedClients(Clients):
 
 
 def seed_alike(ranks: Ranks | None) -> None:
-    """Give all ranks one random state, rank 0's choice. A server in one process keeps MLX's own."""
+    """Seed all ranks with rank 0's random seed. A server in one process keeps MLX's random state."""
     if ranks is not None:
         mx.random.seed(ranks.broadcast(time.time_ns()))
 
 
 def reseed(ranks: Ranks | None) -> None:
-    """Give MLX a new random state, after a failure: all ranks have had it alike, or this one ends."""
+    """Seed MLX again after a failure. A rank that has failed alone ends its process."""
     if ranks is None:
         mx.random.seed(time.time_ns())
         return
@@ -171,6 +173,6 @@ def reseed(ranks: Ranks | None) -> None:
 
 
 def _end_alone(ranks: Ranks) -> None:
-    error = f"Rank {ranks.rank} has failed, and the others have not."
+    error = f"Rank {ranks.rank} has failed, but the other ranks have not."
     print(f"mlx_mtp server: error: {error}", file=sys.__stderr__, flush=True)
     os._exit(1)

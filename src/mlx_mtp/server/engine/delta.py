@@ -1,4 +1,4 @@
-"""The steps of an answer: the events of one token."""
+"""The increment of an answer: the events of one token."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -22,19 +22,19 @@ class Likely:
 
 @dataclass(frozen=True)
 class Delta:
-    """A token's part of an answer."""
+    """The part of an answer that one token adds."""
 
     events: list[Event]  # the token's text, reasoning and calls
     token: int
-    finish_reason: str | None  # why the answer ends here, if it does
+    finish_reason: str | None  # None unless the answer ends here
     stop_word: str | None = None  # the stop word that ended the text
     source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
-    likely: Likely | None = None  # the token's log probability, if the request asks for it
-    top: list[Likely] = field(default_factory=list)  # as many of the likeliest tokens as it asks for, in order
+    likely: Likely | None = None  # the token's log probability, if requested
+    top: list[Likely] = field(default_factory=list)  # the requested number of likeliest tokens, in order
 
 
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
-    """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" with the last one."""
+    """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" for the last token."""
     token, logprobs = response.token, response.logprobs
     assert logprobs is not None
     request.n_tokens += 1
@@ -59,7 +59,7 @@ def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
 
 
 def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
-    """The token, and the n most likely ones at its position that a grammar allows."""
+    """The token, and the n likeliest tokens at its position that the grammar allows."""
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
     values: Any = logprobs[tokens].tolist()

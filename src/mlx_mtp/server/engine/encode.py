@@ -1,4 +1,4 @@
-"""From text, messages and images to tokens; a prompt beyond the context is refused before all of it is tokenized."""
+"""Encoding of texts, messages and images as tokens. A prompt beyond the context is refused before it is fully tokenized."""
 
 import logging
 from dataclasses import asdict
@@ -18,14 +18,14 @@ from ..structured_output import make_output_grammar
 from .fetch_images import MAX_PIXELS, check_client, fetch_all
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
-CHARS = 4  # per token: a text that fits the context is seldom longer
-PIECE = 1 << 16  # characters
+CHARS = 4  # per token; longer texts are counted before they are tokenized
+PIECE = 1 << 16  # characters that are counted at a time
 SLACK = 16  # tokens that a cut between two pieces may add
-NO_LIMIT = 2**31 + 1  # tokens of an answer that may go on to the end of the context
+NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the whole context
 
 
 def goes_on(messages: list[Any]) -> bool:
-    """Whether the answer continues the last message: one of the assistant, with text and without calls."""
+    """Whether the answer continues the last message: the assistant's, with text and without calls."""
     last = messages[-1]
     return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
@@ -34,9 +34,9 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts: it checks lengths, images and continued messages.
 
     Args:
-        context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not say.
-        vision (Vision, optional): The vision tower. Default: ``None``, the model takes no images.
-        sampling (Sampling): The model's defaults for sampling. Default: mlx-lm's.
+        context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not have it.
+        vision (Vision, optional): The vision tower. Default: ``None``, images are refused.
+        sampling (Sampling): The model's default sampling parameters. Default: mlx-lm's.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BoundedTokenizer:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
-        """The tokens of a text, or those that a client has sent. ``images.prompt.MARK`` stands for an image."""
+        """The tokens of a text, or tokens sent by the client. ``images.prompt.MARK`` stands for an image."""
         if not isinstance(text, str):
             if (most := max(text)) >= self.n_ids:
                 raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
@@ -63,7 +63,7 @@ class BoundedTokenizer:
         return encode_marked(self.tokenizer, text, **kwargs)
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
-        """As mlx-lm's; where the answer would begin, a last message of the assistant goes on instead."""
+        """As in mlx-lm, but the generation prompt continues a last message of the assistant."""
         if kwargs.get("add_generation_prompt") and goes_on(messages):
             kwargs |= {"add_generation_prompt": False, "continue_final_message": True}
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -82,16 +82,16 @@ class BoundedTokenizer:
                 raise ApiError(400, message, code="context_length_exceeded")
 
     def complete(self, args: GenerationArguments) -> None:
-        """Fill in the model's sampling where a request gives none."""
+        """Fill in the model's default for each sampling parameter that the request does not set."""
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
                 setattr(args.sampling, field, value)
 
     def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
-        """Raise an ApiError if a request does not fit the model. The server's own limit on tokens ends with the context.
+        """Raise an ApiError if a request does not fit the model. A default limit of tokens is reduced to fit the context.
 
         Args:
-            default_max_tokens (int): The server's limit, for a request without its own.
+            default_max_tokens (int): The server's limit of tokens, for a request without one.
             param (str): The field with the prompt.
         """
         if n_prompt == 0:
@@ -115,13 +115,13 @@ class BoundedTokenizer:
 
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
-    """The prompt of a request. It may take long: tokenizing, chat templates, images from other hosts.
+    """Encode the prompt of a request. Templates, tokenization and the download of images may take seconds.
 
     Raises:
         ApiError: The prompt, or a field that depends on the model, does not fit the model.
     """
     is_chat = request.request_type == "chat"
-    if is_chat and request.goes_on and not tokenizer.has_chat_template:  # nothing else leaves the message's end open
+    if is_chat and request.goes_on and not tokenizer.has_chat_template:  # only a template leaves a message open
         message = (
             "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
         )
@@ -143,7 +143,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
 
 
 def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:
-    """The tokens, and whether they begin the reasoning of the answer."""
+    """The tokens, and whether they end within the reasoning."""
     if request.request_type == "text":
         return tokenizer.encode(request.prompt), False
     if not tokenizer.has_chat_template:
@@ -165,7 +165,7 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
 def _read_images(
     tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options, account: Account
 ) -> ImagePrompt:
-    """The prompt with its images; an ApiError or ValueError if the model takes none, or one cannot be read or is too large."""
+    """The prompt with its images; an ApiError or a ValueError if images are refused, invalid or too large."""
     if tokenizer.vision is None:
         message = "The model takes no images: send text, or start the server with --images."
         raise ApiError(400, message, param=request.param)

@@ -21,7 +21,7 @@ from .metrics import Metrics
 
 
 class Engine:
-    """Takes requests in order, and generates together the requests that ``Admission`` admits.
+    """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival.
 
     An error ends the running requests, never the thread.
     """
@@ -43,7 +43,7 @@ class Engine:
         return self.thread.is_alive() and self.error is None
 
     def stop_and_join(self) -> None:
-        """End the open answers, and the thread."""
+        """End the open answers and the thread."""
         self.clients.is_stopping = True
         self.thread.join()
 
@@ -66,25 +66,25 @@ class Engine:
             self.error = e
             self.clients.fail_all(ApiError(503, f"The server is stopping: {e}"))
         if self.ranks is not None and self.ranks.rank == 0 and not self.clients.is_stopping:
-            _thread.interrupt_main()  # it serves HTTP
+            _thread.interrupt_main()  # the main thread serves HTTP
 
     def _generate(self) -> None:
         """Run until the server ends."""
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
             self.waiting += changes.arrived
-            with self._errors_end_what_runs():
+            with self._fail_running_on_error():
                 self._drop(changes.gone)
             while self.waiting and self.admission.fits(self.waiting[0], running.values()):
                 self._begin(self.waiting.popleft())
             if running:
-                with self._errors_end_what_runs():
+                with self._fail_running_on_error():
                     self._keep_within_memory()
                     self._advance()
 
     @contextmanager
-    def _errors_end_what_runs(self) -> Iterator[None]:
-        """End the running requests with an error; the next ones have a new batch generator."""
+    def _fail_running_on_error(self) -> Iterator[None]:
+        """A context whose errors end the running requests. Later requests use a new batch generator."""
         try:
             yield
         except Exception as e:
@@ -95,7 +95,7 @@ class Engine:
             self.admission.restart()
 
     def _keep_within_memory(self) -> None:
-        """Where a step lacks memory that nothing else can give, end the newest requests."""
+        """End the newest requests if a step needs more memory than can be freed otherwise."""
         admission = self.admission
         lack = admission.lack()
         while lack > 0 and self.running:
@@ -109,7 +109,7 @@ class Engine:
             self._fail(uid, ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
-        """End requests with disconnected clients."""
+        """End the requests of disconnected clients."""
         for request in [request for request in self.waiting if request.number in gone]:
             self.waiting.remove(request)
             request.client.put(ApiError(400, "The client has disconnected."))
@@ -136,21 +136,21 @@ class Engine:
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Run a step of the batch generator, and send its tokens; a ``finish_reason`` ends each answer with its next token."""
+        """Run a step of the batch generator and send its tokens. A ``finish_reason`` ends each answer with its next token."""
         batch = self.admission.batch
         with self.metrics.step([request.counts for request in self.running.values()]):
             prefilled, generated = batch.next()
         self.metrics.count_switches(len(batch.decoder))
         self.clients.after_step(prefilled, generated)
         for progress in prefilled:
-            self._tell(progress)
+            self._report(progress)
         last = {r.uid: r for r in generated if r.finish_reason is not None}
         for response in generated:
             if response.uid in self.running:  # a stop word may have ended it within the step
                 self._answer(response, last.get(response.uid), finish_reason)
 
-    def _tell(self, progress: PromptResponse) -> None:
-        """Tell the client how much of its prompt is prefilled, and cache the prompt where it is cut."""
+    def _report(self, progress: PromptResponse) -> None:
+        """Send the progress of prefill to the client, and keep a snapshot at each cut of the prompt."""
         request = self.running[progress.uid]
         request.client.put(Waiting(*progress.progress))
         cuts = request.encoded.cuts if request.encoded is not None else []
@@ -175,7 +175,7 @@ class Engine:
             self._finish(uid, last)
 
     def _finish(self, uid: int, last: Response | None = None) -> None:
-        """End a request, and keep its cache for the next turn. Without a ``last`` response its sequence is in the batch yet."""
+        """End a request and keep its cache for the next turn. Without a ``last`` response, remove it from the batch."""
         if last is None:
             prompt_cache, tokens = self.admission.batch.remove([uid], return_prompt_caches=True)[uid]
         else:
@@ -186,12 +186,12 @@ class Engine:
         self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
 
     def _fail(self, uid: int, error: ApiError) -> None:
-        """End a request, whose sequence has left the batch generator, with an error."""
+        """End a request with an error, after its sequence has left the batch generator."""
         self.running.pop(uid).client.put(error)
         self.metrics.in_flight.set(len(self.running))
 
     def _end(self) -> None:
-        """End every request. Running ones get one last token."""
+        """End all requests. Running requests get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
             self.admission.batch.remove([uid])
             del self.running[uid]
@@ -207,7 +207,7 @@ class Engine:
 
 
 def _failure(message: str, error: Exception) -> ApiError:
-    """The error of a request: status 507 where the system has no more memory, else 500."""
+    """The error of a request: status 507 if the system is out of memory, otherwise 500."""
     return ApiError(507, message, code=NO_MEMORY) if is_out_of_memory(error) else ApiError(500, message)
 
 

@@ -1,4 +1,4 @@
-"""Images of requests: data URLs, and where the operator allows it, files of some folders and URLs of some hosts."""
+"""Images of requests: data URLs and, if the server allows it, files of a folder and URLs of some hosts."""
 
 from pathlib import Path
 from urllib.error import URLError
@@ -11,15 +11,15 @@ from ..options import Options
 from ..request import ApiError, Request
 
 TIMEOUT = 30.0  # seconds for each read from a host
-MAX_PIXELS = 1 << 28  # in all images of a request: 22 photos of 12 megapixels
+MAX_PIXELS = 1 << 28  # of all images of a request; 22 photos of 12 megapixels
 
 
 def fetch_all(request: Request, flags: Options) -> list[bytes]:
-    """The images of a request, whose URLs are then dropped.
+    """Fetch the images of a request, and drop their URLs.
 
     Raises:
         ApiError: The client has disconnected.
-        ValueError: An image cannot be read, is not allowed, or all are too large together.
+        ValueError: An image is invalid or not allowed, or the images are too large.
     """
     images: list[bytes] = []
     left = MAX_BYTES
@@ -42,10 +42,10 @@ def check_client(request: Request) -> None:
 
 
 def fetch(url: str, name: str, flags: Options) -> bytes:
-    """The bytes of an image, up to one more than ``open_image`` accepts; ``name`` is its name in errors.
+    """The bytes of an image, at most one more than ``open_image`` accepts; ``name`` is its name in errors.
 
     Raises:
-        ValueError: It cannot be read, or is not allowed.
+        ValueError: The image is invalid or not allowed.
     """
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
@@ -60,9 +60,9 @@ def fetch(url: str, name: str, flags: Options) -> bytes:
 def _read(file: Path, name: str, folder: str | None) -> bytes:
     if folder is None:
         raise ValueError(f"{name} is a file: start the server with --allowed-local-media-path, or send a data URL.")
-    file = file.resolve()  # before it is compared: links may lead out of the folder
+    file = file.resolve()  # first: links may lead out of the folder
     if not file.is_relative_to(Path(folder).resolve()) or not file.is_file():
-        raise ValueError(f"{name} is no file in the folder of --allowed-local-media-path.")
+        raise ValueError(f"{name} is not a file in the folder of --allowed-local-media-path.")
     with file.open("rb") as f:
         return f.read(MAX_BYTES + 1)
 
@@ -78,7 +78,7 @@ def _download(url: str, name: str, hosts: list[str]) -> bytes:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows redirects to allowed hosts alone."""
+    """Follows redirects to allowed hosts only."""
 
     def __init__(self, name: str, hosts: list[str]):
         self.name, self.hosts = name, hosts

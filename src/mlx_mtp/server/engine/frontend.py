@@ -1,4 +1,4 @@
-"""The event loop's side of a request: encode the prompt in a thread, submit the request to the engine, await its tokens."""
+"""The event loop's side of a request: encode the prompt in a thread, submit the request, and await its tokens."""
 
 import asyncio
 import threading
@@ -14,8 +14,8 @@ from .delta import Delta
 from .encode import BoundedTokenizer, encode
 from .engine import Engine
 
-KEEP_ALIVE = 5.0  # seconds between two reports of prefill progress to a client
-POLL = 1.0  # seconds between two checks that the generation thread lives
+KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
+POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
 
 
@@ -27,12 +27,12 @@ class Mailbox(Client):
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
 
     def put(self, item: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the event loop is closed
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 async def in_thread(f: Callable[..., T], *args: Any) -> T:
-    """Call a slow function in a daemon thread, so that the server need not wait for it when it ends."""
+    """Call a slow function in a daemon thread, which does not delay the server's exit."""
     future: Future[T] = Future()
 
     def run(future: Future[T]) -> None:
@@ -41,7 +41,7 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
         except BaseException as e:
             future.set_exception(e)
         finally:
-            # Else an error, its traceback, this frame and the future are a cycle, and what it took stays for long.
+            # Break the cycle of an error, its traceback, this frame and the future, which would keep the arguments alive.
             del future
 
     threading.Thread(target=run, args=(future,), daemon=True).start()
@@ -49,7 +49,7 @@ async def in_thread(f: Callable[..., T], *args: Any) -> T:
 
 
 class Frontend:
-    """Renders templates and tokenizes prompts in threads of their own, so that no prompt delays other requests."""
+    """Encodes prompts in threads of their own, so that no prompt delays other requests, and submits requests to the engine."""
 
     def __init__(self, options: Options, engine: Engine):
         self.options, self.engine = options, engine
@@ -62,19 +62,19 @@ class Frontend:
         return self.engine.is_alive
 
     async def generate(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
-        """The start and the tokens of a request and, every few seconds while it waits, the progress of its prefill."""
+        """Yield the start and the tokens of a request and, every few seconds before, the progress of its prefill."""
         prompt = await self._encode_request(request)
         if self.options.prompt_cache_dir is not None and prompt.pictured is None:
-            # With images, the generation thread reads the files: their keys need the tower, which it alone runs.
+            # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
             await in_thread(self.caches.load, request.key, prompt.tokens)
         request.encoded = prompt
         async for item in self._submit(request):
             yield item
 
     async def generate_all(self, choices: list[Request]) -> AsyncIterator[tuple[int, Started | Waiting | Delta]]:
-        """The items of all answers, each with the answer's number; see ``generate``.
+        """Yield the items of all answers, each with the answer's index; see ``generate``.
 
-        The first answer to a prompt prefills it. The others begin at its first token, and find the prompt in the prompt cache.
+        The first answer to a prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
         """
         queue: asyncio.Queue[Any] = asyncio.Queue()
         n_of_each = choices[0].n
@@ -121,11 +121,11 @@ class Frontend:
         return await in_thread(self.encode, self.models.tokenizers[request.key], request)
 
     def encode(self, tokenizer: BoundedTokenizer, request: Request) -> Prompt:
-        """The prompt of a request, in a thread of its own."""
+        """Encode the prompt of a request. Called in a thread of its own."""
         return encode(tokenizer, request, self.options, self.engine.admission.account)
 
     async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
-        """Queue a request -> the generation thread's items."""
+        """Queue a request, and yield the items of the generation thread."""
         request.client = mailbox = Mailbox()
         try:
             self.clients.add(request)
@@ -137,7 +137,7 @@ class Frontend:
             self.clients.leave(request)
 
     async def _next(self, mailbox: Mailbox) -> Any:
-        """The next item; progress is reported every few seconds only."""
+        """The next item. Progress is an item every few seconds only."""
         progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
         while True:
             is_alive = self.engine.is_alive

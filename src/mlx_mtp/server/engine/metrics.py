@@ -60,7 +60,7 @@ class Metrics:
         self.accepted_by_size.labels(size).inc(accepted_now - accepted)
 
     def count_switches(self, n_generating: int) -> None:
-        """Count where a sequence gets company, and where one is left alone, by the number of sequences in a step."""
+        """Count switches between one sequence and several, by the number of sequences in a step."""
         if n_generating > 1 >= self.n_generating:
             self.mode_switches.labels("batch").inc()
         elif n_generating == 1 < self.n_generating:
@@ -68,14 +68,14 @@ class Metrics:
         self.n_generating = n_generating
 
     def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
-        """Count a request that begins: its prompt's tokens, the cached ones, and the requests that run now."""
+        """Count a request that begins: its prompt's tokens, the cached tokens, and the running requests."""
         self.prompt_tokens.inc(n_prompt)
         self.cached_prompt_tokens.inc(n_cached)
         self.cache_hits.inc(n_cached > 0)
         self.in_flight.set(n_running)
 
     def finish(self, counts: DraftCounts, tokens_per_second: float | None, n_running: int) -> None:
-        """Count a request that ends: its drafts, its speed if it has one, and the requests that still run."""
+        """Count a request that ends: its drafts, its speed if known, and the requests that still run."""
         self.in_flight.set(n_running)
         self._add_drafts(counts)
         if tokens_per_second is not None:

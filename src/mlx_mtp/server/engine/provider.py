@@ -16,13 +16,13 @@ from ..request import ApiError, ModelKey
 from .encode import BoundedTokenizer
 
 MAX_TOKENIZERS = 8
-DEFAULT = "default_model"  # mlx-lm's name for that of --model
+DEFAULT = "default_model"  # mlx-lm's name for the model of --model
 
 
 class ModelProvider:
-    """Loads one model at a time, with its MTP head if the server drafts, and only models that the operator serves.
+    """Loads one of the served models at a time, with its MTP head if the server drafts.
 
-    The tokenizers of models that were loaded before are kept, so that a prompt can be tokenized at any time.
+    Tokenizers stay loaded, so that a prompt can be tokenized while another model is loaded.
     """
 
     def __init__(self, options: Options):
@@ -37,7 +37,7 @@ class ModelProvider:
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
 
     def resolve(self, asked: ModelDescription) -> ModelKey:
-        """The model of a request, if it may name it. Where only one is served, any name means that one."""
+        """The model of a request, or an ApiError. If only one model is served, any name refers to it."""
         options, name = self.options, asked.model
         adapter = None if asked.adapter == DEFAULT else asked.adapter
         if asked.draft != DEFAULT:
@@ -55,12 +55,12 @@ class ModelProvider:
         return self.default
 
     def find(self, name: str) -> tuple[str, BoundedTokenizer | None]:
-        """The path or repo of the model of this name, and its tokenizer if it was loaded."""
+        """The path or repo of the model with this name, and its tokenizer if loaded."""
         key = self.resolve(ModelDescription(name, DEFAULT, None))
         return key[0], self.tokenizers.get(key)
 
     def load(self, key: ModelKey) -> None:
-        """Load a model in place of the one before."""
+        """Replace the loaded model."""
         if key == self.key:
             return
         self.reset()

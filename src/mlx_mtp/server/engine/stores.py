@@ -23,10 +23,10 @@ READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from d
 
 
 class Stores:
-    """A prompt store for each model that was loaded, kept while other models run. An error of a store fails no request.
+    """A prompt store for each model, kept while other models are loaded. An error of a store never fails a request.
 
-    Each rank has its own part of the caches and evicts on its own: a prompt resumes at the longest prefix that all ranks have,
-    and rank 0 chooses where it is cut.
+    Each rank has its own part of the caches and its own eviction: a prompt resumes at the longest prefix that all ranks have,
+    and rank 0 chooses its cuts.
     """
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
@@ -35,7 +35,7 @@ class Stores:
         self.store: PromptStore  # the loaded model's
 
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
-        """Use the store of this model, which has been loaded; an OSError if ``--prompt-cache-dir`` cannot be used."""
+        """Switch to the store of the loaded model. Raises an OSError if ``--prompt-cache-dir`` cannot be used."""
         if key not in self.stores:
             limit = self.options.prompt_cache_disk_bytes
             self.stores[key] = PromptStore(
@@ -60,13 +60,13 @@ class Stores:
             return
         try:
             store.load(tokens[:-1], self.options.kv)
-        except Exception:  # for example, another model was loaded meanwhile
+        except Exception:  # such as a change of the loaded model
             logging.debug("Reading ahead from the prompt cache on disk failed.", exc_info=True)
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
-        """The prompt cache to resume from, if there is one, and its number of tokens. Sets the prompt's cuts behind these."""
+        """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
         tokens = prompt.tokens
-        most = len(tokens) - 1  # generation begins with the last one
+        most = len(tokens) - 1  # generation begins with the last token
         cache, n, n_common = self._fetch(prompt, most)
         while self.ranks is not None:
             known: Any = self.ranks.gather([n, n_common], mx.array(0)).tolist()  # [R, 2]
@@ -97,7 +97,7 @@ class Stores:
             logging.exception("The prompt cache failed: a text is not cached.")
 
     def trim_to(self, n_bytes: int) -> None:
-        """Evict until this many bytes are left, the texts of other models first."""
+        """Evict snapshots until at most this many bytes are left, those of other models first."""
         for store in sorted(self.stores.values(), key=lambda store: store is self.store):
             store.trim_to(n_bytes - self.nbytes + store.nbytes)
 
@@ -112,7 +112,7 @@ class Stores:
         yield CounterMetricFamily(*READ, sum(disk.bytes_read for disk in disks))
 
     def close(self) -> None:
-        """Write the rest to disk, for at most ``FLUSH`` seconds."""
+        """Write pending snapshots to disk, for at most ``FLUSH`` seconds."""
         deadline = time.monotonic() + FLUSH
         for store in self.stores.values():
             store.close(max(deadline - time.monotonic(), 0))

@@ -64,14 +64,14 @@ COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/i
 def make_app(
     frontend: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
 ) -> FastAPI:
-    """The application that answers HTTP requests.
+    """Make the application that answers HTTP requests.
 
     Args:
         api_key (str, optional): The key that requests must have.
         origins (Sequence[str], optional): The value of ``--allowed-origins``.
         hosts (Sequence[str]): The server's names, as in ``--allowed-hosts``. Default: any.
     """
-    app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # those load scripts from a CDN
+    app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add_post(app, path, endpoints.generate(api), api)
@@ -85,7 +85,7 @@ def make_app(
         ("/v1/models/{name:path}", endpoints.model),
     ):
         for method in ("GET", "HEAD"):
-            is_listed = method == "GET"  # a description has an operation's name once
+            is_listed = method == "GET"  # an operation's name is unique in the OpenAPI schema
             app.add_api_route(
                 path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
             )
@@ -100,7 +100,7 @@ def make_app(
 
 
 def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]], api: API) -> None:
-    """A route whose body the endpoint reads itself: its size is limited before its JSON is parsed."""
+    """Add a route. Its endpoint reads the body itself, to limit its size before its JSON is parsed."""
     schema = api.body.model_json_schema(ref_template="#/components/schemas/{model}")
     described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     name = path.strip("/").replace("/", "_")
@@ -158,7 +158,7 @@ class Endpoints:
         return Response(self.frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
-        """List the models that a request may name; if that is any, also those that have been downloaded."""
+        """List the served models and, with ``--allow-any-model``, the downloaded models."""
         self._authorize(http)
         names = self._names()
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -185,7 +185,7 @@ class Endpoints:
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         if path == str(DEMO):
-            theirs["description"] = DEMO_NOTE  # as OpenRouter's list has it
+            theirs["description"] = DEMO_NOTE  # a field of OpenRouter
         ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
         if tokenizer is not None:
             ours["has_chat_template"] = tokenizer.has_chat_template
@@ -230,7 +230,7 @@ class Counting:
 
 
 def _error_response(http: HTTPRequest, error: ApiError) -> Response:
-    """An error in the form of the API that was asked. On a path that several share, a header tells Anthropic's clients."""
+    """An error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
@@ -241,7 +241,7 @@ async def _answer_error(http: HTTPRequest, error: Any) -> Response:
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
-    """An error of the framework: there is no such path, or it takes another method."""
+    """Answer an error of the framework, such as an unknown path or a wrong method."""
     message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
     return _error_response(http, ApiError(error.status_code, message))
 

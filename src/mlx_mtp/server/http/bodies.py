@@ -1,4 +1,4 @@
-"""The bytes of requests: how many may arrive, in which time, and where their JSON is parsed."""
+"""The bodies of requests: limits on their size and time, and the parsing of their JSON."""
 
 import asyncio
 import math
@@ -14,28 +14,28 @@ from ..request import ApiError
 
 T = TypeVar("T")
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
-# An object takes microseconds to parse, another value less, and no other thread runs meanwhile. Those within texts count as
-# well: a million tokens seldom have as many.
+# Parsing takes microseconds for an object and less for other values, and blocks all threads. Brackets, braces and commas in
+# strings count as well; a million tokens rarely have as many.
 MAX_OBJECTS = 100_000  # brackets and braces
 MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
-MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies that arrive or are parsed at a time
-LARGE_BODY = 1 << 20  # bytes, from which on a body is parsed in a thread of its own
-MAX_DRAINED = 256 << 20  # bytes of a body that is too large, read so that the client gets to the answer
-BODY_TIMEOUT = 300.0  # seconds that a client may take to send it
+MAX_BODIES = 16 * MAX_BODY  # bytes of all bodies in transfer or being parsed
+LARGE_BODY = 1 << 20  # bytes; a larger body is parsed in a thread of its own
+MAX_DRAINED = 256 << 20  # bytes of a too large body to read, so that the client receives the error
+BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
 
 class Bodies:
     """The bodies of all requests to a server."""
 
     def __init__(self) -> None:
-        self.n_bytes = 0  # bytes of the bodies that arrive or are parsed
-        self.parsing = asyncio.Lock()  # one large body at a time is parsed, so that the event loop runs between two
+        self.n_bytes = 0  # bytes of the bodies in transfer or being parsed
+        self.parsing = asyncio.Lock()  # large bodies are parsed one at a time, so that the event loop runs between two
 
     async def read(self, http: Request, parse: Callable[[Json], T]) -> T:
-        """What ``parse`` makes of the body's fields that are not null.
+        """The result of ``parse`` for the body's fields that are not null.
 
         Raises:
-            ApiError: The body is too large, arrives too slowly or in part, is no JSON object, or is refused by ``parse``.
+            ApiError: The body is too large, slow or incomplete, is not a JSON object, or is refused by ``parse``.
         """
         raw = bytearray()
         try:
@@ -46,7 +46,7 @@ class Bodies:
                 return await in_thread(lambda: parse(parse_json(raw)))
         finally:
             self.n_bytes -= len(raw)
-            raw.clear()  # also where an error has it
+            raw.clear()  # an error may keep a reference to it
 
     async def _receive(self, http: Request, raw: bytearray) -> None:
         """Read a body to the end of ``raw``."""
@@ -77,7 +77,7 @@ def parse_json(raw: bytes | bytearray) -> Json:
     """The fields of a body that are not null.
 
     Raises:
-        ApiError: The bytes are no JSON object, or it has too many values.
+        ApiError: The bytes are not a JSON object, or it has too many values.
     """
     if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
         allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"

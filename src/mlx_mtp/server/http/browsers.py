@@ -1,4 +1,4 @@
-"""Which web pages may use the server. A browser sends the requests of any page, also to servers of its own machine."""
+"""Protection against other web pages: a browser sends the requests of any page, even to servers on its own machine."""
 
 from collections.abc import Callable, Collection
 from ipaddress import ip_address
@@ -18,17 +18,18 @@ LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 
 class Browsers(CORSMiddleware):
-    """Refuses requests to other hosts and requests of pages that may not use the server; answers CORS for the others.
+    """Refuses requests with other host names and requests of other web pages; answers CORS for allowed pages.
 
-    A page's domain may name this machine's address (DNS rebinding): a browser then takes the server for the page's own. Its
-    requests have that domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of ``names``.
+    A page's domain may resolve to this machine's address (DNS rebinding): a browser then treats the server as the page's own.
+    Such requests have the domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of
+    ``names``.
 
     Args:
-        app (ASGIApp): The application behind.
+        app (ASGIApp): The wrapped application.
         names (Collection[str]): Names of the server; ``*`` allows all.
         origins (Collection[str], optional): Pages that may use the server besides its own; ``*`` allows all. Default:
-          ``None``, those of ``localhost``.
-        refuse (Callable): Makes the answer to a request and an error.
+          ``None``, pages of ``localhost``.
+        refuse (Callable): Makes the response to a refused request.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Browsers(CORSMiddleware):
     def _is_ours(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:  # brackets that do not match
+        except ValueError:  # unbalanced brackets
             return False
         return name.removesuffix(".") in self.names or _is_address(name)
 

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with limits on connections, which ends the open answers before it ends."""
+"""The HTTP server: uvicorn with limits on connections. It ends the open answers before it stops."""
 
 import asyncio
 import errno
@@ -22,28 +22,28 @@ from ...cli.errors import INTERRUPTED
 from ..engine.engine import Engine
 from ..engine.frontend import in_thread
 
-LAST_ANSWERS = 5  # seconds to send them when the server ends
+LAST_ANSWERS = 5  # seconds to send the last answers when the server stops
 IDLE = 75  # seconds in which the head of a request must arrive
-MAX_CONNECTIONS = 2000  # above which a request gets status 503
-BACKLOG = 512  # connections that asyncio accepts at a time: room is made for as many
+MAX_CONNECTIONS = 2000  # a request above this limit gets status 503
+BACKLOG = 512  # connections that asyncio may accept at a time, for which room is kept
 MAX_HEADERS = 64 << 10  # bytes
-LOG_INTERVAL = 60.0  # seconds between two lines of a kind
+LOG_INTERVAL = 60.0  # seconds between two lines with the same message
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class State(ServerState):
     def __init__(self) -> None:
         super().__init__()
-        # Connections whose clients have to send more before there can be an answer, the one that waits longest first. Some have
-        # sent all of a request since: these are dropped where one is looked for.
+        # Connections without a complete request, in the order of waiting. Those with a complete request by now are skipped and
+        # removed by ``Connection._make_room``.
         self.incomplete: dict[Connection, None] = {}
 
 
 class Connection(H11Protocol):
-    """
-    uvicorn's connection, closed if the head of a request does not arrive in time: uvicorn waits for the first request without a
-    limit, and for the next ones as long as bytes arrive. Where there are too many connections, the oldest without a complete
-    request is closed, so that idle ones do not keep others out.
+    """A connection that is closed if the head of a request does not arrive in time.
+
+    uvicorn alone waits for the first request without a limit, and for later requests as long as bytes arrive. If there are too
+    many connections, the oldest without a complete request is closed, so that idle clients do not lock out others.
     """
 
     server_state: State
@@ -51,12 +51,12 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request has begun."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the client has to send more before there can be an answer."""
+        """Whether the client has not sent a complete request."""
         return self.is_waiting or self.cycle.more_body
 
     def connection_made(self, transport: Any) -> None:
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         self._wait()
 
     def on_response_complete(self) -> None:
-        self._wait()  # first: the next request may have arrived
+        self._wait()  # first: the next request may already be here
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,12 +75,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Wait for a request from now on."""
+        """Start to wait for a request."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.loop.call_later(IDLE, self._end)
         self.server_state.incomplete.pop(self, None)
-        self.server_state.incomplete[self] = None  # as the last one
+        self.server_state.incomplete[self] = None  # at the end
 
     def _end(self) -> None:
         if self.is_waiting and not self.transport.is_closing():
@@ -92,15 +92,15 @@ class Connection(H11Protocol):
             return
         incomplete = self.server_state.incomplete
         while incomplete:
-            del incomplete[oldest := next(iter(incomplete))]  # one that is answered is added again behind the answer
+            del incomplete[oldest := next(iter(incomplete))]  # added again after its answer
             if oldest.is_incomplete and not oldest.transport.is_closing():
                 self.logger.warning("There are too many connections: the oldest one without a request is closed.")
                 oldest.transport.abort()
                 return
 
 
-class Seldom(logging.Filter):
-    """Passes one line of a kind in ``LOG_INTERVAL`` seconds, and all errors of our own, which have a traceback."""
+class RateLimit(logging.Filter):
+    """Passes a message once in ``LOG_INTERVAL`` seconds, and all errors with a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Seldom(logging.Filter):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with which the engine stops: running requests get one last token."""
+    """uvicorn's server. When it stops, it stops the engine, and running requests get one last token."""
 
     def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,  # app.py writes it
+            access_log=False,  # app.py has it
             log_level=log_level.lower(),
             server_header=False,
             proxy_headers=False,
@@ -141,17 +141,17 @@ class Server(uvicorn.Server):
         self.engine = engine
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        log, seldom = logging.getLogger("uvicorn.error"), Seldom()
+        log, rate_limit = logging.getLogger("uvicorn.error"), RateLimit()
         asyncio.get_running_loop().set_exception_handler(_log_exception)
-        log.addFilter(seldom)
+        log.addFilter(rate_limit)
         try:
             await super().serve(sockets)
         finally:
-            log.removeFilter(seldom)
+            log.removeFilter(rate_limit)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the server, and the command succeeds; a second one ends it at once."""
+        """The first SIGINT or SIGTERM stops the server, and the command succeeds; a second one ends the process."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -171,14 +171,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def wait(self, seconds: float) -> None:
-        """Called by another thread: wait until all answers have been sent, for at most this time."""
+        """Wait until all answers are sent, for at most this time. Called in another thread."""
         deadline = time.monotonic() + seconds
         while self.server_state.tasks and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio tries again where a connection cannot be accepted, and would log a traceback each time."""
+    """Log one line if a connection cannot be accepted: asyncio retries, and would log a traceback each time."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
         logging.getLogger("uvicorn.error").warning("A connection cannot be accepted: %s.", error.strerror)
@@ -187,10 +187,10 @@ def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections.
+    """Make a listening socket.
 
     Raises:
-        OSError: The port is in use, or the host is not this machine's.
+        OSError: The port is in use, or the host is not an address of this machine.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,4 +1,4 @@
-"""The page to chat at ``/``: HTML, CSS and JavaScript modules in ``page/``, served as they are.
+"""The chat page at ``/``: HTML, CSS and JavaScript modules in ``page/``, served without a build step.
 
 ``main.js`` connects the other modules:
 
@@ -15,14 +15,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 FOLDER = Path(__file__).parent.parent / "page"
-# Scripts, styles and requests: this server's alone. A text becomes HTML only through DOMPurify.
+# Scripts, styles and requests of this server only. Text becomes HTML only through DOMPurify.
 POLICY = (
     "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self'; style-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 HEADERS = {
-    "Cache-Control": "no-cache",  # an updated server has other files at the same URLs
+    "Cache-Control": "no-cache",  # an update changes the files at the same URLs
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

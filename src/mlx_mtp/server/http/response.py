@@ -1,4 +1,4 @@
-"""The HTTP response of a request that is generated: a stream, or the whole answer. It ends where the client hangs up."""
+"""The HTTP response with a generated answer, as a stream or as a whole. It ends when the client disconnects."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from ..engine.frontend import Frontend
 from ..request import ApiError, Request, Waiting
 
 HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
-FIGURES = "figures"  # in the scope of a request that was generated: they end its line in the log
+FIGURES = "figures"  # the key in the scope for the figures in the request's line of the log
 
 
 @asynccontextmanager
 async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterator[None]:
-    """Mark requests as gone when their client hangs up, and when the context ends."""
+    """Mark requests as gone when their client disconnects, and when the context ends."""
 
     def leave() -> None:
         for request in requests:
@@ -44,7 +44,7 @@ class GeneratedResponse(Response):
     Args:
         choices (List[Request]): The answers to generate, of ``Request.choices``.
         is_stream (bool): Whether the client wants a stream.
-        waiting (Set[int]): Has the first request's number until its first token.
+        waiting (Set[int]): The numbers of requests without a first token.
     """
 
     def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: set[int]):
@@ -108,7 +108,7 @@ class GeneratedResponse(Response):
 
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:
-    """The tokens, times and drafts of a request that ends now, for the log."""
+    """The tokens, times and drafts of a finished request, for the log."""
     now, n = time.perf_counter(), usage.n_generated
     first_tokens = [r.first_token for r in choices if r.first_token is not None]
     figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{n} output tokens"]
