@@ -11,7 +11,7 @@ from mlx_mtp import DEMO, make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
-from tests.support.commands import assert_refused, run_command
+from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
 
@@ -46,8 +46,7 @@ def test_equal_tokens_pass(family, options):
 
 
 def test_stops_at_a_stop_token():
-    model = model_of("qwen3_5")
-    want = plain(PROMPT, model, max_tokens=30)
+    want = plain(PROMPT, model := model_of("qwen3_5"), max_tokens=30)
     assert check(model, PROMPT, stop_tokens={want[9]}) == Check(want.index(want[9]) + 1)
 
 
@@ -96,11 +95,9 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
 def test_exact_mode_excuses_no_difference(monkeypatch):
     model, _, _ = rounded_model(monkeypatch)
     options = dict(max_tokens=32, num_draft_tokens=3)
-    monkeypatch.setattr(
-        import_module("mlx_mtp.generate.check"),
-        "mtp_generate_step",
-        lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs),  # as if exact mode did nothing
-    )
+    # As if exact mode did nothing
+    inexact = lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", inexact)
     assert check(model, PROMPT, **options).passed
     result = check(model, PROMPT, exact=True, **options)
     assert result.difference.rounding == 0
@@ -119,9 +116,8 @@ def test_a_prompt_cache_is_left_unchanged():
     tokens = [t for t, _, _ in mtp_generate_step(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)]
     before = copy.deepcopy(prompt_cache)
     want = plain([*PROMPT.tolist(), *tokens, 7, 2], model, max_tokens=20)
-    assert check(model, mx.array([7, 2]), prompt_cache=prompt_cache, max_tokens=20, stop_tokens=want[19:]) == Check(
-        want.index(want[19]) + 1
-    )
+    result = check(model, mx.array([7, 2]), prompt_cache=prompt_cache, max_tokens=20, stop_tokens=want[19:])
+    assert result == Check(want.index(want[19]) + 1)
     assert [getattr(c, "offset", None) for c in prompt_cache] == [getattr(c, "offset", None) for c in before]
     assert arrays_equal(*([c.cache for c in cache if isinstance(c, ArraysCache)] for cache in (prompt_cache, before)))
 
@@ -129,26 +125,22 @@ def test_a_prompt_cache_is_left_unchanged():
 # Command line
 
 
-def run(capsys, *args):
-    return run_command(main, capsys, *args, stdin="class Queue:\n    def __init__(self, maxsize=0):\n")
-
-
-ARGS = ("--mtp", "--check", "--model", TRAINED, "--prompt", "-", "-m", 16)
+def run(capsys, *flags):
+    flags = ("--mtp", "--check", "--model", TRAINED, "--prompt", "-", "-m", 16, *flags)
+    return run_command(main, capsys, *flags, stdin="class Queue:\n    def __init__(self, maxsize=0):\n")
 
 
 def test_command_exits_0_for_equal_tokens(capsys):
-    for exact in ((), ("--exact",)):
-        status, out, err = run(capsys, *ARGS, *exact)
-        assert (status, err) == (0, "")
-        assert out == (
-            "Identical: plain decoding and MTP generated the same 16 tokens.\n"
-            "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones.\n"
-        )
+    same = (
+        "Identical: plain decoding and MTP generated the same 16 tokens.\n"
+        "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones.\n"
+    )
+    assert run(capsys) == run(capsys, "--exact") == (0, same, "")
 
 
 def test_command_exits_1_for_a_fault(monkeypatch, capsys):
     skip_rollback(monkeypatch)
-    status, out, _ = run(capsys, *ARGS, "--num-draft-tokens", 4, "--model", DEMO)  # whose drafts are rejected sooner
+    status, out, _ = run(capsys, "--num-draft-tokens", 4, "--model", DEMO)  # whose drafts are rejected sooner
     assert status == 1
     assert re.match(r"Different at token \d+, after \d+ equal tokens: plain \d+ \('.*'\), MTP \d+ \('.*'\)\.\n", out)
     assert "NOT within rounding: a bug" in out
@@ -156,17 +148,17 @@ def test_command_exits_1_for_a_fault(monkeypatch, capsys):
 
 def test_command_exits_0_for_rounding(monkeypatch, capsys):
     round_otherwise(monkeypatch, 0.1)
-    status, out, _ = run(capsys, *ARGS, "--num-draft-tokens", 4)
+    status, out, _ = run(capsys, "--num-draft-tokens", 4)
     assert status == 0
     assert "The difference is within rounding.\n" in out
 
 
 def test_refuses_flags_that_do_not_go_together(capsys):
-    for args, message in (
-        (["--check"], "--check requires --mtp"),
-        (["--exact"], "--exact requires --mtp"),
-        (["--mtp", "--check", "--temp", "0.7"], "cannot be combined with --temp"),
-        (["--mtp", "--check", "-m", "0"], "--max-tokens must be"),
-        (["--mtp", "--check", "--num-draft-tokens", "9"], "auto or from 0 to 8"),
+    for flags, message in (
+        ("--check", "--check requires --mtp"),
+        ("--exact", "--exact requires --mtp"),
+        ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
+        ("--mtp --check -m 0", "--max-tokens must be"),
+        ("--mtp --check --num-draft-tokens 9", "auto or from 0 to 8"),
     ):
-        assert_refused(main, capsys, *args, message=message)
+        assert message in refusal(main, capsys, *flags.split())

@@ -9,29 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.checkpoint.storage.output import naming
 from mlx_mtp.cli.errors import one_line_errors, sentence
 from mlx_mtp.files import check_target
-from tests.support.models import DATA
-
-COMMANDS = {
-    "generate": "mlx_mtp.generate.__main__",
-    "chat": "mlx_mtp.chat.__main__",
-    "convert": "mlx_mtp.convert.__main__",
-    "server": "mlx_mtp.server.__main__",
-    "benchmark": "mlx_mtp.benchmark.__main__",
-    "draft_vocab": "mlx_mtp.draft_vocab",
-    "fit": "mlx_mtp.fit.__main__",
-}
-MODEL = str(DATA / "dense")
+from tests.support.commands import run_command
+from tests.support.models import TRAINED
 
 
-def run(monkeypatch, command, *flags) -> int:
-    """A command line in this process: its exit status."""
-    monkeypatch.setattr(sys, "argv", [f"mlx_mtp.{command}", *map(str, flags)])
-    with pytest.raises(SystemExit) as end:
-        import_module(COMMANDS[command]).main()
-    return end.value.code
+def run(capsys, command, *flags) -> tuple[int, str]:
+    """A command line in this process: (its exit status, stderr)."""
+    status, _, err = run_command(import_module(COMMANDS[command][0]).main, capsys, *flags)
+    return status, err
 
 
 @pytest.fixture
@@ -48,21 +37,21 @@ def nobody_reads():
     [
         ("draft_vocab", ["--help"], {141}),
         ("generate", ["--help"], {0, 141}),  # argparse does not mind where its text is longer than Python's buffer
-        ("generate", ["--model", MODEL, "-m", 2], {141}),
-        ("convert", ["--inspect", MODEL], {141}),
+        ("generate", ["--model", TRAINED, "-m", "2"], {141}),
+        ("convert", ["--inspect", TRAINED], {141}),
     ],
 )
-def test_ends_in_silence_where_nobody_reads(monkeypatch, tmp_path, nobody_reads, command, flags, statuses):
+def test_ends_in_silence_where_nobody_reads(monkeypatch, capsys, tmp_path, nobody_reads, command, flags, statuses):
     with open(tmp_path / "errors", "w") as errors:
         monkeypatch.setattr(sys, "stdout", nobody_reads)
         monkeypatch.setattr(sys, "stderr", errors)
-        assert run(monkeypatch, command, *flags) in statuses
+        assert run(capsys, command, *flags)[0] in statuses
         nobody_reads.flush()  # as Python does when it ends
     assert (tmp_path / "errors").read_text() == ""
 
 
 def test_a_pipe_to_head_shows_no_error():
-    command = f"set -o pipefail; {sys.executable} -m mlx_mtp.generate --model {MODEL} -m 20 | head -n 1"
+    command = f"set -o pipefail; {sys.executable} -m mlx_mtp.generate --model {TRAINED} -m 20 | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (141, "==========\n", "")
 
@@ -78,9 +67,10 @@ def test_a_pipe_to_head_shows_no_error():
         ("server", "--prompt-cache-bytes muchGB", "must be a size such as 10GB, not 'muchGB'"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named(monkeypatch, capsys, command, flags, message):
-    assert run(monkeypatch, command, *flags.split()) == 2
-    assert f"error: argument {flags.split()[0]}: {message}" in capsys.readouterr().err
+def test_a_value_of_the_wrong_type_is_named(capsys, command, flags, message):
+    status, err = run(capsys, command, *flags.split())
+    assert status == 2
+    assert f"error: argument {flags.split()[0]}: {message}" in err
 
 
 @pytest.mark.parametrize(
@@ -96,9 +86,10 @@ def test_a_value_of_the_wrong_type_is_named(monkeypatch, capsys, command, flags,
         ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
     ],
 )
-def test_an_unknown_flag_is_asked_about(monkeypatch, capsys, command, flags, message):
-    assert run(monkeypatch, command, *flags.split()) == 2
-    assert capsys.readouterr().err.endswith(f": error: unrecognized arguments: {message}\n")
+def test_an_unknown_flag_is_asked_about(capsys, command, flags, message):
+    status, err = run(capsys, command, *flags.split())
+    assert status == 2
+    assert err.endswith(f": error: unrecognized arguments: {message}\n")
 
 
 def no_permission():
@@ -136,49 +127,44 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "message"),
+    ("command", "mtp", "shown", "more"),
     [
-        ("generate", ["--mtp", "def add(a, b):"], "--mtp takes a head, and 'def add(a, b):' is neither a folder nor the name of"
-         " a repository. Pass the prompt with --prompt."),
-        ("generate", ["--mtp", "Hello"], "--mtp takes a head, and 'Hello' is neither"),
-        ("generate", ["--mtp", "Why? " * 1000], f"--mtp takes a head, and '{'Why? ' * 12}...' is neither"),
-        ("chat", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither a folder nor the name of a repo"),
-        ("benchmark", ["--mtp", "./no/head"], "--mtp takes a head, and './no/head' is neither"),
-    ],
-)  # fmt: skip
-def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, flags, message):
-    module = import_module(COMMANDS[command])
-    for name in ("load", "fetch"):
-        monkeypatch.setattr(module, name, None, raising=False)  # calling it would raise a TypeError
-    assert run(monkeypatch, command, *flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"mlx_mtp {command}: error: {message}")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "flag", "others"),
-    [
-        ("generate", "--model", []),
-        ("generate", "--mtp", []),
-        ("generate", "--adapter-path", []),
-        ("generate", "--draft-model", []),
-        ("generate", "--extra-eos-token", []),
-        ("server", "--model", []),
-        ("server", "--serve-model", []),
-        ("convert", "--hf-path", []),
-        ("convert", "--mlx-path", ["--hf-path", MODEL]),
-        ("convert", "--graft-mtp-from", ["--hf-path", MODEL]),
-        ("convert", "--recipe", []),
-        ("benchmark", "--model", []),
-        ("draft_vocab", "--corpus", ["--model", MODEL]),
-        ("fit", "--model", ["--mlx-path", "out"]),
+        (
+            "generate",
+            "def add(a, b):",
+            "def add(a, b):",
+            " nor the name of a repository. Pass the prompt with --prompt.",
+        ),
+        ("generate", "Hello", "Hello", ""),
+        ("generate", "Why? " * 1000, f"{'Why? ' * 12}...", ""),
+        ("chat", "./no/head", "./no/head", " nor the name of a repo"),
+        ("benchmark", "./no/head", "./no/head", ""),
     ],
 )
-def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag, others):
-    assert run(monkeypatch, command, flag, "", *others) == 2
-    name = "--hf-path" if flag == "--model" and command == "convert" else flag
-    assert capsys.readouterr().err == f"mlx_mtp {command}: error: {name} is empty: give it a value, or leave it out.\n"
+def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, mtp, shown, more):
+    for name in ("load", "fetch"):  # calling it would raise a TypeError
+        monkeypatch.setattr(import_module(COMMANDS[command][0]), name, None, raising=False)
+    status, err = run(capsys, command, "--mtp", mtp)
+    message = f"mlx_mtp {command}: error: --mtp takes a head, and '{shown}' is neither" + (more and f" a folder{more}")
+    assert (status, err.count("\n"), err.startswith(message)) == (2, 1, True), err
+
+
+NAMES = {
+    "generate": "--model --mtp --adapter-path --draft-model --extra-eos-token",
+    "server": "--model --serve-model",
+    "convert": "--hf-path --mlx-path --graft-mtp-from --recipe",
+    "benchmark": "--model",
+    "draft_vocab": "--corpus",
+    "fit": "--model",
+}
+REQUIRED = {"convert": ["--hf-path", TRAINED], "draft_vocab": ["--model", TRAINED], "fit": ["--mlx-path", "out"]}
+
+
+@pytest.mark.parametrize(("command", "flag"), [(name, flag) for name, flags in NAMES.items() for flag in flags.split()])
+def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
+    required = [] if flag == "--recipe" else REQUIRED.get(command, [])
+    message = f"mlx_mtp {command}: error: {flag} is empty: give it a value, or leave it out.\n"
+    assert run(capsys, command, *required, flag, "") == (2, message)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +174,7 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
         ("generate", "--prompt a --image FILE", "FILE is not an image of a known format"),
         ("generate", "--prompt a --image FOLDER", "FOLDER is not a file"),
         ("generate", "--prompt a --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
-        (
-            "generate",
-            "--prompt a --prompt-cache-dir FILE/a",
-            "--prompt-cache-dir: the folder FILE/a cannot be written to",
-        ),
+        ("generate", "--prompt a --prompt-cache-dir FILE/a", "-dir: the folder FILE/a cannot be written to"),
         ("generate", "--prompt a --settings GONE", "There is no settings file GONE"),
         ("generate", "--prompt a --settings FILE", "FILE is not a settings file"),
         ("generate", "--prompt a --draft-vocab GONE", "There is no draft vocabulary GONE"),
@@ -231,12 +213,11 @@ def test_an_empty_name_is_refused_by_its_flag(monkeypatch, capsys, command, flag
 def test_flags_are_checked_before_the_model(monkeypatch, capsys, tmp_path, command, flags, message):
     """Which would fail: there is none."""
     (tmp_path / "FILE").write_text("x")
-    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "EMPTY").touch()
     (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
     model = ["--hf-path" if command == "convert" else "--model", "NO/MODEL/HERE"]
     drafts = ["--mtp"] * (command in ("generate", "chat", "server"))
-    assert run(monkeypatch, command, *model, *drafts, *flags.split()) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
-    assert message in line
-    assert "Errno" not in line
+    status, err = run(capsys, command, *model, *drafts, *flags.split())
+    (line,) = [line for line in err.splitlines() if ": error: " in line]
+    assert (status, message in line, "Errno" in line) == (2, True, False), line

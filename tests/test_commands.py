@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import tomllib
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,26 +14,16 @@ from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
 from mlx_mtp.server import arguments
 from mlx_mtp.server.engine import provider
+from tests.support.commands import refusal
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 MAIN = SCRIPTS.pop("mlx_mtp")  # tests/test_about.py
 PARSERS = {name: import_module(module).make_parser() for name, (module, _) in COMMANDS.items()}
-PAGES = [
-    file
-    for pattern in (
-        "*.md",
-        "docs/**/*.md",
-        "convert/*.md",
-        "examples/*",
-        "benchmarks/*.py",
-        "scripts/**/*.py",
-        "scripts/*.toml",
-        "src/**/*.py",
-    )
-    for file in ROOT.glob(pattern)
-    if file.is_file() and file.name not in ("CHANGELOG.md", "compare_versions.py")  # of earlier versions
-]
+PATTERNS = "*.md docs/**/*.md convert/*.md examples/* benchmarks/*.py scripts/**/*.py scripts/*.toml src/**/*.py"
+OF_EARLIER_VERSIONS = ("CHANGELOG.md", "compare_versions.py")
+FILES = [file for pattern in PATTERNS.split() for file in ROOT.glob(pattern) if file.is_file()]
+PAGES = [file for file in FILES if file.name not in OF_EARLIER_VERSIONS]
 
 
 def text_of(page: Path) -> str:
@@ -97,10 +86,8 @@ def test_help_has_groups_and_defaults(name, monkeypatch):
     if name in ("generate", "chat", "server", "convert", "benchmark", "fit"):  # others have few flags
         assert others <= {"help", "version", "verbose"}
     for action in grouped:
-        is_value = (
-            action.nargs != 0 and not isinstance(action.default, bool) and action.default not in (None, "==SUPPRESS==")
-        )
-        assert not is_value or not action.default or "efault" in action.help, action.dest
+        is_switch = action.nargs == 0 or isinstance(action.default, bool) or action.default in (None, "==SUPPRESS==")
+        assert is_switch or not action.default or "efault" in action.help, action.dest
 
 
 def test_our_own_flags_are_the_first_of_the_drafts():
@@ -119,50 +106,38 @@ def test_a_flag_of_several_commands_means_one_thing():
         assert len(kinds) == 1, flag
 
 
-@pytest.mark.parametrize(
-    "flag", ["--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"]
-)
-def test_a_flag_of_generate_and_chat_has_one_help(flag):
-    ours, others = (PARSERS[name]._option_string_actions[flag] for name in ("generate", "chat"))
-    assert ours.help == others.help
+def test_a_flag_of_generate_and_chat_has_one_help():
+    for flag in ("--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"):
+        ours, others = (PARSERS[name]._option_string_actions[flag] for name in ("generate", "chat"))
+        assert ours.help == others.help
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "benchmark"])
-@pytest.mark.parametrize(("flags", "mtp"), [(["--mtp"], "auto"), (["--mtp", "org/head"], "org/head")])
-def test_mtp_takes_a_head_of_its_own(name, flags, mtp, monkeypatch):
-    module, given = import_module(f"mlx_mtp.{name}.__main__"), []
+@pytest.mark.parametrize("name", ["generate", "chat", "benchmark", "server"])
+def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
+    given, module = [], provider if name == "server" else import_module(f"mlx_mtp.{name}.__main__")
 
     def load(*args, **options):
         given.append(options["mtp"])
         raise ValueError("enough")
 
     monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(sys, "argv", [f"mlx_mtp.{name}", *flags])
-    with pytest.raises(SystemExit):
-        module.main()
-    assert given == [mtp]
-
-
-def test_mtp_takes_a_head_of_its_own_in_the_server(monkeypatch):
-    given = []
-
-    def load(*args, **options):
-        given.append(options["mtp"])
-        raise ValueError("enough")
-
-    monkeypatch.setattr(provider, "load", load)
-    options = arguments.check(PARSERS["server"].parse_args(["--mtp", "org/head", "--model", "org/model"]))
-    models = provider.ModelProvider(options)
-    with pytest.raises(ValueError, match="enough"):
-        models.load(models.default)
-    assert given == ["org/head"]
+    if name == "server":
+        models = provider.ModelProvider(
+            arguments.check(PARSERS[name].parse_args(["--mtp", "org/head", "--model", "m"]))
+        )
+        with pytest.raises(ValueError, match="enough"):
+            models.load(models.default)
+        assert given == ["org/head"]
+    else:
+        assert "enough" in refusal(module.main, capsys, "--mtp")
+        assert "enough" in refusal(module.main, capsys, "--mtp", "org/head")
+        assert given == ["auto", "org/head"]
 
 
 def test_a_head_of_its_own_is_of_one_model():
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
-        args = arguments.make_parser().parse_args(["--mtp", "org/head", *more])
         with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
-            arguments.check(args)
+            arguments.check(PARSERS["server"].parse_args(["--mtp", "org/head", *more]))
 
 
 # Tables
@@ -173,15 +148,11 @@ def test_a_table_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert table(rows) == ["name   first  second  third", "a          1      22    333", "early      4"]
     monkeypatch.setenv("COLUMNS", "20")
-    assert table(rows) == [
-        "name   first  second",
-        "a          1      22",
-        "early      4",
-        "",
-        "name   third",
-        "a        333",
-        "early",
-    ]
+    upper, lower = (
+        ["name   first  second", "a          1      22", "early      4"],
+        ["name   third", "a        333", "early"],
+    )
+    assert table(rows) == [*upper, "", *lower]
 
 
 def test_no_escape_sequence_is_written():

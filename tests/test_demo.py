@@ -1,23 +1,17 @@
 """``mlx_mtp demo``, and the bundled model's chat template."""
 
-import pytest
-
 import mlx_mtp
 from mlx_mtp.generate import demo as command
-from tests.support.commands import run_command
+from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain
 from tests.support.models import TRAINED
-
-
-def run(capsys, *args):
-    return run_command(command.main, capsys, *args)
 
 
 def test_plain_and_drafts_are_compared(capsys, trained, equal_steps, monkeypatch):
     monkeypatch.setattr(command, "ROUNDS", 1)
     model, tokenizer = trained
     prompt = "def read(path):\n    with open(path) as f:"
-    status, out, err = run(capsys, "--model", TRAINED, "--prompt", prompt, "-m", 20)
+    status, out, err = run_command(command.main, capsys, "--model", TRAINED, "--prompt", prompt, "-m", 20)
     assert (status, err) == (0, "")
     assert tokenizer.decode(plain(tokenizer.encode(prompt), model, max_tokens=20)) in out
     rows = {line[:12]: line.split()[-2:] for line in out.splitlines()}
@@ -37,35 +31,27 @@ def test_sources_add_up_to_the_text(demo, equal_steps):
     assert counts[1] + counts[2] > 20
 
 
-@pytest.mark.parametrize(
-    ("plain", "drafted", "sentence"),
-    [
+def test_a_difference_is_not_hidden():
+    for before, after, sentence in (
         ([1, 2], [1, 2], "Both texts are the same 2 tokens."),
         ([1, 2, 3], [1, 4, 3], "The texts differ from token 2 on: "),
         ([1, 2, 3], [1, 2], "The texts differ from token 3 on: "),
-    ],
-)
-def test_a_difference_is_not_hidden(plain, drafted, sentence):
-    assert command.comparison(plain, drafted).startswith(sentence)
+    ):
+        assert command.comparison(before, after).startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("model", "is_demo", "ratio", "next_command"),
-    [
+def test_the_last_line_is_the_next_command():
+    for model, is_demo, ratio, next_command in (
         (str(mlx_mtp.DEMO), True, 2.0, "mlx_mtp models"),
         ("org/model", False, 1.5, "mlx_mtp chat --mtp --model org/model"),
         ("org/model", False, 0.9, "mlx_mtp benchmark --tune --model org/model"),
-    ],
-)
-def test_the_last_line_is_the_next_command(model, is_demo, ratio, next_command):
-    assert f"`{next_command}`" in command.next_step(model, is_demo, ratio)
+    ):
+        assert f"`{next_command}`" in command.next_step(model, is_demo, ratio)
 
 
 def test_an_error_is_one_line_and_status_2(capsys):
-    assert run(capsys, "-m", 1)[::2] == (
-        2,
-        "mlx_mtp demo: error: --max-tokens must be 2 or more, not 1: times start at the first token.\n",
-    )
+    message = "mlx_mtp demo: error: --max-tokens must be 2 or more, not 1: times start at the first token.\n"
+    assert refusal(command.main, capsys, "-m", 1) == message
 
 
 # The chat template
