@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 
 from mlx_mtp import make_prompt_cache
@@ -12,19 +11,21 @@ from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import FAMILIES, deep_model
 
 # The layer is the same in all of them.
-KINDS = ("qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:]))
+FAMILY = pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])]
+)
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def filled(model, bits: int | None) -> list:
+def filled(model, bits=None):
     """The caches of the prompt."""
     caches = model.make_cache()
     model(PROMPT[None], cache=caches)
     return [c.to_quantized(32, bits) if bits and hasattr(c, "to_quantized") else c for c in caches]
 
 
-def verify(model, bits: int | None, n: int, rows: int | None, **options) -> mx.array:
+def verify(model, bits, n, rows, **options):
     """The logits of a window of n tokens, and those of the token after half of it."""
     model.drafting.attention_rows = rows
     caches = filled(model, bits)
@@ -33,7 +34,7 @@ def verify(model, bits: int | None, n: int, rows: int | None, **options) -> mx.a
     return mx.concatenate([logits, model(WINDOW[None, -1:], cache=caches)], axis=1)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@FAMILY
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_a_window_in_groups_is_the_window(family, bits):
     model = deep_model(family, **HEADS)
@@ -42,13 +43,14 @@ def test_a_window_in_groups_is_the_window(family, bits):
         for rows in (1, 2, 3, 4):
             # Sums in another order: a few roundings of float32 (6e-8), which two layers pass on.
             assert mx.abs(verify(model, bits, n, rows) - want).max() < 1e-5 * mx.abs(want).max()
+    if bits is None:
+        assert mx.array_equal(verify(model, None, 9, 2, exact=True), verify(model, None, 9, None, exact=True))
 
 
 @pytest.fixture
 def queries(monkeypatch):
     """The number of rows and of keys of each call of attention."""
-    calls = []
-    original = base.scaled_dot_product_attention
+    calls, original = [], base.scaled_dot_product_attention
 
     def attention(queries, keys, *args, **kwargs):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
@@ -59,68 +61,46 @@ def queries(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("family", KINDS)
+@FAMILY
 @pytest.mark.parametrize("bits", [None, 8])
 def test_only_a_window_is_grouped(queries, family, bits):
     model = deep_model(family)
     model.drafting.attention_rows = 4
     caches = filled(model, bits)
     assert queries == [(11, 11)] * 2  # two layers
-    queries.clear()
-    model(WINDOW[None, :9], cache=caches, n_confirmed=1)
-    assert queries == [(4, 15), (4, 19), (1, 20)] * 2
-    queries.clear()
-    rollback(caches, PROMPT.size, 1)
-    model(WINDOW[None, :4], cache=caches, n_confirmed=1)
-    assert queries == [(4, 16)] * 2
-    queries.clear()
-    rollback(caches, PROMPT.size + 1, 4)
-    model(WINDOW[None, :3], cache=caches, n_confirmed=1, exact=True)
-    assert queries == [(1, n) for n in (17, 18, 19)] * 2
-
-
-def test_exact_stays_exact():
-    model = deep_model("qwen3_5")
-    assert mx.array_equal(verify(model, None, 9, 2, exact=True), verify(model, None, 9, None, exact=True))
-
-
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("kv", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}], ids=str)
-def test_greedy_text(family, kv):
-    model = deep_model(family, **HEADS)
-    want = plain(PROMPT, model, max_tokens=12, **kv)
-    for rows in (1, 2, 3, 4):
-        model.drafting.attention_rows = rows
-        cache = make_prompt_cache(model)
-        assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache, **kv) == want
-        assert_cache_of(model, cache, PROMPT.size + 12)
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_greedy_text_with_copies(queries, family):
-    """Windows of up to 17 tokens: their drafts are what the text said before."""
-    model = deep_model(family, **HEADS)
-    prompt = [*PROMPT.tolist(), *plain(PROMPT, model, max_tokens=40), *PROMPT.tolist()]
-    want = plain(prompt, model, max_tokens=24)
-    for rows in (3, 4):
-        model.drafting.attention_rows = rows
+    seen = []
+    for n, options, before, kept in ((9, {}, 11, 1), (4, {}, 12, 4), (3, dict(exact=True), 16, 3)):
         queries.clear()
-        assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want
-        assert max(n for n, n_keys in queries if n_keys > len(prompt)) == rows
-
-
-def test_plain_decoding_keeps_its_operations(queries):
-    model = deep_model("qwen3_5")
-    model.drafting.attention_rows = 2
-    for _ in generate_step(PROMPT, model, max_tokens=2):
-        pass
+        model(WINDOW[None, :n], cache=caches, n_confirmed=1, **options)
+        seen.append([*queries])
+        rollback(caches, before, kept)
+    grouped, whole, exact = [(4, 15), (4, 19), (1, 20)], [(4, 16)], [(1, 17), (1, 18), (1, 19)]
+    assert seen == [grouped * 2, whole * 2, exact * 2]
+    queries.clear()
+    plain(PROMPT, model, max_tokens=2)  # keeps its operations
     assert {rows for rows, _ in queries} == {PROMPT.size - 1, 1}
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "rows"),
-    [(24, 4, 5), (16, 2, 4), (8, 2, 8), (2, 2, 8), (64, 1, 1)],  # the first two: Qwen3.5-27B and 35B-A3B
-)
-def test_rows_of_fused_attention(heads, kv_heads, rows):
-    model = deep_model("qwen3_5", num_attention_heads=heads, num_key_value_heads=kv_heads)
-    assert fused_queries(model.layers[1].self_attn) == rows
+@FAMILY
+@pytest.mark.parametrize("kv", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}], ids=str)
+def test_greedy_text(queries, family, kv):
+    """Also with copies, whose windows have up to 17 tokens: their drafts are what the text said before."""
+    model = deep_model(family, **HEADS)
+    want = plain(PROMPT, model, max_tokens=12, **kv)
+    prompt = [*PROMPT.tolist(), *plain(PROMPT, model, max_tokens=40), *PROMPT.tolist()]
+    want_of_copies = plain(prompt, model, max_tokens=24)
+    for rows in (1, 2, 3, 4):
+        model.drafting.attention_rows, cache = rows, make_prompt_cache(model)
+        assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache, **kv) == want
+        assert_cache_of(model, cache, PROMPT.size + 12)
+        if rows > 2 and not kv:
+            queries.clear()
+            assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want_of_copies
+            assert max(n for n, n_keys in queries if n_keys > len(prompt)) == rows
+
+
+def test_rows_of_fused_attention():
+    # The first two: Qwen3.5-27B and 35B-A3B.
+    for heads, kv_heads, rows in ((24, 4, 5), (16, 2, 4), (8, 2, 8), (2, 2, 8), (64, 1, 1)):
+        model = deep_model("qwen3_5", num_attention_heads=heads, num_key_value_heads=kv_heads)
+        assert fused_queries(model.layers[1].self_attn) == rows

@@ -14,28 +14,12 @@ from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted
 
-RATES = st.lists(st.floats(0, 1), min_size=4, max_size=4)
 
-
-@given(sequences=st.lists(RATES, min_size=1, max_size=8))
+@given(sequences=st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=8))
 def test_joint_acceptance_takes_the_mean_seconds_per_token_of_the_sequences(sequences):
     means = [sum(1 / n for n in tokens) / len(sequences) for tokens in zip(*map(expected_tokens, sequences))]
     assert [1 / n for n in expected_tokens(joint(sequences))] == pytest.approx(means)
     assert all(-1e-9 <= a <= 1 + 1e-9 for a in joint(sequences))
-
-
-def simulate(depth: BatchDepth, seconds, sequences, n_steps: int) -> list[int]:
-    """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``."""
-    asked, B, coins = [], len(sequences), random.Random(0)
-    for _ in range(n_steps):
-        k = depth.next(B, [[rate] * 8 for rate in sequences])
-        accepted = []
-        for rate in sequences:
-            coin = [coins.random() < rate for _ in range(k)]
-            accepted.append(coin.index(False) if False in coin else k)
-        depth.of(B).observe(Plan(k), sum(accepted) / B, seconds(B, k))
-        asked.append(k)
-    return asked
 
 
 def linear(B, k):
@@ -43,40 +27,45 @@ def linear(B, k):
     return 1 + 0.1 * (B - 1) + 0.1 * B * k
 
 
-def best(B, rate):
-    rates = [sum(rate**i for i in range(k + 1)) / linear(B, k) for k in range(9)]
-    return rates.index(max(rates))
+def simulate(sequences, n_steps, seconds=linear, depth=None):
+    """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``."""
+    asked, B, coins, depth = [], len(sequences), random.Random(0), depth or BatchDepth(BatchTimes())
+    for _ in range(n_steps):
+        asked.append(k := depth.next(B, [[rate] * 8 for rate in sequences]))
+        accepted = []
+        for rate in sequences:
+            coin = [coins.random() < rate for _ in range(k)]
+            accepted.append(coin.index(False) if False in coin else k)
+        depth.of(B).observe(Plan(k), sum(accepted) / B, seconds(B, k))
+    return asked
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
     depth = BatchDepth(BatchTimes())
-    asked = simulate(depth, linear, [rate] * B, 200)
-    gained = sum(sum(rate**i for i in range(k + 1)) for k in asked[60:]) / sum(linear(B, k) for k in asked[60:])
-    k = best(B, rate)
-    within = min(0.93, 1 - depth.of(B).MARGIN)  # a smaller gain is left to plain decoding
-    assert gained > within * sum(rate**i for i in range(k + 1)) / linear(B, k)
+    asked = simulate([rate] * B, 200, depth=depth)[60:]
+    tokens = [sum(rate**i for i in range(k + 1)) for k in range(9)]
+    gained = sum(tokens[k] for k in asked) / sum(linear(B, k) for k in asked)
+    # A smaller gain is left to plain decoding.
+    assert gained > min(0.93, 1 - depth.of(B).MARGIN) * max(n / linear(B, k) for k, n in enumerate(tokens))
 
 
 def test_rows_of_different_texts_share_a_depth():
     """Rows of which every draft is right are worth drafts for the batch, but fewer beside one that is never right."""
     right, wrong = 1.0, 0.0
-
-    def usual(sequences):
-        return median(simulate(BatchDepth(BatchTimes()), linear, sequences, 100)[60:])
-
     # Seconds per token, in the mean: (1.3 + 0.4 k) (3 / (k + 1) + 1) / 4, which is least at k = 2.
-    assert (usual([right] * 4), usual([right, right, right, wrong])) == (8, 2)
-    assert sum(simulate(BatchDepth(BatchTimes()), linear, [right, *[wrong] * 7], 100)[60:]) < 10
+    usual = [median(simulate(sequences, 100)[60:]) for sequences in ([right] * 4, [right, right, right, wrong])]
+    assert usual == [8, 2]
+    assert sum(simulate([right, *[wrong] * 7], 100)[60:]) < 10
 
 
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
     depth = BatchDepth(BatchTimes())
-    simulate(depth, linear, [0.9] * 2, 100)
-    asked = simulate(depth, lambda B, k: slower * linear(B, k), [0.9] * 3, 10)
+    simulate([0.9] * 2, 100, depth=depth)
+    asked = simulate([0.9] * 3, 10, lambda B, k: slower * linear(B, k), depth)
     assert asked[:6] == [*Depth.FIRST_DEPTHS]
     assert 0 not in asked[6:]
     # And comes back to a size as it left it.
@@ -86,22 +75,16 @@ def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
 @pytest.mark.parametrize("pause", range(8))
 def test_a_pause_in_a_new_size_does_not_make_it_draft(pause):
     """Drafts pay in the batch of two and cost in that of sixteen, where a step at the beginning takes five times as long."""
-
-    def seconds(B, k):
-        return 1 + (0.1 if B == 2 else 1.0) * k
-
     depth, steps = BatchDepth(BatchTimes()), iter(range(1000))
-    simulate(depth, seconds, [0.9] * 2, 100)
-    asked = simulate(depth, lambda B, k: seconds(B, k) * (5 if next(steps) == pause else 1), [0.9] * 16, 100)
+    simulate([0.9] * 2, 100, lambda B, k: 1 + 0.1 * k, depth)
+    asked = simulate([0.9] * 16, 100, lambda B, k: (1 + k) * (5 if next(steps) == pause else 1), depth)
     assert asked[30:].count(0) > 50
 
 
 def test_times_are_kept_from_one_batch_to_the_next(equal_steps):
-    model = tiny_model("qwen3_5")
-    kept = []
+    model, kept = tiny_model("qwen3_5"), []
     for _ in range(2):
-        generator, _ = scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")
-        run(generator)
+        run(scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")[0])
         kept.append(dict(model.drafting.timing.of_batches.by_size))
     assert kept[0].keys() == {1, 2}
     assert kept[0] == kept[1]  # the same objects

@@ -19,56 +19,44 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.decoder import Decoder
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.engine.metrics import Metrics
-from tests.support import distribution
 from tests.support.batches import Faulty, Text, run
-from tests.support.chi_square import p_value
 from tests.support.decoding import assert_goes_on, mtp, plain
+from tests.support.distribution import LEVEL, PROMPT, VOCAB, Case, Counter, p_value
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
 from tests.support.scripted import scripted
 
-PROMPTS = [
-    [3, 1, 4, 1, 5],
-    [9],
-    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8],
-    [4, 6],
-    [2, 6, 4, 3, 3],
-    [8],
-    [3, 2, 7],
-    [9, 5],
-]
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
+AT_ONCE = dict(max_token_gap=math.inf, min_decode_share=0.0)  # prompts are read whenever there are some
 
 
 def test_rows_accept_by_themselves():
     """A head that is right for one row and wrong for another speeds up the one."""
-    generator, (fast, slow) = scripted(model_of("qwen3_5"), [[1, 2], [3, 4]], [40, 40], lambda uid, i: uid == 0, 3)
+    generator, uids = scripted(model_of("qwen3_5"), [[1, 2], [3, 4]], [40, 40], lambda uid, i: uid == 0, 3)
     texts = run(generator)
-    assert texts[fast].last.counts.drafted[:1] < texts[slow].last.counts.drafted[:1]
+    fast, slow = (texts[uid].last.counts for uid in uids)
+    assert fast.drafted[:1] < slow.drafted[:1]
     # Whether the last drafts of a text count depends on how many tokens are left.
-    assert sum(texts[fast].last.counts.accepted) == sum(texts[fast].last.counts.drafted)
-    assert sum(texts[slow].last.counts.accepted) == 0
+    assert sum(fast.accepted) == sum(fast.drafted)
+    assert sum(slow.accepted) == 0
 
 
 def test_prompt_cache_in_and_out():
     """A turn of a chat in a batch, the next one alone, and one more in a batch; also on a cache that mlx-lm filled."""
     model = model_of("qwen3_5")
-    stock = stock_prompt_cache(model)
+    stock, ours = stock_prompt_cache(model), make_prompt_cache(model)
     first = plain([1, 2, 3], model, max_tokens=5, prompt_cache=stock)
-    ours = make_prompt_cache(model)
-    mtp([4, 4], model, max_tokens=3, prompt_cache=ours)
+    second = mtp([4, 4], model, max_tokens=3, prompt_cache=ours)
     before = [copy.deepcopy(c.state) for c in ours if hasattr(c, "offset")]
-    second = plain([4, 4], model, max_tokens=3)
     generator = BatchGenerator(model, num_draft_tokens=2)
     generator.insert([[9, 8], [7], [6, 5]], max_tokens=[9, 9, 9], caches=[stock, ours, None])
-    texts = run(generator)
-    histories = [[1, 2, 3, *first, 9, 8], [4, 4, *second, 7], [6, 5]]
-    for text, history in zip(texts.values(), histories):
+    for text, history in zip(run(generator).values(), [[1, 2, 3, *first, 9, 8], [4, 4, *second, 7], [6, 5]]):
         assert text.tokens == plain(history, model, max_tokens=9)
-    for history, text in zip(histories, texts.values()):
-        assert mtp([2], model, max_tokens=5, prompt_cache=text.last.prompt_cache) == plain(
-            history + text.tokens + [2], model, max_tokens=5
-        )
+        more = mtp([2], model, max_tokens=5, prompt_cache=text.last.prompt_cache)
+        assert more == plain(history + text.tokens + [2], model, max_tokens=5)
     after = [c.state for c in ours if hasattr(c, "offset")]
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
 
@@ -78,38 +66,38 @@ def test_segments():
     model = model_of("qwen3_5")
     generator = BatchGenerator(model, prefill_step_size=4)
     (uid,) = generator.insert_segments([[[1, 2, 3, 4, 5, 6], [7, 8], [9]]], max_tokens=[5])
-    shown, texts = [], {}
+    shown, text = [], Text()
     while len(generator):
         read, generated = generator.next()
         for r in read:
             shown.append((r.progress, r.end_of_segment, r.end_of_prompt))
             if r.end_of_segment and not r.end_of_prompt:
-                cache, tokens = generator.extract_cache([uid])[uid]
-                assert_goes_on(model, cache, tokens)
+                assert_goes_on(model, *generator.extract_cache([uid])[uid])
         for r in generated:
-            texts.setdefault(r.uid, Text()).add(r)
+            text.add(r)
     assert shown == [((4, 9), False, False), ((6, 9), True, False), ((8, 9), True, False), ((9, 9), True, True)]
-    assert texts[uid].tokens == plain([*range(1, 10)], model, max_tokens=5)
+    assert text.tokens == plain([*range(1, 10)], model, max_tokens=5)
 
 
 def test_running_rows_wait_for_one_chunk_at_most():
     model = model_of("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=0, prefill_step_size=8)
-    (first,) = generator.insert([[1, 2]], max_tokens=[40])
+    generator.insert([[1, 2]], max_tokens=[40])
     run(generator, texts := {}, 3)
     generator.insert([[5] * 60, [6] * 60], max_tokens=[3, 3])
     for _ in range(10):
-        before, n_prefilled = len(texts[first].tokens), sum(p.n_prefilled for p in generator.prompts)
+        before, n_prefilled = len(texts[0].tokens), sum(p.n_prefilled for p in generator.prompts)
         run(generator, texts, 1)
-        assert len(texts[first].tokens) == before + 1
+        assert len(texts[0].tokens) == before + 1
         assert sum(p.n_prefilled for p in generator.prompts) - n_prefilled <= 8
     run(generator, texts)
-    assert [texts[uid].tokens for uid in (first + 1, first + 2)] == [
-        plain([i] * 60, model, max_tokens=3) for i in (5, 6)
-    ]
+    assert [texts[uid].tokens for uid in (1, 2)] == [plain([i] * 60, model, max_tokens=3) for i in (5, 6)]
 
 
-class RowCase(distribution.Case):
+# Chi-square at 1e-4, fixed seed
+
+
+class RowCase(Case):
     """A case of which a row of each batch is one."""
 
     n_tokens = 2
@@ -119,53 +107,82 @@ class RowCase(distribution.Case):
         return self.counts
 
 
+XTC = dict(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
+
+
 @pytest.mark.parametrize("runs", [pytest.param(50, id="few"), pytest.param(5000, marks=pytest.mark.slow, id="many")])
 def test_distribution_of_each_row(runs):
-    """Three kinds of rows, of which one of each is in the batch or soon joins it. Chi-square at 1e-4, fixed seed."""
-    cases = [
-        RowCase(temp=0.7),
-        RowCase(temp=1.5, top_k=4, penalties={"repetition_penalty": 1.5}),
-        RowCase(acceptance="match", temp=1.0),
-    ]
-    model = cases[0].model()
+    """Three kinds of rows, of which one of each is in the batch or soon joins it."""
+    penalties = {"repetition_penalty": 1.5}
+    cases = [RowCase(temp=0.7), RowCase(temp=1.5, top_k=4, penalties=penalties), RowCase(acceptance="match", temp=1.0)]
     mx.random.seed(0)
-    generator = BatchGenerator(model, num_draft_tokens=2, completion_batch_size=3, return_prompt_caches=False)
+    generator = BatchGenerator(
+        cases[0].model(), num_draft_tokens=2, completion_batch_size=3, return_prompt_caches=False
+    )
     kind = {}
     for _ in range(runs):
-        uids = generator.insert(
-            [distribution.PROMPT] * 3,
-            max_tokens=[5, 5, 5],
-            samplers=[make_sampler(**c.options, acceptance=c.acceptance) for c in cases],
-            logits_processors=[c.processors() for c in cases],
-        )
+        samplers = [make_sampler(**c.options, acceptance=c.acceptance) for c in cases]
+        processors = [c.processors() for c in cases]
+        uids = generator.insert([PROMPT] * 3, max_tokens=[5] * 3, samplers=samplers, logits_processors=processors)
         kind |= dict(zip(uids, cases))
     for case in cases:
-        case.counts = distribution.Counter()
+        case.counts = Counter()
     for uid, text in run(generator).items():
         kind[uid].counts[tuple(text.tokens[:2])] += 1
-    assert all(case.p_value(runs) > distribution.LEVEL for case in cases)
+    assert all(case.p_value(runs) > LEVEL for case in cases)
 
 
 def test_distribution_where_a_second_sequence_arrives():
-    """The second token is drawn where the first sequence is no longer alone. Chi-square at 1e-4, fixed seed."""
-    case = RowCase(temp=1.0)
-    case.counts, model = distribution.Counter(), case.model()
+    """The second token is drawn where the first sequence is no longer alone."""
+    case, runs = RowCase(temp=1.0), 2000 if LONG else 80
+    case.counts, model = Counter(), case.model()
     mx.random.seed(0)
-    runs = 2000 if LONG else 80
     for _ in range(runs):
-        generator = BatchGenerator(model, num_draft_tokens=3, max_token_gap=math.inf, min_decode_share=0.0)
-        (uid,) = generator.insert([distribution.PROMPT], max_tokens=[2], samplers=[make_sampler(1.0)])
+        generator = BatchGenerator(model, num_draft_tokens=3, **AT_ONCE)
+        (uid,) = generator.insert([PROMPT], max_tokens=[2], samplers=[make_sampler(1.0)])
         texts = run(generator, n_steps=2)
         generator.insert([[2]], max_tokens=[1], samplers=[make_sampler(1.0)])
         case.counts[tuple(run(generator, texts)[uid].tokens)] += 1
-    assert case.p_value(runs) > distribution.LEVEL
+    assert case.p_value(runs) > LEVEL
+
+
+def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
+    """Without drafts, in one call as in mlx-lm, and yet with a coin of XTC each."""
+    sizes, call, case = [], Sampler.__call__, RowCase(**XTC)
+    noted = lambda self, logprobs: (sizes.append((self.temp, len(logprobs))), call(self, logprobs))[1]  # noqa: E731
+    monkeypatch.setattr(Sampler, "__call__", noted)
+    mx.random.seed(0)
+    generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
+    samplers = [make_sampler(0.5), *(make_sampler(**case.options) for _ in range(200))]
+    generator.insert([PROMPT] * 201, max_tokens=[40, *[3] * 200], samplers=samplers)
+    texts = run(generator)
+    assert max(n for temp, n in sizes if temp == 1.2) == 4
+    assert {n for temp, n in sizes if temp == 0.5} == {1}
+    case.counts = Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 201))
+    assert case.p_value(200) > LEVEL
+
+
+def test_rows_drawn_together_are_independent():
+    """XTC's coins, too: the pair's distribution is the product."""
+    case, n = RowCase(**XTC), 4000
+    model = case.model()
+    p, logits = case.next_token(model, PROMPT), model(mx.array([PROMPT]))[:, -1]
+    logprobs = mx.repeat(logits - mx.logsumexp(logits, keepdims=True), 2 * n, axis=0)  # [2 n, V]
+    mx.random.seed(0)
+    first, second = np.array(make_sampler(**case.options)(logprobs)).reshape(2, n)
+    observed, expected = np.zeros((VOCAB, VOCAB)), n * np.outer(p, p)
+    np.add.at(observed, (first, second), 1)
+    assert observed[expected == 0].sum() == 0
+    assert p_value(observed[expected > 0], expected[expected > 0]) > LEVEL
+
+
+# Steps
 
 
 def test_switches_between_one_sequence_and_several_are_counted():
-    metrics = Metrics()
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, max_token_gap=math.inf, min_decode_share=0.0)
-    generator.insert([[1, 5, 2]], max_tokens=[300])
-    for step in range(200):
+    metrics, generator = Metrics(), BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
+    generator.insert([[1, 5, 2]], max_tokens=[90])
+    for step in range(60):
         if step in (10, 30):
             generator.insert([[2, 5, 2]], max_tokens=[8])
         run(generator, {}, 1)
@@ -174,66 +191,24 @@ def test_switches_between_one_sequence_and_several_are_counted():
     assert counted == [2, 2]
 
 
-def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
-    """Without drafts, in one call as in mlx-lm, and yet with a coin of XTC each. Chi-square at 1e-4, fixed seed."""
-    sizes = []
-    call = mlx_mtp.sampling.sampler.Sampler.__call__
-
-    def noted(self, logprobs):
-        sizes.append((self.temp, len(logprobs)))
-        return call(self, logprobs)
-
-    monkeypatch.setattr(mlx_mtp.sampling.sampler.Sampler, "__call__", noted)
-    case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
-    mx.random.seed(0)
-    generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
-    samplers = [make_sampler(0.5), *(make_sampler(**case.options) for _ in range(200))]
-    generator.insert([distribution.PROMPT] * 201, max_tokens=[40, *[3] * 200], samplers=samplers)
-    texts = run(generator)
-    assert max(n for temp, n in sizes if temp == 1.2) == 4
-    assert {n for temp, n in sizes if temp == 0.5} == {1}
-    case.counts = distribution.Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 201))
-    assert case.p_value(200) > distribution.LEVEL
-
-
-def test_rows_drawn_together_are_independent():
-    """XTC's coins, too: the pair's distribution is the product. Chi-square at 1e-4, fixed seed."""
-    case = RowCase(temp=1.2, xtc_probability=0.5, xtc_threshold=0.1)
-    model, n = case.model(), 4000
-    p = case.next_token(model, distribution.PROMPT)
-    logits = model(mx.array([distribution.PROMPT]))[:, -1]
-    logprobs = mx.repeat(logits - mx.logsumexp(logits, keepdims=True), 2 * n, axis=0)  # [2 n, V]
-    mx.random.seed(0)
-    first, second = np.array(make_sampler(**case.options)(logprobs)).reshape(2, n)
-    observed = np.zeros((distribution.VOCAB, distribution.VOCAB))
-    np.add.at(observed, (first, second), 1)
-    expected = n * np.outer(p, p)
-    assert observed[expected == 0].sum() == 0
-    assert p_value(observed[expected > 0], expected[expected > 0]) > distribution.LEVEL
-
-
 def test_draft_vocabulary_of_a_batch():
     model = tiny_model("qwen3_5")
-    model.drafting.lm_head = mlx_mtp.layers.draft_lm_head.DraftLMHead(model.output_layer, [0, 1, 2])
-    want = [plain(p, model, max_tokens=20) for p in PROMPTS[:3]]
+    model.drafting.lm_head = DraftLMHead(model.output_layer, [0, 1, 2])
     generator = BatchGenerator(model, num_draft_tokens=2)
-    generator.insert(PROMPTS[:3], max_tokens=[20] * 3)
+    generator.insert(PROMPTS, max_tokens=[20] * 3)
     texts = run(generator, n_steps=8)
     written = {token for text in texts.values() for token in text.tokens}
-    assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS[:3]), *written}
+    assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS), *written}
     texts = run(generator, texts)
-    assert [texts[uid].tokens for uid in range(3)] == want
+    assert [texts[uid].tokens for uid in range(3)] == [plain(p, model, max_tokens=20) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("n", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_joins_and_leaves(n):
-    model = model_of("qwen3_5")
-    generator = BatchGenerator(model, num_draft_tokens=2)
-    coins, used = random.Random(0), []
+    generator, coins, used = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=2), random.Random(0), []
     for i in range(n):
-        generator.insert(
-            [[coins.randrange(32) for _ in range(coins.choice([1, 5, 300]))]], max_tokens=[coins.randint(1, 9)]
-        )
+        prompt = [coins.randrange(32) for _ in range(coins.choice([1, 5, 300]))]
+        generator.insert([prompt], max_tokens=[coins.randint(1, 9)])
         run(generator, {}, coins.randint(1, 3))
         if i % 10 == 9:
             run(generator)
@@ -246,13 +221,8 @@ def test_memory_is_flat_over_joins_and_leaves(n):
 def test_one_step_waits_once_at_most(monkeypatch):
     """Without drafts no step waits before the next pass is on its way: plain decoding."""
     order: list[str] = []
-    for name in ("verify", "wait"):
-        original = getattr(Decoder, name)
-
-        def noted(self, *args, name=name, original=original):
-            order.append(name)
-            return original(self, *args)
-
+    for name, original in (("verify", Decoder.verify), ("wait", Decoder.wait)):
+        noted = lambda *args, name=name, call=original: (order.append(name), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(Decoder, name, noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
     generator.insert(PROMPTS[:2], max_tokens=[8, 8])
@@ -283,14 +253,10 @@ def test_sampler_that_raises_leaves_the_random_state_to_the_others(k, return_pro
 
 def test_row_that_is_not_drafted_for_is_not_copied():
     """One of plain decoding, and one that has ended and waits for its prompt cache."""
-    model = model_of("qwen3_5")
-    processors = [[Faulty("copy", 0, ("copy",))], []]
-    generator = BatchGenerator(model, num_draft_tokens=3)
-    uids = generator.insert(
-        [[3, 1, 4], [1, 5]], max_tokens=[12, 12], logits_processors=processors, num_draft_tokens=[0, 3]
-    )
-    texts = run(generator)
-    assert [texts[uid].finish_reason for uid in uids] == ["length", "length"]
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=3)
+    options = dict(logits_processors=[[Faulty("copy", 0, ("copy",))], []], num_draft_tokens=[0, 3])
+    generator.insert([[3, 1, 4], [1, 5]], max_tokens=[12, 12], **options)
+    assert [text.finish_reason for text in run(generator).values()] == ["length", "length"]
 
 
 def test_a_stop_among_drafts_that_were_accepted_in_order():
@@ -298,13 +264,21 @@ def test_a_stop_among_drafts_that_were_accepted_in_order():
     model, processors = model_of("qwen3_5"), [Faulty("none", 0, ("rollback",))]
     want = plain([3, 1, 4], model, max_tokens=20, logits_processors=processors)
     for n in range(2, 9):
-        stops = [StopSequences([want[n - 2 : n]])]
-        options = dict(logits_processors=[processors], stop_sequences=stops)
+        options = dict(logits_processors=[processors], stop_sequences=[StopSequences([want[n - 2 : n]])])
         generator, (uid,) = scripted(model, [[3, 1, 4]], [20], lambda uid, i: True, 4, **options)
         generator.model.texts[uid] = [3, 1, 4, *want]
         text = run(generator)[uid]
         assert (text.finish_reason, text.tokens) == ("stop", want[:n])
         assert_goes_on(model, text.last.prompt_cache, [3, 1, 4, *text.tokens])
+
+
+def test_quantized_prompt_cache_is_refused():
+    model = tiny_model("qwen3_5", head_dim=64)
+    generator, cache = BatchGenerator(model), make_prompt_cache(model)
+    mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, quantized_kv_start=0)
+    with pytest.raises(ValueError, match="The prompt cache of prompt 0 is quantized: generate with it alone"):
+        generator.insert([[1]], caches=[cache])
+    assert len(generator) == 0
 
 
 # The public function
@@ -315,58 +289,37 @@ def test_batch_generate_is_mlx_lms(trained, capsys):
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "class A:\n    def f(self):\n")]
     options = dict(max_tokens=[12, 20, 16], return_token_ids=True, return_logprobs=True, verbose=True)
     stock = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
-    stock_out = capsys.readouterr().out
+    stock_out = capsys.readouterr().out.splitlines()
     ours = mlx_mtp.batch_generate(model, tokenizer, prompts, **options, num_draft_tokens=2)
-    out = capsys.readouterr().out
-    assert ours.texts == stock.texts
-    assert ours.token_ids == stock.token_ids
+    out = [line for line in capsys.readouterr().out.splitlines() if "Drafts" not in line]
+    assert (ours.texts, ours.token_ids) == (stock.texts, stock.token_ids)
     for a, b in zip(ours.logprobs, stock.logprobs):
         assert a == pytest.approx(b, abs=0.1)  # bfloat16
     assert ours.stats.generation_tokens == stock.stats.generation_tokens
     assert ours.errors == [None] * 3
     assert all(sum(c.accepted) > 0 for c in ours.counts)
-    assert [line.split(":")[0] for line in out.splitlines() if "Drafts" not in line] == [
-        line.split(":")[0] for line in stock_out.splitlines()
-    ]
+    assert [line.split(":")[0] for line in out] == [line.split(":")[0] for line in stock_out]
 
 
-def test_batch_generate_samples_and_processes_by_prompt(trained):
+def test_batch_generate_samples_processes_and_fails_by_prompt(trained):
     model, tokenizer = trained
-    prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n")]
-    samplers = [make_sampler(0.8, seed=5), None]
-    processors = [[], make_logits_processors(repetition_penalty=1.3)]
-    ours = mlx_mtp.batch_generate(
-        model, tokenizer, prompts, max_tokens=12, samplers=samplers, logits_processors=processors, return_token_ids=True
-    )
-    options = [dict(sampler=make_sampler(0.8, seed=5)), dict(logits_processors=processors[1])]
-    assert ours.token_ids == [plain(p, model, max_tokens=12, **o) for p, o in zip(prompts, options)]
-    all_rows = mlx_mtp.batch_generate(
-        model, tokenizer, prompts, max_tokens=12, logits_processors=processors[1], return_token_ids=True
-    )
-    assert all_rows.token_ids == [plain(p, model, max_tokens=12, logits_processors=processors[1]) for p in prompts]
-
-
-def test_batch_generate_says_which_prompt_has_failed(trained):
-    model, tokenizer = trained
+    penalty, sampler = make_logits_processors(repetition_penalty=1.3), make_sampler(0.8, seed=5)
 
     def failing(tokens, logits):
         raise RuntimeError("no")
 
-    prompts = [tokenizer.encode("import os\n")] * 2
-    response = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=5, logits_processors=[[failing], []])
-    assert [str(e) for e in response.errors] == ["no", "None"]
-    assert response.texts[0] == ""
-    assert response.texts[1] == mlx_lm.generate(model, tokenizer, prompts[1], max_tokens=5)
-
-
-def test_quantized_prompt_cache_is_refused():
-    model = tiny_model("qwen3_5", head_dim=64)
-    cache = make_prompt_cache(model)
-    mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, quantized_kv_start=0)
-    generator = BatchGenerator(model)
-    with pytest.raises(ValueError, match="The prompt cache of prompt 0 is quantized: generate with it alone"):
-        generator.insert([[1]], caches=[cache])
-    assert len(generator) == 0
+    prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "import re\n")]
+    options = dict(max_tokens=12, return_token_ids=True)
+    samplers, processors = [sampler, None, None], [[], penalty, [failing]]
+    ours = mlx_mtp.batch_generate(model, tokenizer, prompts, samplers=samplers, logits_processors=processors, **options)
+    first = plain(prompts[0], model, max_tokens=12, sampler=sampler)
+    penalized = [plain(p, model, max_tokens=12, logits_processors=penalty) for p in prompts]
+    assert ours.token_ids == [first, penalized[1], []]
+    assert [str(e) for e in ours.errors] == ["None", "None", "no"]
+    assert ours.texts[2] == ""
+    assert ours.texts[1] == tokenizer.decode(ours.token_ids[1])
+    for_all = mlx_mtp.batch_generate(model, tokenizer, prompts, logits_processors=penalty, **options)
+    assert for_all.token_ids == penalized
 
 
 @pytest.mark.slow
@@ -378,5 +331,3 @@ def test_copies_in_a_batch_are_counted(demo):
         response = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=30, num_draft_tokens=6, **options)
         assert response.texts == texts
         assert any(sum(c.copies_accepted) > 0 for c in response.counts) == copies
-    with pytest.raises(ValueError, match="copy_drafts must be auto, off or from 1 to 16, not 17"):
-        mlx_mtp.batch_generate(model, tokenizer, prompts, copy_drafts=17)

@@ -17,33 +17,23 @@ from mlx_mtp.layers import compiled
 from mlx_mtp.layers.draft_lm_head import quantize_head
 from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.layers.passes import Pass
+from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
 from tests.support.decoding import PROMPT, mtp
 from tests.support.models import FAMILIES, PACK, arrays_equal, deep_model, tiny_model, trace_anew
 
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
 # Each takes kernels of its own, for each of which the CPU backend runs a C++ compiler once on a machine.
-FORMS = [
-    ("qwen3_5", mx.float32, None),
-    ("qwen3_5_moe", mx.float32, 4),
-    ("qwen3_next", mx.float32, None),
-    (PACK, mx.float32, None),
-    ("qwen3_5", mx.bfloat16, 8),
-    *(
-        pytest.param(*form, marks=pytest.mark.slow)
-        for form in (
-            *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (4, None, 4))),
-            ("qwen3_5", mx.bfloat16, None),
-            *((family, mx.float16, None) for family in ("qwen3_5", PACK)),
-        )
-    ),
+SLOW_FORMS = [
+    *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (4, None, 4))),
+    *(("qwen3_5", mx.bfloat16, None), ("qwen3_5", mx.float16, None), (PACK, mx.float16, None)),
 ]
-
-
-def quantized(model, bits: int | None):
-    if bits is not None:
-        nn.quantize(model, 32, bits)
-    return model
+FORMS = [
+    *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (None, 4, None, None))),
+    ("qwen3_5", mx.bfloat16, 8),
+    *(pytest.param(*form, marks=pytest.mark.slow) for form in SLOW_FORMS),
+]
 
 
 def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
@@ -73,24 +63,23 @@ def assert_equal(model, **options) -> None:
 
 @pytest.mark.parametrize(("family", "dtype", "bits"), FORMS, ids=str)
 def test_compiled_passes_have_the_same_bits(family, dtype, bits):
-    model = quantized(deep_model(family, dtype=dtype), bits)
+    model = deep_model(family, dtype=dtype)
+    if bits is not None:
+        nn.quantize(model, 32, bits)
     assert_equal(model)
     assert_equal(model, B=3, lengths=(1, 3))
 
 
-def test_quantized_keys_and_the_longest_window():
-    assert_equal(tiny_model("qwen3_5"), lengths=(17, 1), kv_bits=8)
-
-
 def test_texts_are_the_same(trained, monkeypatch):
-    """Alone and in a batch."""
+    """Alone and in a batch; and windows of quantized keys and of the greatest length."""
+    assert_equal(tiny_model("qwen3_5"), lengths=(17, 1), kv_bits=8)
     model, tokenizer = trained
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "class A:\n    def", "import os\n")]
     texts = []
     for is_compiled in (True, False):
         monkeypatch.setattr(model.drafting, "compiled", is_compiled)
-        alone = [mtp(PROMPT, model, max_tokens=12, num_draft_tokens=k) for k in (0, 3)]
-        batch = batch_generate(model, tokenizer, prompts, max_tokens=[6, 9, 12], num_draft_tokens=2)
+        alone = [mtp(PROMPT, model, max_tokens=8, num_draft_tokens=k) for k in (0, 3)]
+        batch = batch_generate(model, tokenizer, prompts, max_tokens=[4, 6, 8], num_draft_tokens=2)
         texts.append((alone, batch.texts))
     assert texts[0] == texts[1]
 
@@ -100,14 +89,8 @@ def test_texts_are_the_same(trained, monkeypatch):
 
 def with_adapter(model, scale: float):
     linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
-    key = mx.random.key(3)
-    model.update(
-        tree_map(
-            lambda p: mx.random.normal(p.shape, key=key) * 0.2 if p.shape[0] == 4 else p,
-            model.trainable_parameters(),
-            is_leaf=lambda p: isinstance(p, mx.array),
-        )
-    )
+    noise = lambda p: mx.random.normal(p.shape, key=mx.random.key(3)) * 0.2 if p.shape[0] == 4 else p  # noqa: E731
+    model.update(tree_map(noise, model.trainable_parameters(), is_leaf=lambda p: isinstance(p, mx.array)))
     model.eval()
 
 
@@ -131,18 +114,12 @@ def test_weights_that_change_are_seen(change):
     after = passes(model, True, lengths=(1, 3))
     assert not arrays_equal(after, before)
     assert arrays_equal(after, passes(model, False, lengths=(1, 3)))
-
-
-def test_an_adapter_of_another_scale_is_seen():
-    """Its arrays have the same shapes."""
-    model = tiny_model("qwen3_5")
-    with_adapter(model, 1.0)
-    first = passes(model, True, lengths=(1,))
-    remove_lora_layers(model)
-    with_adapter(model, 4.0)
-    second = passes(model, True, lengths=(1,))
-    assert not arrays_equal(first, second)
-    assert arrays_equal(second, passes(model, False, lengths=(1,)))
+    if change == "an adapter":  # of another scale, whose arrays have the same shapes
+        remove_lora_layers(model)
+        with_adapter(model, 4.0)
+        second = passes(model, True, lengths=(1, 3))
+        assert not arrays_equal(after, second)
+        assert arrays_equal(second, passes(model, False, lengths=(1, 3)))
 
 
 def test_models_of_one_kind_keep_their_own_weights():
@@ -162,13 +139,16 @@ def traced() -> set[str]:
     return {function.__name__ for _, function, *_ in compiled._traces.latest}
 
 
+def one_token(model):
+    model(WINDOW[None, :1], cache=model.make_cache())
+
+
 def test_layers_of_one_kind_share_a_trace(monkeypatch):
     trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
-    model(WINDOW[None, :1], cache=model.make_cache())
-    assert compiled.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
-    model(WINDOW[None, :1], cache=model.make_cache())
-    assert compiled.n_traces() == 3
+    for _ in range(2):
+        one_token(model)
+        assert compiled.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
 
 
 def test_the_number_of_traces_is_bounded(monkeypatch):
@@ -187,18 +167,19 @@ def test_prompts_exact_passes_and_training_are_not_compiled(monkeypatch):
     caches = model.make_cache()
     model(WINDOW[None], cache=caches)
     model(WINDOW[None, :3], cache=caches, n_confirmed=1, exact=True)
-    model.train()
-    model(WINDOW[None, :1], cache=model.make_cache())
-    model.eval()
-    for layer in model.layers:
-        layer.mlp.train()  # as an adapter that was just added
-    model(WINDOW[None, :1], cache=model.make_cache())
-    model.eval()
+    for train in (model.train, lambda: [layer.mlp.train() for layer in model.layers]):  # as an adapter just added
+        train()
+        one_token(model)
+        model.eval()
     assert compiled.n_traces() == 0
     mtp(PROMPT[:1], model, max_tokens=8, num_draft_tokens=0, exact=True)
     assert not traced() & LAYERS  # the head's rows are no matter of exact mode
-    model(WINDOW[None, :1], cache=model.make_cache())
+    one_token(model)
     assert traced() >= LAYERS
+    trace_anew(monkeypatch)
+    model.shard(mx.distributed.init())
+    one_token(model)
+    assert not traced() & LAYERS  # sums over ranks are no part of a trace
 
 
 def test_mlx_can_disable_it():
@@ -242,11 +223,23 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     assert len(sent) == 2 // pieces  # of two attention layers
 
 
-def test_a_layer_that_is_split_afterwards_is_not_compiled(monkeypatch):
-    """Its sums over ranks are no part of a trace."""
+# Whether they round as others do on a device
+
+
+def test_a_device_that_rounds_otherwise_is_told(monkeypatch):
     model = tiny_model("qwen3_5")
-    model(WINDOW[None, :1], cache=model.make_cache())
-    trace_anew(monkeypatch)
-    model.shard(mx.distributed.init())
-    model(WINDOW[None, :1], cache=model.make_cache())
-    assert not traced() & LAYERS
+    differences = compiled_differences(model, PROMPT)
+    assert differences == dict.fromkeys(LENGTHS, 0.0)
+    assert model.drafting.compiled
+    assert report(differences) == "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones."
+
+    def call(self, function, module, *inputs, **numbers):
+        out = compiled.run(function, module, *inputs, **numbers)
+        return out * 1.01 if self.compiled and isinstance(out, mx.array) else out
+
+    monkeypatch.setattr(Pass, "call", call)
+    differences = compiled_differences(tiny_model("qwen3_5"), PROMPT)
+    assert all(d > 0 for d in differences.values())
+    assert report(differences).startswith(
+        "Compiled passes round differently here. The largest difference in a logit, by"
+    )

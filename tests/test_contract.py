@@ -166,28 +166,24 @@ def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
     assert utils._download(str(DEMO)) == DEMO, "mlx-lm's _download gives something else for a folder than the folder"
 
 
-def test_responses():
-    want = "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens generation_tps peak_memory finish_reason"
-    now = " ".join(f.name for f in fields(generate.GenerationResponse))
-    assert now == want, f"mlx-lm's GenerationResponse now has {now}"
+FIELDS = [
+    (generate.GenerationResponse, "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens "
+                                  "generation_tps peak_memory finish_reason"),
+    (server.ModelDescription, "model draft adapter"),
+    (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
+                                 "seed chat_template_kwargs"),
+    (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),
+    (server.LogitsProcessorArguments, "logit_bias repetition_penalty repetition_context_size presence_penalty "
+                                      "presence_context_size frequency_penalty frequency_context_size"),
+    (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),
+    (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
+    (generate.BatchResponse, "texts stats caches token_ids logprobs"),
+    (generate.BatchCounters, "prompt_tokens prompt_time generation_tokens generation_steps decode_time"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("cls", "want"),
-    [
-        (server.ModelDescription, "model draft adapter"),
-        (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
-                                     "seed chat_template_kwargs"),
-        (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),
-        (server.LogitsProcessorArguments, "logit_bias repetition_penalty repetition_context_size presence_penalty "
-                                          "presence_context_size frequency_penalty frequency_context_size"),
-        (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),
-        (generate.PromptProcessingBatch.Response, "uid progress end_of_segment end_of_prompt"),
-        (generate.BatchResponse, "texts stats caches token_ids logprobs"),
-        (generate.BatchCounters, "prompt_tokens prompt_time generation_tokens generation_steps decode_time"),
-    ],
-)  # fmt: skip
-def test_server_internals(cls, want):
+@pytest.mark.parametrize(("cls", "want"), FIELDS, ids=lambda x: getattr(x, "__qualname__", ""))
+def test_fields(cls, want):
     now = " ".join(f.name for f in fields(cls))
     assert now == want, f"mlx-lm's {cls.__qualname__} now has {now}"
 

@@ -2,16 +2,13 @@
 
 import itertools
 import random
-from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-import mlx_mtp
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
@@ -22,10 +19,14 @@ from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
 from tests.support.profiles import LONG
-from tests.support.scripted import script_copies
-from tests.support.ways import WAYS, alone_and_beside_others, company_of, generate
 
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
+
+
+def lookup(text):
+    copies = PromptLookup()
+    copies.prefill(text)
+    return copies
 
 
 # The source
@@ -33,10 +34,8 @@ REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the
 
 def last_match(text: list[int]) -> int | None:
     """By search: the position after the last earlier occurrence of the text's last tokens."""
-    for end in range(len(text) - 1, N_GRAM - 1, -1):
-        if text[end - N_GRAM : end] == text[-N_GRAM:]:
-            return end
-    return None
+    ends = range(len(text) - 1, N_GRAM - 1, -1)
+    return next((end for end in ends if text[end - N_GRAM : end] == text[-N_GRAM:]), None)
 
 
 def rejoined(text: list[int], left: int | None) -> int | None:
@@ -50,20 +49,13 @@ def rejoined(text: list[int], left: int | None) -> int | None:
 texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
 
 
-@given(st.lists(texts, max_size=5))
-def test_finds_the_last_match(chunks):
-    copies, text = PromptLookup(), []
+@given(st.lists(texts, max_size=5), texts)
+def test_finds_the_last_match_and_follows_it_while_it_is_right(chunks, answer):
+    copies, text, left = PromptLookup(), [], None
     for chunk in chunks:
         copies.prefill(chunk)
         text += chunk
-        if chunk:
-            assert copies.at == last_match(text)
-
-
-@given(texts, texts)
-def test_follows_a_match_while_it_is_right(prompt, answer):
-    copies, text, left = PromptLookup(), list(prompt), None
-    copies.prefill(prompt)
+        assert not chunk or copies.at == last_match(text)
     for token in answer:
         at = copies.at
         is_right = at is not None and text[at] == token
@@ -80,29 +72,27 @@ def test_follows_a_match_while_it_is_right(prompt, answer):
 
 @given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
 def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unobserved):
-    copies = PromptLookup()
-    copies.prefill(text)
+    copies = lookup(text)
     if copies.at is None:
         assert copies.acceptance(n_unobserved) == []
         return
-    followed = text[copies.at :]
-    assert copies.propose(k, n_unobserved)[0].tolist() == (followed * 20)[n_unobserved : n_unobserved + k]
-    assert copies.propose(k, n_unobserved)[1] == [None] * k
+    drafts, records = copies.propose(k, n_unobserved)
+    assert drafts.tolist() == (text[copies.at :] * 20)[n_unobserved : n_unobserved + k]
+    assert records == [None] * k
 
 
 def test_rejoins_a_passage_behind_an_edit():
     page = list(range(100, 200))
-    copies = PromptLookup()
-    copies.prefill(page)
+    copies = lookup(page)
     copies.observe([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
     assert copies.propose(4, 0)[0].tolist() == page[34:38]
     assert copies.length == 2
 
 
 def test_learns_how_often_copies_are_right_without_drafting():
-    copies, rng = PromptLookup(), random.Random(0)
+    rng = random.Random(0)
     page = [rng.randrange(1000) for _ in range(300)]
-    copies.prefill(page)
+    copies = lookup(page)
     copies.observe(page[100:250])
     assert min(copies.acceptance(0)) > 0.9
     for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
@@ -113,261 +103,6 @@ def test_learns_how_often_copies_are_right_without_drafting():
     assert copies.acceptance(0)[0] > 0.9  # after six
     assert copies.acceptance(1)[0] < copies.acceptance(0)[0]  # an unread token must be a copy, too
     assert len(copies.acceptance(0)) == len(copies.acceptance(1)) == MAX_COPY_TOKENS
-
-
-# The loop
-
-
-def test_a_saved_cache_keeps_the_text(tmp_path):
-    model, file = model_of("qwen3_next"), str(tmp_path / "cache.safetensors")
-    prompt_cache = make_prompt_cache(model)
-    tokens = mtp(REPEATS, model, max_tokens=9, prompt_cache=prompt_cache)
-    save_prompt_cache(file, prompt_cache)
-    loaded = load_prompt_cache(file)
-    assert loaded[-1][2].tolist() == REPEATS + tokens
-    more, counts = REPEATS[:5], DraftCounts()
-    assert mtp(
-        more, model, max_tokens=12, num_draft_tokens=0, copy_drafts=4, prompt_cache=loaded, counts=counts
-    ) == plain(REPEATS + tokens + more, model, max_tokens=12)
-    assert sum(counts.copied) > 0
-
-
-def test_opens_a_cache_without_a_text():
-    """Of a version that did not keep it, of a generation without copies, or of mlx-lm."""
-    model = model_of("qwen3_5")
-    older = make_prompt_cache(model)
-    tokens = mtp(REPEATS, model, max_tokens=9, num_draft_tokens=2, prompt_cache=older)
-    older[-1][2] = None
-    older[-1].cache.pop()
-    theirs = model.make_cache()
-    text = REPEATS + plain(REPEATS, model, max_tokens=10, prompt_cache=theirs)
-    assert text[:-1] == REPEATS + tokens
-    for prompt_cache in (older, theirs):
-        truth = plain([*text[: prompt_cache[1].offset], 7], model, max_tokens=9)
-        assert mtp([7], model, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache) == truth
-        assert prompt_cache[-1][2].tolist() == [7, *truth]  # what is known of it
-
-
-def test_input_embeddings_hide_the_text_before():
-    model = model_of("qwen3_5")
-    embeddings = model.language_model.model.embed_tokens(mx.array(REPEATS))
-    prompt_cache = make_prompt_cache(model)
-    tokens = mtp([], model, input_embeddings=embeddings, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache)
-    assert tokens == plain(REPEATS, model, max_tokens=9)
-    assert prompt_cache[-1][2].tolist() == tokens
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_a_head(family):
-    model = model_of(family, mtp_num_hidden_layers=0)
-    truth, counts, prompt_cache = plain(REPEATS, model, max_tokens=30), DraftCounts(), make_prompt_cache(model)
-    assert truth == mtp(REPEATS, model, max_tokens=30, copy_drafts=8, counts=counts, prompt_cache=prompt_cache)
-    assert sum(counts.copied) > 0
-    assert mtp([7], model, max_tokens=9, copy_drafts="auto", prompt_cache=prompt_cache) == plain(
-        [*REPEATS, *truth, 7], model, max_tokens=9
-    )
-    for options in ({}, {"copy_drafts": "off"}):
-        with pytest.raises(ValueError, match="no MTP head"):
-            mtp(REPEATS, model, **options)
-    with pytest.raises(ValueError, match="num_draft_tokens must be 0 for a model without an MTP head, not 2"):
-        mtp(REPEATS, model, copy_drafts="auto", num_draft_tokens=2)
-
-
-def test_quantizes_keys_and_values_where_mlx_lm_does(monkeypatch):
-    model = model_of("qwen3_5")
-    for start in (0, len(REPEATS) + 7, 1000):
-        options = dict(max_tokens=40, kv_bits=8, kv_group_size=32, quantized_kv_start=start)
-        truth = plain(REPEATS, model, **options)
-        with monkeypatch.context() as m:
-            script_copies(m, [REPEATS + truth + [0] * 20], lambda i: i % 5 != 0)
-            assert mtp(REPEATS, model, num_draft_tokens=1, copy_drafts=6, **options) == truth
-
-
-# The choice between them
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a step takes, in plain steps: with the head's drafts, and with copies."""
-
-    head: float  # for each draft
-    copy: float
-
-    def seconds(self, plan: Plan) -> float:
-        return 1 + plan.k * (self.copy if plan.skips_head else self.head)
-
-
-MACHINES = [Machine(0.1, 0.04), Machine(0.25, 0.2), Machine(0.8, 0.7)]
-TEXTS = {  # the part of the answer's lines that are the prompt's
-    "copies all": 1.0,
-    "copies most": 0.8,
-    "copies some": 0.3,
-    "copies nothing": 0.0,
-}
-
-
-def write(share: float, rng: random.Random) -> tuple[list[int], list[int]]:
-    """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
-    lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
-    answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
-    return [t for line in lines for t in line], [t for line in answer for t in line]
-
-
-def decode(choose, machine: Machine, share: float, head_rate: float, seed: int) -> float:
-    """Seconds for an answer; ``choose(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
-    rng = random.Random(seed)
-    prompt, answer = write(share, rng)
-    right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
-    noise = random.Random(seed + 1)
-    copies, total, n, before = PromptLookup(), 0.0, 0, PLAIN_PLAN
-    copies.prefill(prompt)
-    while n < len(answer):
-        rates = copies.acceptance(0)
-        plan = choose.next({"copies": rates} if rates else {})
-        if plan.skips_head:
-            wanted = zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])
-            hits = [a == b for a, b in wanted]
-        else:
-            hits = right[n : n + plan.k]
-        n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
-        seconds = machine.seconds(plan)
-        is_clear = before == plan == PLAIN_PLAN or (
-            before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
-        )
-        choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
-        copies.observe(answer[n : n + n_accepted + 1])
-        total, n, before = total + seconds, n + n_accepted + 1, plan
-    return total
-
-
-class Fixed:
-    """Always so many of the head's drafts, or of copies where there are any."""
-
-    def __init__(self, k: int, n_copies: int):
-        self.k, self.n_copies = k, n_copies
-
-    def next(self, rates):
-        return Plan(self.n_copies, "copies") if rates and self.n_copies else Plan(self.k)
-
-    def observe(self, plan, n_accepted, seconds):
-        pass
-
-
-# By default each machine, text and head once or more.
-CASES = [
-    pytest.param(
-        *case,
-        id=f"{case[0]}, {case[1]}, {case[2]}",
-        marks=[pytest.mark.slow] if i % 3 != (i // 3 + i // 12) % 3 else [],
-    )
-    for i, case in enumerate(itertools.product(MACHINES, TEXTS, [0.0, 0.6, 0.9]))
-]
-
-
-@pytest.mark.parametrize(("machine", "text", "head_rate"), CASES)
-def test_auto_takes_the_better_source(machine, text, head_rate):
-    """Never slower than plain decoding or the head alone, and near the best of all fixed choices."""
-
-    def seconds(make):
-        return sum(decode(make(), machine, TEXTS[text], head_rate, seed) for seed in range(3 if LONG else 2))
-
-    auto = seconds(lambda: Depth(8))
-    head_alone = seconds(lambda: HeadAlone(8))
-    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 2, 4) for n in (0, 4, 16)}
-    assert fixed[0, 0] / auto >= 0.98
-    assert head_alone / auto >= 0.98
-    assert min(fixed.values()) / auto >= 0.9
-
-
-class HeadAlone(Depth):
-    def next(self, offers=None):
-        return super().next()
-
-
-def test_copies_begin_short_and_lengthen():
-    depth = Depth(8)
-    asked = []
-    for _ in range(60):
-        plan = depth.next({"copies": [0.97] * MAX_COPY_TOKENS})
-        asked.append(plan)
-        depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
-    lengths = [plan.k for plan in asked if plan.skips_head]
-    assert lengths[:3] == [4, 8, 16]
-    assert set(lengths[3:]) == {16}
-
-
-def test_a_given_number_of_drafts_is_kept_beside_copies():
-    depth = Depth(8, only=3)
-    for i in range(60):
-        rates = [0.97] * MAX_COPY_TOKENS if i % 3 == 0 else []
-        plan = depth.next({"copies": rates} if rates else {})
-        assert plan == Plan(3) or (plan.skips_head and rates)
-        depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
-    assert depth.next({"copies": [0.97] * MAX_COPY_TOKENS}).skips_head
-
-
-# Samplers and processors
-
-
-class Grammar:
-    """A processor with a state: forbids the token before last."""
-
-    def __init__(self, seen=()):
-        self.seen = list(seen)
-
-    def copy(self):
-        return Grammar(self.seen)
-
-    def __call__(self, tokens, logits):
-        self.seen.append(tokens[-1].item())
-        assert tokens.tolist()[-len(self.seen) :] == self.seen  # once a token, in order
-        forbidden = self.seen[-2:-1] or [0]
-        return mx.where(mx.arange(logits.shape[-1]) == forbidden[0], -mx.inf, logits)
-
-
-@alone_and_beside_others
-@pytest.mark.parametrize("make", [Grammar, lambda: make_logits_processors(repetition_penalty=1.3)[0]])
-def test_processors(way, make, monkeypatch):
-    model = model_of("qwen3_5")
-    truth = plain(REPEATS, model, max_tokens=40, logits_processors=[make()])
-    script_copies(monkeypatch, [REPEATS + truth + [0] * 20, *company_of(model)], lambda i: i % 4 != 0)
-    options = dict(max_tokens=40, num_draft_tokens=2, copy_drafts=5)
-    text = generate(way, REPEATS, model, logits_processors=[make()], **options)
-    assert text.tokens == truth
-    assert sum(text.last.counts.copies_accepted) > 10
-
-
-def test_token_match_gives_mlx_lms_tokens_with_the_same_random_state():
-    model, sampler = model_of("qwen3_5"), make_sampler(temp=1.0)
-    mx.random.seed(5)
-    truth = plain(REPEATS, model, max_tokens=40, sampler=sampler)
-    for n_copies in (1, 4, 16):
-        mx.random.seed(5)
-        counts = DraftCounts()
-        options = dict(num_draft_tokens=0, copy_drafts=n_copies, sampler=sampler, counts=counts)
-        assert mtp(REPEATS, model, max_tokens=40, **options) == truth
-        assert sum(counts.copied) > 0
-
-
-def test_a_seed_gives_one_text():
-    model = model_of("qwen3_5")
-    sampler, ways = mlx_mtp.make_sampler(temp=0.7, seed=3), [(way, 2, 16) for way in WAYS]
-    texts = [
-        generate(way, REPEATS, model, max_tokens=40, sampler=sampler, num_draft_tokens=k, copy_drafts=n).tokens
-        for way, k, n in (("alone", 0, "off"), ("alone", 0, 4), *ways, ("batch of three", "auto", "auto"))
-    ]
-    assert all(text == texts[0] for text in texts)
-
-
-# Arguments
-
-
-def test_copies_are_off_where_the_number_of_drafts_is_given():
-    model = model_of("qwen3_5")
-    for options, copies in (({"num_draft_tokens": 2}, False), ({"num_draft_tokens": 2, "copy_drafts": 4}, True)):
-        counts = DraftCounts()
-        mtp(REPEATS, model, max_tokens=20, counts=counts, **options)
-        assert (sum(counts.copied) > 0) == copies
 
 
 @given(st.data())
@@ -394,3 +129,156 @@ def test_a_sequence_has_numbers_below_0_for_its_images():
     assert without_images([7, 7, 7, 7, 7, 7, 7], 0, images) == [7, 7, -3, -4, 7, -6, -7]
     assert without_images([7, 7, 7, 7], 3, images) == [-4, 7, -6, -7]
     assert without_images([7, 7], 9, images) == [7, 7]
+
+
+# The loop
+
+
+def test_a_saved_cache_keeps_the_text(tmp_path):
+    model, file = model_of("qwen3_next"), str(tmp_path / "cache.safetensors")
+    prompt_cache = make_prompt_cache(model)
+    tokens = mtp(REPEATS, model, max_tokens=9, prompt_cache=prompt_cache)
+    save_prompt_cache(file, prompt_cache)
+    loaded, more, counts = load_prompt_cache(file), REPEATS[:5], DraftCounts()
+    assert loaded[-1][2].tolist() == REPEATS + tokens
+    options = dict(num_draft_tokens=0, copy_drafts=4, prompt_cache=loaded, counts=counts)
+    assert mtp(more, model, max_tokens=12, **options) == plain(REPEATS + tokens + more, model, max_tokens=12)
+    assert sum(counts.copied) > 0
+
+
+def test_opens_a_cache_without_a_text():
+    """Of a version that did not keep it, of mlx-lm, or of embeddings, behind which only the answer is known."""
+    model = model_of("qwen3_5")
+    older = make_prompt_cache(model)
+    tokens = mtp(REPEATS, model, max_tokens=9, num_draft_tokens=2, prompt_cache=older)
+    older[-1][2] = None
+    older[-1].cache.pop()
+    theirs = model.make_cache()
+    text = REPEATS + plain(REPEATS, model, max_tokens=10, prompt_cache=theirs)
+    assert text[:-1] == REPEATS + tokens
+    for prompt_cache in (older, theirs):
+        truth = plain([*text[: prompt_cache[1].offset], 7], model, max_tokens=9)
+        assert mtp([7], model, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache) == truth
+        assert prompt_cache[-1][2].tolist() == [7, *truth]  # what is known of it
+    embeddings, prompt_cache = model.model.embed_tokens(mx.array(REPEATS)), make_prompt_cache(model)
+    options = dict(input_embeddings=embeddings, max_tokens=9, copy_drafts=4, prompt_cache=prompt_cache)
+    assert mtp([], model, **options) == tokens
+    assert prompt_cache[-1][2].tolist() == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_head(family):
+    model = model_of(family, mtp_num_hidden_layers=0)
+    truth, counts, prompt_cache = plain(REPEATS, model, max_tokens=30), DraftCounts(), make_prompt_cache(model)
+    assert truth == mtp(REPEATS, model, max_tokens=30, copy_drafts=8, counts=counts, prompt_cache=prompt_cache)
+    assert sum(counts.copied) > 0
+    rest = plain([*REPEATS, *truth, 7], model, max_tokens=9)
+    assert mtp([7], model, max_tokens=9, copy_drafts="auto", prompt_cache=prompt_cache) == rest
+    for options, message in [
+        ({}, "no MTP head"),
+        (dict(copy_drafts="off"), "no MTP head"),
+        (
+            dict(copy_drafts="auto", num_draft_tokens=2),
+            "num_draft_tokens must be 0 for a model without an MTP head, not 2",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mtp(REPEATS, model, **options)
+
+
+def test_copies_are_off_where_the_number_of_drafts_is_given():
+    for options, copies in ((dict(num_draft_tokens=2), False), (dict(num_draft_tokens=2, copy_drafts=4), True)):
+        counts = DraftCounts()
+        mtp(REPEATS, model_of("qwen3_5"), max_tokens=20, counts=counts, **options)
+        assert (sum(counts.copied) > 0) == copies
+
+
+# The choice between them: on machines where a draft of the head, and a copy, take so many plain steps
+
+MACHINES = [(0.1, 0.04), (0.25, 0.2), (0.8, 0.7)]
+SHARES = [1.0, 0.8, 0.3, 0.0]  # the part of the answer's lines that are the prompt's
+
+
+def write(share, rng):
+    """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
+    lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
+    answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
+    return [t for line in lines for t in line], [t for line in answer for t in line]
+
+
+def decode(choose, machine, share, head_rate, seed):
+    """Seconds for an answer; ``choose.next(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
+    rng, noise = random.Random(seed), random.Random(seed + 1)
+    prompt, answer = write(share, rng)
+    right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
+    copies, total, n, before = lookup(prompt), 0.0, 0, PLAIN_PLAN
+    while n < len(answer):
+        rates = copies.acceptance(0)
+        plan = choose.next({"copies": rates} if rates else {})
+        if plan.skips_head:
+            hits = [a == b for a, b in zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])]
+        else:
+            hits = right[n : n + plan.k]
+        n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
+        seconds = 1 + plan.k * machine[plan.skips_head]
+        is_clear = before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
+        is_clear |= before == plan == PLAIN_PLAN
+        choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
+        copies.observe(answer[n : n + n_accepted + 1])
+        total, n, before = total + seconds, n + n_accepted + 1, plan
+    return total
+
+
+class Fixed:
+    """Always so many of the head's drafts, or of copies where there are any."""
+
+    def __init__(self, k, n_copies):
+        self.k, self.n_copies = k, n_copies
+
+    def next(self, rates):
+        return Plan(self.n_copies, "copies") if rates and self.n_copies else Plan(self.k)
+
+    def observe(self, plan, n_accepted, seconds):
+        pass
+
+
+class HeadAlone(Depth):
+    def next(self, offers=None):
+        return super().next()
+
+
+# By default each machine, text and head once or more.
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] if i % 3 != (i // 3 + i // 12) % 3 else [])
+    for i, case in enumerate(itertools.product(MACHINES, SHARES, [0.0, 0.6, 0.9]))
+]
+
+
+@pytest.mark.parametrize(("machine", "share", "head_rate"), CASES)
+def test_auto_takes_the_better_source(machine, share, head_rate):
+    """Never slower than plain decoding or the head alone, and near the best of all fixed choices."""
+
+    def seconds(make):
+        return sum(decode(make(), machine, share, head_rate, seed) for seed in range(3 if LONG else 2))
+
+    auto, head_alone = seconds(lambda: Depth(8)), seconds(lambda: HeadAlone(8))
+    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 2, 4) for n in (0, 4, 16)}
+    assert fixed[0, 0] / auto >= 0.98
+    assert head_alone / auto >= 0.98
+    assert min(fixed.values()) / auto >= 0.9
+
+
+def test_copies_begin_short_and_lengthen_and_a_given_number_of_drafts_is_kept_beside_them():
+    depth, asked, offer = Depth(8), [], {"copies": [0.97] * MAX_COPY_TOKENS}
+    for _ in range(60):
+        asked.append(plan := depth.next(offer))
+        depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
+    lengths = [plan.k for plan in asked if plan.skips_head]
+    assert lengths[:3] == [4, 8, 16]
+    assert set(lengths[3:]) == {16}
+    depth = Depth(8, only=3)
+    for i in range(60):
+        plan = depth.next(offer if i % 3 == 0 else {})
+        assert plan == Plan(3) or (plan.skips_head and i % 3 == 0)
+        depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
+    assert depth.next(offer).skips_head

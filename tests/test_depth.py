@@ -11,12 +11,10 @@ from mlx_mtp.pacing.depth import Depth, best_depth, expected_tokens
 from mlx_mtp.pacing.rates import Rates
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
-from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, next_text, ratio
-
-rates = st.lists(st.floats(0, 1), min_size=1, max_size=8)
+from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
 
-@given(rates, st.data())
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
 def test_best_depth_is_that_of_brute_force(acceptance, data):
     n = len(acceptance) + 1
     seconds = data.draw(st.lists(st.floats(0.01, 10), min_size=n, max_size=n))
@@ -35,25 +33,18 @@ def test_best_depth_is_that_of_brute_force(acceptance, data):
     assert by_force[best_depth(acceptance, seconds)] >= max(by_force) * (1 - 1e-9)
 
 
-def test_best_depth_is_the_lowest_of_equals():
-    assert best_depth([0.0, 0.0], [1.0, 1.0, 1.0]) == 0
-
-
-def test_expected_tokens():
+def test_estimates():
+    assert best_depth([0.0, 0.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
-
-
-def test_rates_count_verified_drafts_and_forget():
-    a = Rates(3)
+    rates = Rates(3)
     for _ in range(300):
-        a.count_window(3, 1)  # the first is accepted, the second rejected, the third never verified
-    first, second, third = a.estimate
+        rates.count_window(3, 1)  # the first is accepted, the second rejected, the third never verified
+    first, second, third = rates.estimate
     assert first > 0.95
-    assert second < 0.1
-    assert third < second + 0.01
+    assert third - 0.01 < second < 0.1
     for _ in range(100):
-        a.count_window(3, 3)
-    assert min(a.estimate) > 0.9
+        rates.count_window(3, 3)
+    assert min(rates.estimate) > 0.9
 
 
 def test_times_follow_and_ignore_pauses():
@@ -71,39 +62,44 @@ def test_times_follow_and_ignore_pauses():
     assert times.estimate[0] == pytest.approx(1.5, rel=0.1)
 
 
-def id_of(case: Case) -> str:
-    return f"{case.group}: {case}"
+SEEDS = [
+    *(pytest.param(case, 4, id=case.group) for case in cases()[::9]),
+    *(pytest.param(case, 24, id=f"{case.group}, many seeds", marks=pytest.mark.slow) for case in cases()),
+]
 
 
-def assert_fast(case: Case, n_seeds: int) -> None:
-    """Asserts auto's speed to plain decoding's and to the best fixed depth's."""
-    # A short text is a sixth of a long one: three times the seeds.
-    seeds = range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds)
-    to_plain, to_best = ratio(case, seeds, Depth)
+@pytest.mark.parametrize(("case", "n_seeds"), SEEDS)
+def test_speed(case, n_seeds):
+    """Auto's, to plain decoding's and to the best fixed depth's. A short text is a sixth of a long one: 3 times the seeds."""
+    to_plain, to_best = ratio(case, range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds), Depth)
     assert to_plain >= case.to_plain
     assert to_best >= case.to_best
 
 
-@pytest.mark.parametrize("case", cases()[::9], ids=id_of)
-def test_speed(case):
-    assert_fast(case, 4)
+NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases(), ids=id_of)
-def test_speed_with_many_seeds(case):
-    assert_fast(case, 24)
+@pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")
+def test_the_next_text_gains_from_known_times(case):
+    with_times, without = (
+        ratio(c, range(18 if profiles.LONG else 9), Depth)[1] for c in (case, replace(case, before=None))
+    )
+    assert with_times >= without - 0.01
+
+
+def observe(depth, plan, n_accepted, *seconds):
+    """Steps of one plan, of which the first one compiles."""
+    for t in (5.0, *seconds):
+        depth.observe(plan, n_accepted, t)
 
 
 def test_known_times_hold_until_contradicted():
     depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
     assert [depth.next(), depth.next()] == [Plan(1), Plan(1)]
-    for seconds in (5.0, 0.7):  # the first one compiles
-        depth.observe(Plan(1), 1, seconds)
+    observe(depth, Plan(1), 1, 0.7)
     assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
     before = dict(depth.times.seconds)
-    for seconds in (5.0, 1.4):
-        depth.observe(Plan(2), 2, seconds)
+    observe(depth, Plan(2), 2, 1.4)
     assert depth.times.seconds == before  # it may have been a pause
     assert depth.next() == Plan(2)
     depth.observe(Plan(2), 2, 1.4)
@@ -114,21 +110,12 @@ def test_known_times_hold_until_contradicted():
 def test_a_doubtful_copy_is_not_repeated():
     """There may be nothing to copy at the next step."""
     depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, "copies")
-    for seconds in (5.0, 1.0):  # the first one compiles
-        depth.observe(copy, 4, seconds)
+    observe(depth, copy, 4, 1.0)
     depth = depth.for_text()
     assert depth.next() == Plan(1)
     depth.observe(copy, 4, 3.0)
     assert copy in depth.doubted
     assert depth.next() == Plan(1)
-
-
-@pytest.mark.parametrize("case", [*next_text()][:: 1 if profiles.LONG else 3], ids=id_of)
-def test_the_next_text_gains_from_known_times(case):
-    seeds = range(18 if profiles.LONG else 9)
-    to_best = ratio(case, seeds, Depth)[1]
-    without = ratio(replace(case, before=None), seeds, Depth)[1]
-    assert to_best >= without - 0.01
 
 
 def test_texts_share_times_alone():
@@ -145,8 +132,7 @@ def test_times_that_one_text_forgets_are_gone_for_all():
     known = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
     texts = [known.for_text(), known.for_text()]
     assert [text.next() for text in texts] == [Plan(1)] * 2
-    for seconds in (5.0, 1.8, 1.8):  # the first one compiles
-        texts[0].observe(Plan(1), 1, seconds)
+    observe(texts[0], Plan(1), 1, 1.8, 1.8)
     assert not known.times.seconds
     texts[1].observe(Plan(1), 1, 1.8)
     assert known.times.seconds == {Plan(1): 1.8}

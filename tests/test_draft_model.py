@@ -17,7 +17,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
-from tests.support.decoding import plain
+from tests.support.batches import Fault
+from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of, tiny_model
 from tests.support.profiles import examples
 
@@ -38,6 +39,13 @@ def make_caches(draft_model):
     return stock_make_prompt_cache(draft_model.target) + stock_make_prompt_cache(draft_model)
 
 
+def read(draft_model, tokens, target, draft):
+    """Both models read tokens -> the draft model's logits."""
+    logits = draft_model(mx.array([tokens]), cache=draft)
+    draft_model.target(mx.array([tokens]), cache=target)
+    return logits
+
+
 @examples(5)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -55,29 +63,28 @@ def test_greedy_tokens_match_plain_decoding(family, prompt, depth, prefill, max_
 @pytest.mark.parametrize("depth", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4))])
 def test_text_through_mlx_lms_stream_generate(trained, depth):
     model, tokenizer = trained
-    theirs = list(mlx_lm.stream_generate(model, tokenizer, CODE, 32))
+    theirs = mlx_lm.stream_generate(model, tokenizer, CODE, 32)
     draft_model = model.make_draft_model()
-    ours = list(
-        mlx_lm.stream_generate(draft_model.target, tokenizer, CODE, 32, draft_model=draft_model, num_draft_tokens=depth)
-    )
+    options = dict(draft_model=draft_model, num_draft_tokens=depth)
+    ours = list(mlx_lm.stream_generate(draft_model.target, tokenizer, CODE, 32, **options))
     assert [(r.text, r.token, r.finish_reason) for r in ours] == [(r.text, r.token, r.finish_reason) for r in theirs]
     # As many drafts stand as in our own loop, but for the first and the last window, which differ.
-    own = list(mlx_mtp.stream_generate(model, tokenizer, CODE, 32, num_draft_tokens=depth))
-    assert abs(sum(r.from_draft for r in ours) - sum(r.from_draft for r in own)) <= 2 * depth
-    assert sum(r.from_draft for r in ours) > 8
+    own = mlx_mtp.stream_generate(model, tokenizer, CODE, 32, num_draft_tokens=depth)
+    n_drafts = sum(r.from_draft for r in ours)
+    assert abs(n_drafts - sum(r.from_draft for r in own)) <= 2 * depth
+    assert n_drafts > 8
 
 
 def test_options_of_mlx_lms_loop():
     model = model_of("qwen3_5")
     # Not penalties: mlx-lm's speculative loop does not show its processors the prompt, so they differ with any draft model.
     for options in (
-        {"logits_processors": make_logits_processors(logit_bias={5: 1.5})},
-        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
-        {"sampler": make_sampler(temp=0.0)},
+        dict(logits_processors=make_logits_processors(logit_bias={5: 1.5})),
+        dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0),
+        dict(sampler=make_sampler(temp=0.0)),
     ):
-        assert speculative(PROMPT, model, max_tokens=40, num_draft_tokens=3, **options) == plain(
-            PROMPT, model, max_tokens=40, **options
-        )
+        options["max_tokens"] = 20
+        assert speculative(PROMPT, model, num_draft_tokens=3, **options) == plain(PROMPT, model, **options)
 
 
 def test_drafts_come_from_the_draft_vocabulary():
@@ -89,33 +96,28 @@ def test_drafts_come_from_the_draft_vocabulary():
     assert all(token < n for token, _, from_draft in got if from_draft)
     draft_model = model.make_draft_model()
     *target, draft = make_caches(draft_model)
-    draft_model(mx.array([PROMPT[:-1]]), cache=[draft])
-    draft_model.target(mx.array([PROMPT[:-1]]), cache=target)
+    read(draft_model, PROMPT[:-1], target, [draft])
     logits = draft_model(mx.array([PROMPT[-1:]]), cache=[draft])
     assert logits.shape == (1, 1, 32)
     assert mx.isfinite(logits[0, 0]).tolist() == [i < n for i in range(32)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_head_rows_come_from_verified_hidden_states(family, depth):
     model = model_of(family)
     prompt_cache = make_caches(model.make_draft_model())
     tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
-    draft = prompt_cache[-1]
-    text = mx.array([PROMPT + tokens])
-    n = draft.n_verified
+    draft, text = prompt_cache[-1], mx.array([PROMPT + tokens])
+    n, rows = draft.n_verified, mlx_mtp.make_prompt_cache(model)[-2]
     assert len(PROMPT) < n < text.size
-    cache = model.make_cache()
-    _, hidden = model(text[:, :n], cache=cache, return_hidden=True)
-    rows = mlx_mtp.make_prompt_cache(model)[-2]
+    _, hidden = model(text[:, :n], cache=model.make_cache(), return_hidden=True)
     model.mtp_forward(hidden, text[:, 1 : n + 1], rows)
     for a, b in zip(draft.kv.state[:2], rows.state[:2]):
         assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
     # And the target's cache is that of the tokens yielded but the last.
-    n_tokens = text.size - 1
+    n_tokens, fresh = text.size - 1, model.make_cache()
     assert {c.offset for c in prompt_cache[:-1] if not isinstance(c, ArraysCache)} == {n_tokens}
-    fresh = model.make_cache()
     model(text[:, :n_tokens], cache=fresh)
     for a, b in zip(prompt_cache, fresh):
         if isinstance(a, ArraysCache):
@@ -126,63 +128,39 @@ def test_head_rows_come_from_verified_hidden_states(family, depth):
 # What the caches say of themselves
 
 
-def test_the_models_own_cache_is_not_trimmable():
+def test_trimming():
+    """The target's cache is trimmed while it is empty, and inside its window; the model's own, never."""
     model = model_of("qwen3_5")
-    model.make_draft_model()
-    cache = model.make_cache()
-    assert not can_trim_prompt_cache(cache)
-    plain(PROMPT, model, max_tokens=3, prompt_cache=cache)
-    assert not can_trim_prompt_cache(cache)
-
-
-def test_rejects_another_draft_model_as_mlx_lm():
-    model, other = model_of("qwen3_5"), model_of("qwen3_next")
-    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
-        next(speculative_generate_step(mx.array(PROMPT), model, other))
-
-
-def test_targets_cache_is_trimmable_while_empty_and_inside_its_window():
-    model = model_of("qwen3_5")
-    draft_model = model.make_draft_model()
-    cache = make_caches(draft_model)
-    target, draft = cache[:-1], cache[-1:]
+    draft_model, own = model.make_draft_model(), model.make_cache()
+    assert not can_trim_prompt_cache(own)
+    plain(PROMPT, model, max_tokens=3, prompt_cache=own)
+    assert not can_trim_prompt_cache(own)
+    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):  # another draft model, as in mlx-lm
+        next(speculative_generate_step(mx.array(PROMPT), model, model_of("qwen3_next")))
+    *target, draft = make_caches(draft_model)
     assert can_trim_prompt_cache(target)
     assert trim_prompt_cache(target, 5) == 0
-    draft_model(mx.array([PROMPT]), cache=draft)
-    draft_model.target(mx.array([PROMPT]), cache=target)
+    read(draft_model, PROMPT, target, [draft])
     assert not can_trim_prompt_cache(target)
-    draft_model(mx.array([[7]]), cache=draft)
+    for token in (7, 8):
+        draft_model(mx.array([[token]]), cache=[draft])
+    with pytest.raises(ValueError, match="can trim its last 0 tokens, not 1"):
+        draft.trim(1)
     draft_model.target(mx.array([[7, 8, 9]]), cache=target)
     assert can_trim_prompt_cache(target)
-    with pytest.raises(ValueError, match="Cannot keep"):
-        trim_prompt_cache(target, 3)
-
-
-def test_rejects_trimming_beyond_the_window():
-    model = model_of("qwen3_5")
-    draft_model = model.make_draft_model()
-    cache = make_caches(draft_model)
-    target, draft = cache[:-1], cache[-1:]
-    draft_model(mx.array([PROMPT]), cache=draft)
-    draft_model.target(mx.array([PROMPT]), cache=target)
-    draft_model(mx.array([[7]]), cache=draft)
-    draft_model(mx.array([[8]]), cache=draft)
-    with pytest.raises(ValueError, match="can trim its last 0 tokens, not 1"):
-        draft[0].trim(1)
-    draft_model.target(mx.array([[7, 8, 9]]), cache=target)
     before = [c.offset for c in target if not isinstance(c, ArraysCache)]
-    with pytest.raises(ValueError, match="Cannot keep"):
-        trim_prompt_cache(target, 10)
+    for n in (3, 10):
+        with pytest.raises(ValueError, match="Cannot keep"):
+            trim_prompt_cache(target, n)
     assert [c.offset for c in target if not isinstance(c, ArraysCache)] == before
     with pytest.raises(ValueError, match="can trim its last 1 tokens, not 2"):
-        trim_prompt_cache(draft, 2)
+        trim_prompt_cache([draft], 2)
 
 
 def test_lru_prompt_cache_never_trims_the_result():
     model = model_of("qwen3_5")
     cache = make_caches(model.make_draft_model())
-    tokens = speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)
-    text = PROMPT + tokens[:-1]
+    text = PROMPT + speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)[:-1]
     lru = LRUPromptCache()
     lru.insert_cache("model", PROMPT[:3], model.make_cache())
     lru.insert_cache("model", text, cache)
@@ -193,90 +171,77 @@ def test_lru_prompt_cache_never_trims_the_result():
         speculative([7], model, prompt_cache=cache)
 
 
-@pytest.mark.parametrize(
-    "n", [n if n in (1, 2, 4, 7, 11) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12)]
-)
+STOPPED = [n if n in (1, 2, 4, 7, 11) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12)]
+
+
+@pytest.mark.parametrize("n", STOPPED)
 def test_resumes_without_the_draft_model(n):
     """In plain generation, and in our own loop, which takes a cache that is still empty."""
     model = model_of("qwen3_5")
     draft_model = model.make_draft_model()
     cache = make_caches(draft_model)
-    loop = speculative_generate_step(
-        mx.array(PROMPT), draft_model.target, draft_model, max_tokens=50, num_draft_tokens=3, prompt_cache=cache
-    )
-    tokens = [next(loop)[0] for _ in range(n)]
+    options = dict(max_tokens=50, num_draft_tokens=3, prompt_cache=cache)
+    loop = speculative_generate_step(mx.array(PROMPT), draft_model.target, draft_model, **options)
+    text = PROMPT + [next(loop)[0] for _ in range(n)]
     loop.close()
     n_cached = cache[1].offset
-    text = PROMPT + tokens
     assert len(text) - 1 <= n_cached <= len(text)
-    more = [*text[n_cached:], 7, 2]
-    fresh = [copy.deepcopy(cache)[:-1] for _ in range(3)]
-    for target in fresh[:2]:
-        got = plain(more, model, max_tokens=12, prompt_cache=target, prefill_step_size=2)
-        assert got == plain(text[:n_cached] + more, model, max_tokens=12)
-        assert not can_trim_prompt_cache(target)
-    last = text[n_cached:] or [7]
-    ours = mlx_mtp.mtp_generate_step(mx.array(last), model, max_tokens=12, num_draft_tokens=3, prompt_cache=fresh[2])
-    assert [token for token, _, _ in ours] == plain(text[:n_cached] + last, model, max_tokens=12)
-
+    more, last, options = [*text[n_cached:], 7, 2], text[n_cached:] or [7], dict(max_tokens=8)
+    fresh = [copy.deepcopy(cache)[:-1] for _ in range(2)]
+    got = plain(more, model, prompt_cache=fresh[0], prefill_step_size=2, **options)
+    assert got == plain(text[:n_cached] + more, model, **options)
+    assert not can_trim_prompt_cache(fresh[0])
+    got = mtp(last, model, num_draft_tokens=3, prompt_cache=fresh[1], **options)
+    assert got == plain(text[:n_cached] + last, model, **options)
     empty = make_caches(draft_model)[:-1]
-    got = [t for t, _, _ in mlx_mtp.mtp_generate_step(mx.array(PROMPT), model, max_tokens=9, prompt_cache=empty)]
-    assert got == plain(PROMPT, model, max_tokens=9)
+    assert mtp(PROMPT, model, prompt_cache=empty, **options) == plain(PROMPT, model, **options)
 
 
 def test_failures_come_through():
     model = model_of("qwen3_5")
-
-    class Failure(Exception):
-        pass
-
     for n_calls in range(1, 9):
-        calls = 0
+        calls = []
 
-        def sampler(logprobs, n_calls=n_calls):
-            nonlocal calls
-            calls += 1
-            if calls == n_calls:
-                raise Failure
+        def sampler(logprobs, calls=calls, n_calls=n_calls):
+            calls.append(1)
+            if len(calls) == n_calls:
+                raise Fault
             return mx.argmax(logprobs, axis=-1)
 
-        with pytest.raises(Failure):
+        with pytest.raises(Fault):
             speculative(PROMPT, model, sampler=sampler, num_draft_tokens=2)
     assert speculative(PROMPT, model, max_tokens=9) == plain(PROMPT, model, max_tokens=9)
 
 
 # Making it
 
+NO_CACHE = r"call target\.make_cache\(\) before each"
+
 
 def test_rejects_what_cannot_draft():
     with pytest.raises(ValueError, match="no MTP head"):
         tiny_model("qwen3_5", mtp_num_hidden_layers=0).make_draft_model()
     draft_model = tiny_model("qwen3_5").make_draft_model()
-    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
-        draft_model.make_cache()
     with pytest.raises(ValueError, match="needs its cache"):
         draft_model(mx.array([[1]]))
+    with pytest.raises(ValueError, match=NO_CACHE):
+        draft_model.make_cache()
     cache = make_caches(draft_model)
-    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
+    with pytest.raises(ValueError, match=NO_CACHE):
         draft_model.make_cache()
     assert len(cache) == len(draft_model.target.layers) + 1
-
-
-def test_draft_model_keeps_no_cache_alive():
-    draft_model = tiny_model("qwen3_5").make_draft_model()
-    cache = draft_model.target.make_cache()
-    kept = weakref.ref(cache[0])
-    del cache
+    # It keeps no cache alive.
+    kept, cache = weakref.ref(draft_model.target.make_cache()[0]), None
     gc.collect()
     assert kept() is None
-    with pytest.raises(ValueError, match=r"call target\.make_cache\(\) before each"):
+    with pytest.raises(ValueError, match=NO_CACHE):
         draft_model.make_cache()
 
 
 def test_drops_the_hidden_states_of_a_long_prompt():
     model = model_of("qwen3_5")
+    options = dict(max_tokens=1, num_draft_tokens=2, prefill_step_size=100)
     cache = make_caches(model.make_draft_model())
-    prompt = [i % 32 for i in range(600)]
-    speculative(prompt, model, max_tokens=1, num_draft_tokens=2, prompt_cache=cache, prefill_step_size=100)
+    speculative([i % 32 for i in range(600)], model, prompt_cache=cache, **options)
     assert cache[-1].hidden.shape[1] <= 4
     assert cache[-1].tokens.size <= 4

@@ -1,13 +1,20 @@
 """Where snapshots are made, and which are kept: sessions of agents on stores of limited size."""
 
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_mtp.prompt_store import forest
+from mlx_mtp.prompt_store import store as module
+from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
 from mlx_mtp.prompt_store.forest import score
-from tests.support.prompt_store_sizes import SIZES, Sessions, sized_store
+from mlx_mtp.prompt_store.tree import _n_common
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
 GB = 10**9
@@ -29,11 +36,8 @@ def test_cuts_of_a_prompt():
     assert choose_cuts(ends, 9504) == [EVERY, 6000 - LINE, 9200, 9300, 9400, 9500]
     assert choose_cuts([*ends, 30_000], 30_004)[-4:] == [9500 + EVERY * i for i in (3, 4, 5)] + [30_000]
     assert choose_cuts([], 100) == [99]
-    assert choose_cuts([3000, 3200], 3204, 2800) == [
-        2800 - LINE,
-        3000 - LINE,
-        3200,
-    ]  # where it parts from the texts before
+    # Where it parts from the texts before
+    assert choose_cuts([3000, 3200], 3204, 2800) == [2800 - LINE, 3000 - LINE, 3200]
     for n_common in (5, 2990, 3001, 3203):
         assert choose_cuts([3000, 3200], 3204, n_common) == [3000 - LINE, 3200]
     assert choose_cuts([100, 3200], 3204) == [3200]  # a short one saves little
@@ -59,14 +63,93 @@ def test_message_ends():
 
 
 def test_the_snapshot_that_saves_least_goes_first():
-    def order(*snapshots):
-        return sorted(range(len(snapshots)), key=lambda i: score(*snapshots[i]))
+    for snapshots, order in [
+        ([(300, 1000, 0), (200, 1000, 0), (400, 1000, 0)], [1, 0, 2]),
+        ([(300, 1000, 0), (300, 1000, 5), (300, 1000, 2)], [1, 2, 0]),  # what is older
+        ([(300, 1000, 5, 9), (300, 1000, 5)], [1, 0]),  # what was not used
+        ([(300, 9000, 0), (300, 1000, 0)], [0, 1]),  # what is larger
+        ([(300, 1000, 0, 0, True), (300, 1000, 0)], [0, 1]),  # what is on disk
+    ]:
+        assert sorted(range(len(snapshots)), key=lambda i: score(*snapshots[i])) == order
 
-    assert order((300, 1000, 0), (200, 1000, 0), (400, 1000, 0)) == [1, 0, 2]
-    assert order((300, 1000, 0), (300, 1000, 5), (300, 1000, 2)) == [1, 2, 0]  # what is older
-    assert order((300, 1000, 5, 9), (300, 1000, 5)) == [1, 0]  # what was not used
-    assert order((300, 9000, 0), (300, 1000, 0)) == [0, 1]  # what is larger
-    assert order((300, 1000, 0, 0, True), (300, 1000, 0)) == [0, 1]  # what is on disk
+
+# A prompt store of numbers of bytes in place of arrays, and sessions on it: what would be read, and what would be held
+
+MIB = 1 << 20
+SIZES = {"27B": (64 << 10, 150 * MIB), "35B-A3B": (20 << 10, 63 * MIB)}  # bytes of a token, of a snapshot
+
+
+@dataclass
+class Sizes:
+    """In place of ``prompt_store.arrays``."""
+
+    n_token: int
+    n_snapshot: int
+
+    def keys_and_values(self, cache, format, begin, end):
+        return (end - begin) * self.n_token
+
+    def states(self, cache, format):
+        return self.n_snapshot
+
+    format_of = staticmethod(lambda *_: Format(None, True))
+    copied = nbytes = staticmethod(lambda n_bytes: n_bytes)
+    are_equal = staticmethod(lambda a, b: a == b)
+    make_cache = staticmethod(lambda *_: [SimpleNamespace()])
+
+
+def sized_store(monkeypatch, sizes, max_bytes):
+    """A store for a model whose tokens and snapshots take so many bytes."""
+    for changed in (module, forest):
+        monkeypatch.setattr(changed, "arrays", Sizes(*sizes))
+    monkeypatch.setattr(module, "make_prompt_cache", lambda model: [SimpleNamespace()])
+    monkeypatch.setattr(module, "open_prompt_cache", lambda model, entries: entries[0])
+    return module.PromptStore(SimpleNamespace(fingerprint=lambda: b""), max_bytes)
+
+
+class Sessions:
+    """What clients ask for.
+
+    Attributes:
+        n_prompt (int): The tokens of all prompts.
+        n_read (int): Those that the store did not have.
+        n_least (int): Those that none of the texts before had begun with.
+    """
+
+    def __init__(self, store):
+        self.store, self.ids = store, count(1)
+        self.seen: list[np.ndarray] = []
+        self.n_prompt = self.n_read = self.n_least = 0
+        self.n_beyond: list[int] = []  # by request
+
+    def message(self, n_tokens):
+        """Tokens of a message that no other message has."""
+        return np.full(n_tokens, next(self.ids), np.uint32)
+
+    def ask(self, messages, n_answer=0):
+        """Read a prompt of these messages, answer with so many tokens -> the answer, as the next prompt may contain it."""
+        ends = [int(n) for n in np.cumsum([len(m) for m in messages])]
+        prompt = np.concatenate([*messages, np.zeros(4, np.uint32)])  # the opening of the answer
+        n = self.store.fetch(prompt[:-1]).n_tokens
+        read = len(prompt) - n
+        for cut in choose_cuts(ends, len(prompt), self.store.n_common(prompt)):
+            if cut > n:
+                self._insert(prompt[:cut])
+        answer = self.message(n_answer)
+        self._insert(np.concatenate([prompt, answer]))
+        least = len(prompt) - min(max((_n_common(s, prompt) for s in self.seen), default=0), len(prompt) - 1)
+        self.seen.append(np.concatenate([prompt, answer]))
+        self.n_prompt, self.n_read, self.n_least = self.n_prompt + len(prompt), self.n_read + read, self.n_least + least
+        self.n_beyond.append(read - least)
+        return np.concatenate([np.zeros(4, np.uint32), answer])
+
+    def _insert(self, text):
+        self.store.insert(text, [SimpleNamespace(n_tokens=len(text), entries=[SimpleNamespace()])])
+
+    @property
+    def beyond(self):
+        """What was read beyond the least possible, as a share of all tokens."""
+        return (self.n_read - self.n_least) / self.n_prompt
 
 
 def tool_loop(sessions, n_turns, system=None):
@@ -78,13 +161,11 @@ def tool_loop(sessions, n_turns, system=None):
 
 
 def loop(sessions):
-    for _ in tool_loop(sessions, 20):
-        pass
+    assert len([*tool_loop(sessions, 20)]) == 20
 
 
 def two_agents(sessions):
-    for _ in zip(tool_loop(sessions, 20), tool_loop(sessions, 20)):
-        pass
+    assert len([*zip(tool_loop(sessions, 20), tool_loop(sessions, 20))]) == 20
 
 
 def with_titles(sessions):
@@ -101,22 +182,24 @@ def edit(sessions):
         sessions.ask(messages, CALL)
 
 
-def changing_system(sessions):
+def changing_system(sessions, n_rest=5, n_turns=10):
     """The last line of the system's text is the time."""
-    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(5)
-    for i in range(10):
+    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(n_rest)
+    for i in range(n_turns):
         sessions.ask([np.concatenate([system, clock(i), rest]), question], CALL)
-    assert max(sessions.n_beyond) <= LINE
+    assert max(sessions.n_beyond[2:]) <= LINE
 
 
 def changing_line(sessions):
     """The time is far above the end of the system's text."""
-    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(SYSTEM // 3)
-    for i in range(20):
-        sessions.ask([np.concatenate([system, clock(i), rest]), question], CALL)
+    changing_system(sessions, SYSTEM // 3, 20)
     # The second request shows where the texts part, and reads on from the last cut before.
     assert sessions.n_beyond[1] == SYSTEM + N_SAME - EVERY
-    assert max(sessions.n_beyond[2:]) <= LINE
+
+
+def changing_end(sessions):
+    changing_system(sessions)
+    assert max(sessions.n_beyond) <= LINE
 
 
 N_SAME = 4  # of the tokens of two times, a minute after the other, unless the hour changes as well
@@ -128,7 +211,7 @@ def clock(i):
     return np.array([*f"{hours:02}:{minutes:02}".encode()])
 
 
-SESSIONS = [loop, two_agents, with_titles, edit, changing_system, changing_line]
+SESSIONS = [loop, two_agents, with_titles, edit, changing_end, changing_line]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -153,11 +236,7 @@ def test_what_is_held_grows_with_the_tokens(size, monkeypatch):
     assert store.n_snapshots <= 2 * 60 + 9 + LAST
     store.trim_to(12 * GB)
     assert store.nbytes <= 12 * GB
-    assert store.fetch(store_text(sessions))[1] == n  # the end of the session is kept
-
-
-def store_text(sessions):
-    return sessions.seen[-1]
+    assert store.fetch(sessions.seen[-1])[1] == n  # the end of the session is kept
 
 
 def test_many_sessions_share_a_system_prompt(monkeypatch):

@@ -7,12 +7,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import gated_delta, switch_layers
 
-from mlx_mtp import mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache, rollback
-from tests.support.decoding import plain
+from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FAMILIES, arrays_equal, model_of, round_otherwise, tiny_model
 
-PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3])
 
 
@@ -29,31 +27,19 @@ def filled(model):
     return prompt_cache
 
 
-def one_token_passes(model, prompt_cache):
-    passes = [model(token[None, None], cache=prompt_cache) for token in WINDOW]
-    return mx.concatenate(passes, axis=1)
+def one_by_one(model, prompt_cache, tokens=WINDOW):
+    return mx.concatenate([model(token[None, None], cache=prompt_cache) for token in tokens], axis=1)
 
 
-# Where MLX may choose a kernel by the number of rows: (owner, name).
+# Where MLX may choose a kernel by the number of rows
 ROW_DEPENDENT = [
-    (nn.Linear, "__call__"),
-    (nn.QuantizedLinear, "__call__"),
-    (nn.Embedding, "__call__"),
-    (nn.QuantizedEmbedding, "__call__"),
-    (nn.Embedding, "as_linear"),
-    (nn.QuantizedEmbedding, "as_linear"),
-    (nn.Conv1d, "__call__"),
-    (nn.RMSNorm, "__call__"),
-    (switch_layers.SwitchLinear, "__call__"),
-    (switch_layers.QuantizedSwitchLinear, "__call__"),
-    (switch_layers.SwitchGLU, "__call__"),
-    (gated_delta, "gated_delta_ops"),
-    (mx.fast, "scaled_dot_product_attention"),
-    (mx.fast, "rms_norm"),
-    (mx.fast, "rope"),
-    (mx, "softmax"),
-    (mx, "argpartition"),
-    (mx, "quantized_matmul"),
+    (gated_delta, "gated_delta_ops"), (mx.fast, "scaled_dot_product_attention"), (mx.fast, "rms_norm"),
+    (mx.fast, "rope"), (mx, "softmax"), (mx, "argpartition"), (mx, "quantized_matmul"),
+    (nn.Embedding, "as_linear"), (nn.QuantizedEmbedding, "as_linear"),
+    *((module, "__call__") for module in (
+        nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, nn.Conv1d, nn.RMSNorm,
+        switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear, switch_layers.SwitchGLU,
+    )),
 ]  # fmt: skip
 
 
@@ -81,29 +67,26 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("make", [model_of, quantized])
+@pytest.mark.parametrize("make", [model_of, quantized, lambda family: tiny_model(family, tie_word_embeddings=True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_products_have_the_shapes_of_plain_decoding(monkeypatch, family, make, tied, calls):
-    model = make(family) if not tied else tiny_model(family, tie_word_embeddings=True)
+def test_products_have_the_shapes_of_plain_decoding(monkeypatch, family, make, calls):
+    model, seen = make(family), []
     monkeypatch.setattr(model.drafting, "compiled", False)  # a trace calls nothing
-    prompt_cache = filled(model)
-    calls.clear()
-    one_token_passes(model, prompt_cache)
-    want = dict(calls)
+    for run in (
+        lambda cache: one_by_one(model, cache),
+        lambda cache: model(WINDOW[None], cache=cache, n_confirmed=1, exact=True),
+        lambda cache: model(WINDOW[None], cache=cache, n_confirmed=1),
+    ):
+        prompt_cache = filled(model)
+        calls.clear()
+        run(prompt_cache)
+        seen.append(dict(calls))
+    want, exact, usual = seen
     rows = {key[3:] for key in want if key[0] in ("Linear", "QuantizedLinear")}
     assert rows
     assert all("(1, 1, " in "".join(shapes) for shapes in rows)
-
-    prompt_cache = filled(model)
-    calls.clear()
-    model(WINDOW[None], cache=prompt_cache, n_confirmed=1, exact=True)
-    assert dict(calls) == want
-
-    prompt_cache = filled(model)
-    calls.clear()
-    model(WINDOW[None], cache=prompt_cache, n_confirmed=1)
-    assert dict(calls) != want  # or this test would see nothing
+    assert exact == want
+    assert usual != want  # or this test would see nothing
 
 
 @pytest.fixture
@@ -111,68 +94,45 @@ def other_kernels(monkeypatch):
     round_otherwise(monkeypatch, 0.03)
 
 
-def test_exact_bits_where_kernels_round_differently(other_kernels):
-    for family in FAMILIES:
-        model = model_of(family)
-        theirs = filled(model)
-        want = one_token_passes(model, theirs)
-        ours = filled(model)
-        assert mx.array_equal(model(WINDOW[None], cache=ours, n_confirmed=1, exact=True), want)
-        assert not mx.array_equal(model(WINDOW[None], cache=filled(model)), want)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_rollback_gives_the_state_of_plain_decoding(family, other_kernels):
+def test_exact_bits_where_kernels_round_differently(family, other_kernels):
+    """And after rolling back, the state of plain decoding."""
     model = model_of(family)
+    want = one_by_one(model, filled(model))
+    assert not mx.array_equal(model(WINDOW[None], cache=filled(model)), want)
     for n_confirmed in (1, 2, 5):
         for n in range(n_confirmed, 6):
             ours, theirs = filled(model), filled(model)
-            model(WINDOW[None], cache=ours, n_confirmed=n_confirmed, exact=True)
+            assert mx.array_equal(model(WINDOW[None], cache=ours, n_confirmed=n_confirmed, exact=True), want)
             rollback(ours, len(PROMPT), n)
-            for token in WINDOW[:n]:
-                model(token[None, None], cache=theirs)
+            one_by_one(model, theirs, WINDOW[:n])
             for a, b in zip(ours, theirs):
                 if isinstance(a, ArraysCache):
                     assert a.window is None
                     assert arrays_equal(a.cache, b.cache)
                 else:
                     assert a.offset == b.offset
-                    assert arrays_equal([x[..., : a.offset, :] for x in a.state[:2]],
-                                        [x[..., : b.offset, :] for x in b.state[:2]])  # fmt: skip
+                    assert arrays_equal(*([x[..., : a.offset, :] for x in c.state[:2]] for c in (a, b)))
             with pytest.raises(ValueError, match="nothing to roll back"):
                 ours[0].rollback(n)
-
-
-def test_exact_rollback_keeps_confirmed_tokens():
-    model = model_of("qwen3_5")
-    prompt_cache = filled(model)
-    model(WINDOW[None], cache=prompt_cache, n_confirmed=3, exact=True)
-    for n in (0, 2, 6):
-        with pytest.raises(ValueError, match="Cannot keep"):
-            prompt_cache[0].rollback(n)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}], ids=str)
 @pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_next"])
 def test_exact_tokens_where_kernels_round_differently(family, options, other_kernels):
-    model = model_of(family)
-    want = plain(PROMPT, model, max_tokens=30, **options)
-
-    def tokens(depth, exact):
-        steps = mtp_generate_step(PROMPT, model, max_tokens=30, num_draft_tokens=depth, exact=exact, **options)
-        return [token for token, _, _ in steps]
-
-    assert tokens(1, True) == tokens(4, True) == want
-    assert tokens(4, False) != want  # or nothing was at stake
+    model, options = model_of(family), dict(max_tokens=30, **options)
+    want = plain(PROMPT, model, **options)
+    for depth in (1, 4):
+        assert mtp(PROMPT, model, num_draft_tokens=depth, exact=True, **options) == want
+    assert mtp(PROMPT, model, num_draft_tokens=4, **options) != want  # or nothing was at stake
 
 
 def test_exact_mode_copies_no_keys_and_values():
-    model = model_of("qwen3_5")
-    n_cached, size = 50_000, 0
+    model, size = model_of("qwen3_5"), 0
     prompt_cache = filled(model)
     for c in prompt_cache:
         if not isinstance(c, ArraysCache):
-            c.keys, c.values, c.offset = mx.zeros((1, 1, 60_000, 32)), mx.zeros((1, 1, 60_000, 32)), n_cached
+            c.keys, c.values, c.offset = mx.zeros((1, 1, 60_000, 32)), mx.zeros((1, 1, 60_000, 32)), 50_000
             size = c.keys.nbytes
     mx.eval([c.state for c in prompt_cache])
     mx.synchronize()
@@ -184,6 +144,11 @@ def test_exact_mode_copies_no_keys_and_values():
 
 def test_rejects_what_exact_mode_cannot_do():
     model = tiny_model("qwen3_5")
+    prompt_cache = filled(model)
+    model(WINDOW[None], cache=prompt_cache, n_confirmed=3, exact=True)
+    for n in (0, 2, 6):  # confirmed tokens are kept
+        with pytest.raises(ValueError, match="Cannot keep"):
+            prompt_cache[0].rollback(n)
     with pytest.raises(ValueError, match="needs a cache"):
         model(WINDOW[None], exact=True)
     model.model.pipeline_size = 2

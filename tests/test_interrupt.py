@@ -19,10 +19,8 @@ from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, he
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted
 
-FILES = {
-    module.__file__
-    for module in (cache, prompt_cache_module, single, decoder, drafter, head_cache, loop, prefill, sequence)
-}
+MODULES = (cache, prompt_cache_module, single, decoder, drafter, head_cache, loop, prefill, sequence)
+FILES = {module.__file__ for module in MODULES}
 
 
 class Interrupts:
@@ -58,50 +56,6 @@ class Interrupts:
         return self._line
 
 
-def uninterrupted(model, text):
-    """What follows in a cache of this text, and the head's rows in it."""
-    prompt_cache = make_prompt_cache(model)
-    if text:
-        loop.prefill(mx.array(text), model, prompt_cache=prompt_cache)
-    return plain([*text, 7, 2], model, max_tokens=4), head_rows(prompt_cache)
-
-
-@pytest.mark.parametrize(
-    ("depth", "exact"),
-    [pytest.param(0, False, marks=pytest.mark.slow), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
-)
-def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
-    model, truth = model_and_truth()
-    head = Scripted(model, truth, lambda i: i % 3 > 0)
-    after = {}
-    n, came = 1, True
-    while came:
-        prompt_cache = make_prompt_cache(model)
-        options = dict(
-            max_tokens=8, num_draft_tokens=depth, exact=exact, prefill_step_size=6, prompt_cache=prompt_cache
-        )
-        tokens = []
-        with Interrupts(n, in_finalize=False) as interrupts:
-            for token, _, _ in mtp_generate_step(PROMPT, head, **options):
-                tokens.append(token)
-        came = interrupts.came
-        n_cached = len(PROMPT) + len(tokens)
-        if not tokens:
-            n_cached = prompt_cache_module.n_tokens(prompt_cache)
-            assert n_cached in (0, 6, 10, 11)
-        if n_cached > 0:
-            assert_cache_of(model, prompt_cache, n_cached)
-        if n_cached not in after:
-            after[n_cached] = uninterrupted(model, truth[:n_cached])
-        want, rows = after[n_cached]
-        if n_cached > 0:
-            assert_head_rows(prompt_cache, rows)
-        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == want
-        n += 41  # over the steps, which differ in length, most lines come
-    assert n > 500
-    assert len(after) > 8
-
-
 NOT_KNOWN = "The content of this prompt cache is unknown.*Make a new one"
 
 
@@ -111,15 +65,51 @@ def model_and_truth():
     return model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
 
 
-def begun(prompt_cache, n_tokens):
-    """A generation that has handed over this many tokens, of windows with drafts that were accepted or not; and its text."""
+def begun(prompt_cache, **options):
+    """A generation of windows with drafts that are accepted or not."""
     model, truth = model_and_truth()
-    head = Scripted(model, truth, lambda i: i % 3 > 0)
-    steps = mtp_generate_step(
-        PROMPT, head, max_tokens=40, num_draft_tokens=3, prefill_step_size=6, prompt_cache=prompt_cache
-    )
-    assert [next(steps)[0] for _ in range(n_tokens)] == truth[len(PROMPT) : len(PROMPT) + n_tokens]
-    return steps, truth[: len(PROMPT) + n_tokens]
+    options = dict(num_draft_tokens=3, prefill_step_size=6, max_tokens=40) | options
+    return mtp_generate_step(PROMPT, Scripted(model, truth, lambda i: i % 3 > 0), prompt_cache=prompt_cache, **options)
+
+
+@functools.cache
+def uninterrupted(n):
+    """What follows in a cache of the text's first n tokens, and the head's rows in it."""
+    (model, truth), prompt_cache = model_and_truth(), make_prompt_cache(model_and_truth()[0])
+    if n > 0:
+        loop.prefill(mx.array(truth[:n]), model, prompt_cache=prompt_cache)
+    return plain([*truth[:n], 7, 2], model, max_tokens=4), head_rows(prompt_cache)
+
+
+def assert_holds(prompt_cache, n):
+    """It is the cache of the text's first n tokens."""
+    model, (want, rows) = model_and_truth()[0], uninterrupted(n)
+    if n > 0:
+        assert_cache_of(model, prompt_cache, n)
+        assert_head_rows(prompt_cache, rows)
+    assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == want
+
+
+@pytest.mark.parametrize(
+    ("depth", "exact"),
+    [pytest.param(0, False, marks=pytest.mark.slow), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
+)
+def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth, exact):
+    n, came, seen = 1, True, set()
+    while came:
+        prompt_cache, tokens = make_prompt_cache(model_and_truth()[0]), []
+        with Interrupts(n, in_finalize=False) as interrupts:
+            for token, _, _ in begun(prompt_cache, max_tokens=8, num_draft_tokens=depth, exact=exact):
+                tokens.append(token)
+        came, n_cached = interrupts.came, len(PROMPT) + len(tokens)
+        if not tokens:
+            n_cached = prompt_cache_module.n_tokens(prompt_cache)
+            assert n_cached in (0, 6, 10, 11)
+        assert_holds(prompt_cache, n_cached)
+        seen.add(n_cached)
+        n += 41  # over the steps, which differ in length, most lines come
+    assert n > 500
+    assert len(seen) > 8
 
 
 @pytest.mark.parametrize(
@@ -128,10 +118,11 @@ def begun(prompt_cache, n_tokens):
 )
 def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
     """It is finished all the same; but for a line before it begins, where the cache says that it is lost."""
-    model, after, came, n, lost = model_and_truth()[0], None, True, 1, {}
+    (model, truth), came, n, lost = model_and_truth(), True, 1, {}
     while came:
         prompt_cache = make_prompt_cache(model)
-        steps, text = begun(prompt_cache, n_tokens)
+        steps = begun(prompt_cache)
+        assert [next(steps)[0] for _ in range(n_tokens)] == truth[len(PROMPT) :][:n_tokens]
         with Interrupts(n, in_finalize=True) as interrupts:
             steps.close()
         came = interrupts.came
@@ -140,26 +131,34 @@ def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
         except ValueError as e:
             lost[n] = str(e)
         else:
-            assert_cache_of(model, prompt_cache, len(text))
-            want, rows = after = after or uninterrupted(model, text)
-            assert_head_rows(prompt_cache, rows)
-            assert mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache)) == want
+            assert_holds(prompt_cache, len(PROMPT) + n_tokens)
         n += stride
     assert n > 50
     assert list(lost) == [1]
     assert re.match(NOT_KNOWN, lost[1])
 
 
-def test_an_end_that_is_interrupted_twice_is_known_as_such(monkeypatch, tmp_path):
-    """So is a copy of the cache, one from a file, and one that is copied while the generation is open."""
-    model, file = model_and_truth()[0], str(tmp_path / "turn.safetensors")
-    prompt_cache = make_prompt_cache(model)
-    steps, _ = begun(prompt_cache, 3)
+def refused(message, *caches):
+    for prompt_cache in caches:
+        with pytest.raises(ValueError, match=message):
+            mtp([7, 2], model_and_truth()[0], prompt_cache=prompt_cache)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypatch, tmp_path):
+    """So is a copy of the cache, one from a file, and one that is copied while the generation is open, however that ends."""
+    prompt_cache, file = make_prompt_cache(model_and_truth()[0]), str(tmp_path / "turn.safetensors")
+    steps = begun(prompt_cache)
+    for _ in range(3):
+        next(steps)
     earlier = copy.deepcopy(prompt_cache)
     save_prompt_cache(file, prompt_cache)
-    for entries in (prompt_cache, earlier):
-        with pytest.raises(ValueError, match="A generation is still open"):
-            mtp([7, 2], model, prompt_cache=entries)
+    refused("A generation is still open", prompt_cache, earlier)
+    if not interrupted:
+        steps.close()
+        refused(NOT_KNOWN, earlier)
+        assert_holds(prompt_cache, len(PROMPT) + 3)
+        return
 
     def interrupt(self):
         raise KeyboardInterrupt
@@ -168,17 +167,4 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(monkeypatch, tmp_path
         m.setattr(decoder, "finalize", interrupt)
         with pytest.raises(KeyboardInterrupt):
             steps.close()
-    for entries in (prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file)):
-        with pytest.raises(ValueError, match=NOT_KNOWN):
-            mtp([7, 2], model, prompt_cache=entries)
-
-
-def test_a_copy_of_an_open_cache_stays_unknown_when_the_other_is_closed():
-    model, _ = model_and_truth()
-    prompt_cache = make_prompt_cache(model)
-    steps, text = begun(prompt_cache, 3)
-    earlier = copy.deepcopy(prompt_cache)
-    steps.close()
-    with pytest.raises(ValueError, match=NOT_KNOWN):
-        mtp([7, 2], model, prompt_cache=earlier)
-    assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == plain([*text, 7, 2], model, max_tokens=4)
+    refused(NOT_KNOWN, prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file))

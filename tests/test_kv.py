@@ -9,12 +9,11 @@ import pytest
 from mlx_lm.models.base import create_causal_mask, quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
-from tests.support.decoding import plain
+from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import tiny_model
 
-PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4])
 B, KV_HEADS, HEAD_DIM = 1, 2, 64
 
@@ -27,36 +26,28 @@ def keys_and_values(n: int, bits: int, dtype=mx.float32):
     return held, [mx.dequantize(*x, group_size=32, bits=bits) for x in held]
 
 
-def rows_of(n_repeats: int, n_rows: int, dtype=mx.float32) -> mx.array:
-    """Queries as attention has them: [B, KV_HEADS * n_repeats, n_rows, HEAD_DIM], with the axes of heads and rows swapped."""
-    shape = (B, n_rows, KV_HEADS * n_repeats, HEAD_DIM)
-    return mx.random.normal(shape, key=mx.random.key(2)).astype(dtype).transpose(0, 2, 1, 3)
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("n_repeats", [1, 2, 8])
 def test_attention_of_a_window_matches_its_rows(bits, n_repeats, dtype):
-    tolerance = 1e-4 if dtype == mx.float32 else 0.1  # a wrong product is off by about 1
-    for n_cached in (3, 70, 300):
-        for n_rows in (2, 3, 5):
-            n = n_cached + n_rows
-            (keys, values), (plain_keys, plain_values) = keys_and_values(n, bits, dtype)
-            queries = rows_of(n_repeats, n_rows, dtype)
-            options = dict(scale=HEAD_DIM**-0.5, group_size=32, bits=bits)
-            for mask in ("causal", create_causal_mask(n_rows, n_cached)):
-                # An array of its own, since mlx-lm scales the queries in place.
-                window = quantized_scaled_dot_product_attention(1 * queries, keys, values, mask=mask, **options)
-                exact = mx.fast.scaled_dot_product_attention(
-                    queries, plain_keys, plain_values, scale=HEAD_DIM**-0.5, mask=mask
-                )
-                assert mx.allclose(window, exact, atol=tolerance)
-                for i in range(n_rows):
-                    seen = [[x[..., : n_cached + i + 1, :] for x in held] for held in (keys, values)]
-                    one = quantized_scaled_dot_product_attention(
-                        1 * queries[:, :, i : i + 1], *seen, mask=None, **options
-                    )
-                    assert mx.allclose(window[:, :, i : i + 1], one, atol=tolerance)
+    atol = 1e-4 if dtype == mx.float32 else 0.1  # a wrong product is off by about 1
+    options = dict(scale=HEAD_DIM**-0.5, group_size=32, bits=bits)
+    for n_cached, n_rows in ((3, 2), (3, 5), (70, 3), (300, 2), (300, 5)):
+        (keys, values), exact_keys_and_values = keys_and_values(n_cached + n_rows, bits, dtype)
+        # As attention has them: with the axes of heads and rows swapped
+        queries = mx.random.normal((B, n_rows, KV_HEADS * n_repeats, HEAD_DIM), key=mx.random.key(2))
+        queries = queries.astype(dtype).transpose(0, 2, 1, 3)  # [B, KV_HEADS * n_repeats, n_rows, HEAD_DIM]
+        for mask in ("causal", create_causal_mask(n_rows, n_cached)):
+            # An array of its own, since mlx-lm scales the queries in place.
+            window = quantized_scaled_dot_product_attention(1 * queries, keys, values, mask=mask, **options)
+            attend = mx.fast.scaled_dot_product_attention
+            exact = attend(queries, *exact_keys_and_values, scale=HEAD_DIM**-0.5, mask=mask)
+            assert mx.allclose(window, exact, atol=atol)
+            for i in range(n_rows):
+                seen = [[x[..., : n_cached + i + 1, :] for x in held] for held in (keys, values)]
+                row = 1 * queries[:, :, i : i + 1]
+                one = quantized_scaled_dot_product_attention(row, *seen, mask=None, **options)
+                assert mx.allclose(window[:, :, i : i + 1], one, atol=atol)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -70,26 +61,20 @@ def test_window_over_a_quantized_cache(family, bits):
         model(PROMPT[None], cache=cache)
         return [c.to_quantized(group_size=32, bits=bits) if hasattr(c, "to_quantized") else c for c in cache]
 
-    ours, theirs = quantized(), quantized()
-    one_by_one = [model(token[None, None], cache=theirs) for token in WINDOW]
+    def one_by_one(cache, tokens):
+        return mx.concatenate([model(token[None, None], cache=cache) for token in tokens], axis=1)
+
+    want, close = one_by_one(quantized(), WINDOW), dict(rtol=1e-3, atol=1e-3)
     for n_kept in (2, 7):
-        assert mx.allclose(
-            model(WINDOW[None], cache=ours, n_confirmed=1), mx.concatenate(one_by_one, axis=1), rtol=1e-3, atol=1e-3
-        )
-        rollback(ours, len(PROMPT), n_kept)
-        rest = [model(token[None, None], cache=ours) for token in WINDOW[n_kept:]]
-        assert all(mx.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(rest, one_by_one[n_kept:]))
         ours = quantized()
-
-
-@pytest.mark.parametrize("start", [0, 17])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_greedy_tokens_with_grouped_heads_and_quantized_keys_and_values(bits, start):
-    model = tiny_model("qwen3_5", 3, num_attention_heads=8, num_key_value_heads=2)
-    options = dict(max_tokens=40, kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
-    want = plain(PROMPT, model, **options)
-    for depth in (1, 4):
-        cache = make_prompt_cache(model)
-        steps = mtp_generate_step(PROMPT, model, num_draft_tokens=depth, prompt_cache=cache, **options)
-        assert [token for token, _, _ in steps] == want
-        assert {type(c) for c in cache if hasattr(c, "bits")} == {QuantizedKVCache}
+        assert mx.allclose(model(WINDOW[None], cache=ours, n_confirmed=1), want, **close)
+        rollback(ours, len(PROMPT), n_kept)
+        assert mx.allclose(one_by_one(ours, WINDOW[n_kept:]), want[:, n_kept:], **close)
+    if family == "qwen3_5":
+        for start in (0, 17):
+            options = dict(max_tokens=40, kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
+            text = plain(PROMPT, model, **options)
+            for depth in (1, 4):
+                cache = make_prompt_cache(model)
+                assert mtp(PROMPT, model, num_draft_tokens=depth, prompt_cache=cache, **options) == text
+                assert {type(c) for c in cache if hasattr(c, "bits")} == {QuantizedKVCache}

@@ -22,34 +22,19 @@ from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 
 SMALL = {
-    **COMMON,
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "tie_word_embeddings": True,
-}
+    **COMMON, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
+    "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
     "norm_topk_prob": True,
-}
+}  # fmt: skip
 MODELS = {
-    "the demo": lambda: mlx_mtp.load(str(DEMO))[0],
-    "a mixture of experts in float32": lambda: synthetic_model({**SMALL, **EXPERTS, "model_type": "qwen3_5_moe"}, 0.8)[
-        0
-    ],
-    "a dense model of 4 bits": lambda: synthetic_model({**SMALL, **FOUR_BITS, "model_type": "qwen3_5"}, 0.8)[0],
+    "the demo": lambda: mlx_mtp.load(str(DEMO)),
+    "experts in float32": lambda: synthetic_model({**SMALL, **EXPERTS, "model_type": "qwen3_5_moe"}, 0.8),
+    "4 bits": lambda: synthetic_model({**SMALL, **FOUR_BITS, "model_type": "qwen3_5"}, 0.8),
 }
-NAMES = "the demo", "a mixture of experts in float32", "a dense model of 4 bits"
 
 
 @pytest.fixture
@@ -64,15 +49,14 @@ def unlimited():
 # What a model needs
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_used_is_what_was_estimated(name):
-    model, n, chunk = MODELS[name](), 80, 48
+    (model, *_), n, chunk = MODELS[name](), 80, 48
     mx.clear_cache()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    needs = needs_of(model, n, chunk)
-    cache = make_prompt_cache(model)
-    prefill(mx.arange(n, dtype=mx.uint32), model, prompt_cache=cache, prefill_step_size=chunk, copy_drafts="off")
+    before, needs = mx.get_active_memory(), needs_of(model, n, chunk)
+    options = dict(prompt_cache=make_prompt_cache(model), prefill_step_size=chunk, copy_drafts="off")
+    prefill(mx.arange(n, dtype=mx.uint32), model, **options)
     # Other tests hold arrays too.
     used = mx.get_peak_memory() - before + needs.weights + needs.head
     assert 0.9 < needs.total / used < 1.1
@@ -111,8 +95,7 @@ def test_usable_memory(monkeypatch):
 
 def test_an_array_is_held_until_it_is_dropped():
     account, n = Account(), 1 << 26
-    before = account.held
-    array = mx.zeros(n, mx.uint8)
+    before, array = account.held, mx.zeros(n, mx.uint8)
     mx.eval(array)
     assert n <= account.held - before < 1.2 * n
     del array
@@ -146,132 +129,121 @@ def test_a_limit_is_mlx_s_too(unlimited):
 # A model that does not fit
 
 
-@pytest.fixture
-def unread(monkeypatch):
-    """Weights that nobody may read."""
-
-    def read(*args, **kwargs):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(mx, "load", read)
-
-
-@pytest.mark.parametrize("mtp", [True, False])
-def test_a_model_that_does_not_fit_is_refused_before_it_is_read(mtp, unread, unlimited):
-    with pytest.raises(ValueError, match=r"does not fit: it needs [\d.]+ MB \(weights 9\.8 MB.*are in use") as e:
-        mlx_mtp.load(str(DEMO), mtp=mtp, max_memory=Account().held + 5_000_000)
-    assert ("head 0.5 MB" in str(e.value)) == mtp
-
-
-@pytest.mark.parametrize(
-    ("free", "advice"),
-    [
-        (20e6, r"The longest context that fits is \d+ tokens\."),
-        (5e6, r"End other programs, or give --max-memory more\."),
-    ],
-)
-def test_what_would_fit_is_said(free, advice, unread, unlimited):
-    with pytest.raises(ValueError, match=advice):
-        mlx_mtp.load(str(DEMO), max_memory=Account().held + int(free), context=100_000)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(monkeypatch, unlimited):
+    monkeypatch.setattr(mx, "load", lambda *args, **kwargs: 1 / 0)
+    needs = r"does not fit: it needs [\d.]+ MB \(weights 9\.8 MB.*are in use"
+    for free, options, message in [
+        (5_000_000, dict(mtp=True), needs.replace(r"9\.8 MB", r"9\.8 MB.*head 0\.5 MB")),
+        (5_000_000, dict(mtp=False), needs.replace(r"9\.8 MB", r"9\.8 MB(?!.*head 0\.5 MB)")),
+        (20_000_000, dict(context=100_000), r"The longest context that fits is \d+ tokens\."),
+        (5_000_000, dict(context=100_000), r"End other programs, or give --max-memory more\."),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mlx_mtp.load(str(DEMO), max_memory=Account().held + free, **options)
 
 
 def test_the_longest_context_that_fits_does():
-    account = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000)
-    config = read_json(DEMO / "config.json")
+    account, config = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), read_json(DEMO / "config.json")
+
+    def check(n):
+        check_memory(DEMO, config, "demo", account, n, True, None, False)
+
     with pytest.raises(ValueError, match="longest") as e:
-        check_memory(DEMO, config, "demo", account, 100_000, True, None, False)
+        check(100_000)
     n = int(re.search(r"(\d+) tokens", str(e.value))[1])
-    check_memory(DEMO, config, "demo", account, n, True, None, False)
+    check(n)
     with pytest.raises(ValueError, match=f"fits is {n} tokens"):
-        check_memory(DEMO, config, "demo", account, n + 1, True, None, False)
+        check(n + 1)
 
 
-def test_a_tight_model_is_warned_about(caplog, unlimited):
-    model, _ = mlx_mtp.load(str(DEMO))
+def test_a_tight_model_is_warned_about(caplog, unlimited, demo):
     with caplog.at_level(logging.WARNING):
-        mlx_mtp.load(str(DEMO), max_memory=Account().held + int(1.06 * needs_of(model, 2048).total))
+        mlx_mtp.load(str(DEMO), max_memory=Account().held + int(1.06 * needs_of(demo[0], 2048).total))
     assert "barely fits: it needs" in caplog.text
 
 
 # A server
 
-
 HELLO = [{"role": "user", "content": "import os"}]
 
 
-def test_a_lower_limit_holds_from_the_next_step_on(unlimited):
+@pytest.fixture(scope="module")
+def engine():
+    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
+        yield engine
+
+
+def assert_507(error, message):
+    assert re.match(message, error.message)
+    assert (error.status, error.code) == (507, "insufficient_memory")
+
+
+def test_a_lower_limit_holds_from_the_next_step_on(unlimited, engine, monkeypatch):
     """The process goes on, and so do answers when there is memory again."""
-    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
-        account = engine.engine.admission.account
-        right = engine.ask(HELLO, max_tokens=20).tokens
-        step, n_steps = engine.engine._advance, []
+    account, right = engine.engine.admission.account, engine.ask(HELLO, max_tokens=20).tokens
+    step, n_steps = engine.engine._advance, []
 
-        def advance(*args):
-            step(*args)
-            n_steps.append(account.limit)
-            if len(n_steps) == 3:
-                account.restrict(account.held // 2)
+    def advance(*args):
+        step(*args)
+        n_steps.append(account.limit)
+        if len(n_steps) == 3:
+            account.restrict(account.held // 2)
 
-        engine.engine._advance = advance
-        for message in (r"The answer was stopped after \d+ tokens: ", r"The prompt of \d+ tokens needs"):
-            with pytest.raises(ApiError, match=message) as refused:
-                engine.ask(HELLO, max_tokens=400)
-            assert (refused.value.status, refused.value.code, len(n_steps)) == (507, "insufficient_memory", 3)
-        account.restrict(1 << 40)
-        assert engine.ask(HELLO, max_tokens=20).tokens == right
+    monkeypatch.setattr(engine.engine, "_advance", advance)
+    for message in (r"The answer was stopped after \d+ tokens: ", r"The prompt of \d+ tokens needs"):
+        with pytest.raises(ApiError) as refused:
+            engine.ask(HELLO, max_tokens=400)
+        assert_507(refused.value, message)
+        assert len(n_steps) == 3
+    account.restrict(1 << 40)
+    assert engine.ask(HELLO, max_tokens=20).tokens == right
 
 
-def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited):
+def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, monkeypatch):
     """First the prompt store is emptied, then the newest answer ends, and the first one goes on."""
-    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
-        alone = engine.ask(HELLO, max_tokens=80)
-        admission, account = engine.engine.admission, engine.engine.admission.account
-        assert admission.caches.nbytes > 0
-        lack, ends = admission.lack, []
+    alone = engine.ask(HELLO, max_tokens=80).tokens
+    admission, account = engine.engine.admission, engine.engine.admission.account
+    assert admission.caches.nbytes > 0
+    lack, ends = admission.lack, []
 
-        def short_once():
-            """The second step of two requests lacks a byte."""
-            if len(engine.engine.running) == 2 and not ends:
-                ends.append([*engine.engine.running.values()][-1])
-                account.limit = account.held // 2
-                needed = lack()
-                account.limit = 1 << 40
-                assert needed > 0
-                assert admission.caches.nbytes == 0
-                return 1
-            return lack()
+    def short_once():
+        """The second step of two requests lacks a byte."""
+        if len(engine.engine.running) == 2 and not ends:
+            ends.append([*engine.engine.running.values()][-1])
+            account.limit = account.held // 2
+            needed = lack()
+            account.limit = 1 << 40
+            assert needed > 0
+            assert admission.caches.nbytes == 0
+            return 1
+        return lack()
 
-        admission.lack = short_once
+    monkeypatch.setattr(admission, "lack", short_once)
 
-        async def both():
-            first = engine.answer(HELLO, max_tokens=80)
-            second = engine.answer([{"role": "user", "content": "import re"}], max_tokens=80)
-            return await asyncio.gather(first, second, return_exceptions=True)
+    async def both():
+        texts = (HELLO, [{"role": "user", "content": "import re"}])
+        asked = [engine.answer(messages, max_tokens=80) for messages in texts]
+        return await asyncio.gather(*asked, return_exceptions=True)
 
-        answers = asyncio.run(both())
-        refused = [a for a in answers if isinstance(a, ApiError)]
-        assert len(ends) == 1
-        assert [e.status for e in refused] == [507]
-        assert re.match(
-            r"The answer was stopped after \d+ tokens: the server has reached its memory limit of ", refused[0].message
-        )
-        if isinstance(answers[1], ApiError):
-            assert answers[0].tokens == alone.tokens
-        assert engine.ask(HELLO, max_tokens=80).tokens == alone.tokens
+    answers = asyncio.run(both())
+    assert len(ends) == 1
+    (error,) = (a for a in answers if isinstance(a, ApiError))
+    assert_507(error, r"The answer was stopped after \d+ tokens: the server has reached its memory limit of ")
+    if answers[1] is error:
+        assert answers[0].tokens == alone
+    assert engine.ask(HELLO, max_tokens=80).tokens == alone
 
 
-def test_a_failed_allocation_is_a_507_and_the_server_goes_on():
+def test_a_failed_allocation_is_a_507_and_the_server_goes_on(engine, monkeypatch):
     """The account did not foresee it: other programs may have taken the memory."""
-    with Engine("--mtp", "--temp", "0", "--model", TRAINED) as engine:
-        right = engine.ask(HELLO, max_tokens=20).tokens
-        advance = engine.engine._advance
+    right, advance = engine.ask(HELLO, max_tokens=20).tokens, engine.engine._advance
 
-        def fail(*args):
-            engine.engine._advance = advance
-            raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
+    def fail(*args):
+        engine.engine._advance = advance
+        raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
 
-        engine.engine._advance = fail
-        with pytest.raises(ApiError, match="Generation failed") as refused:
-            engine.ask(HELLO, max_tokens=20)
-        assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
-        assert engine.ask(HELLO, max_tokens=20).tokens == right
+    monkeypatch.setattr(engine.engine, "_advance", fail)
+    with pytest.raises(ApiError) as refused:
+        engine.ask(HELLO, max_tokens=20)
+    assert_507(refused.value, "Generation failed")
+    assert engine.ask(HELLO, max_tokens=20).tokens == right

@@ -9,9 +9,8 @@ from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.utils import load_model
 
-import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
-from tests.support.decoding import plain
+from tests.support.decoding import mtp, plain
 from tests.support.models import DATA, tiny_model
 
 PROMPTS = (
@@ -26,10 +25,6 @@ def prompts(trained):
     return [trained[1].encode(p) for p in PROMPTS]
 
 
-def batch(trained, prompts, **kwargs):
-    return batch_generate(*trained, prompts, return_token_ids=True, return_prompt_caches=True, **kwargs)
-
-
 def test_logits_match_mlx_lms_class(trained, prompts):
     model, _ = trained
     stock, _ = load_model(DATA / "dense")
@@ -42,28 +37,22 @@ def test_logits_match_mlx_lms_class(trained, prompts):
     assert [c.is_trimmable() for c in ours] == [c.is_trimmable() for c in theirs]
 
 
-def test_batch_matches_its_prompts_one_by_one(trained, prompts):
-    model, _ = trained
-    want = [plain(p, model, max_tokens=n) for p, n in zip(prompts, (12, 5, 9))]
-    response = batch(trained, prompts, max_tokens=[12, 5, 9])
-    assert response.token_ids == want
-    assert response.texts == [trained[1].decode(tokens) for tokens in want]
-
-
 def test_batch_and_mtp_resume_each_others_caches(trained, prompts):
-    model, _ = trained
-    first = batch(trained, prompts, max_tokens=6)
+    """And a batch's texts are those of its prompts one by one."""
+    model, tokenizer = trained
+    options = dict(return_token_ids=True, return_prompt_caches=True)
+    want = [plain(p, model, max_tokens=n) for p, n in zip(prompts, (8, 5, 6))]
+    first = batch_generate(model, tokenizer, prompts, max_tokens=[8, 5, 6], **options)
+    assert first.token_ids == want
+    assert first.texts == [tokenizer.decode(tokens) for tokens in want]
     more = [[5, 9], [7], [3, 2, 8]]
-    second = batch(trained, more, prompt_caches=first.caches, max_tokens=6)
-    for i, prompt in enumerate(prompts):
+    second = batch_generate(model, tokenizer, more, prompt_caches=first.caches, max_tokens=6, **options)
+    for prompt, tokens, cache, question, answer in zip(prompts, want, first.caches, more, second.token_ids):
         # The last token of a batch is not in its caches.
-        history = prompt + first.token_ids[i]
-        assert first.caches[i][3].offset in (len(history), len(history) - 1)
-        text = history[: first.caches[i][3].offset] + more[i]
-        want = plain(text, model, max_tokens=6)
-        assert second.token_ids[i] == want
-        steps = mlx_mtp.mtp_generate_step(mx.array(more[i]), model, max_tokens=6, prompt_cache=first.caches[i])
-        assert [token for token, _, _ in steps] == want
+        history = prompt + tokens
+        assert cache[3].offset in (len(history), len(history) - 1)
+        assert answer == plain(history[: cache[3].offset] + question, model, max_tokens=6)
+        assert mtp(question, model, max_tokens=6, prompt_cache=cache) == answer
 
 
 def test_rejects_a_recorded_window_in_a_batch():

@@ -28,10 +28,9 @@ class Machine:
         return self.overhead + n * (self.token + self.context * n_cached)
 
 
-CPU = Machine(overhead=0.01, token=1 / 140)
-LAPTOP = Machine(overhead=0.15, token=1 / 300, context=2e-8)
-GPU = Machine(overhead=0.01, token=1 / 12_000, context=1e-10, step=0.01)
-LONG = Machine(overhead=0.02, token=1 / 2000, context=2e-8)  # half the speed at 25,000 tokens
+CPU, LAPTOP = Machine(0.01, 1 / 140), Machine(0.15, 1 / 300, 2e-8)
+GPU = Machine(0.01, 1 / 12_000, 1e-10, step=0.01)
+LONG = Machine(0.02, 1 / 2000, 2e-8)  # half the speed at 25,000 tokens
 MACHINES = {"cpu": CPU, "laptop": LAPTOP, "gpu": GPU, "long": LONG}
 every_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 
@@ -59,10 +58,14 @@ def next_chunk(budget, machine, n_cached, is_running):
     return n
 
 
+def sizes(*args, **kwargs):
+    return [n for n, *_ in read(*args, **kwargs)]
+
+
 @every_machine
 def test_gap_and_share_of_running_answers(machine):
     budget = PrefillBudget(2048)
-    chunks = read(budget, machine, 60_000, is_running=True)
+    chunks = read(budget, machine, 60_001, is_running=True)
     least = machine.seconds(budget.sizes[-1], 60_000)
     # A chunk is chosen by the speed of the one before, while the text before it grows.
     longest = 1.1 * max(0.5, least) if machine is not LAPTOP else max(0.5, machine.seconds(64, 0))
@@ -70,20 +73,13 @@ def test_gap_and_share_of_running_answers(machine):
     assert all(decoding >= 0.49 * seconds for _, seconds, decoding in chunks[:-1])
     reading, decoding = (sum(column) for column in list(zip(*chunks))[1:])
     assert decoding < 0.5 * reading + (len(chunks) + 1) * machine.step  # and no more than it must be
-
-
-@every_machine
-def test_shapes_repeat(machine):
-    budget = PrefillBudget(2048)
-    sizes = {n for n, *_ in read(budget, machine, 60_001, is_running=True)[:-1]}
-    sizes |= {n for n, *_ in read(budget, machine, 60_001, is_running=False)[:-1]}
-    assert sizes <= {2048 >> i for i in range(8)}
+    shapes = {n for n, *_ in chunks[:-1]} | {*sizes(budget, machine, 60_001, is_running=False)[:-1]}
+    assert shapes <= {2048 >> i for i in range(8)}  # they repeat
 
 
 @every_machine
 def test_alone_at_full_speed(machine):
-    budget = PrefillBudget(2048)
-    chunks = read(budget, machine, 60_000, is_running=False)
+    chunks = read(PrefillBudget(2048), machine, 60_000, is_running=False)
     assert max(seconds for _, seconds, _ in chunks) < 0.75
     # Once the speed is known, no chunk is smaller than it must be: twice as long, it would take longer than is allowed.
     n_cached = 0
@@ -92,10 +88,18 @@ def test_alone_at_full_speed(machine):
         n_cached += n
 
 
-def test_reads_all_that_is_allowed_on_a_fast_machine():
-    budget = PrefillBudget(2048)
-    assert [n for n, *_ in read(budget, GPU, 64 + 3 * 2048, is_running=False)] == [64, 2048, 2048, 2048]
-    assert [n for n, *_ in read(budget, GPU, 3 * 2048, is_running=True)] == [2048, 2048, 2048]
+def test_sizes_of_chunks():
+    budget = PrefillBudget(2048)  # on a fast machine, all that is allowed
+    assert sizes(budget, GPU, 64 + 3 * 2048, is_running=False) == [64, 2048, 2048, 2048]
+    assert sizes(budget, GPU, 3 * 2048, is_running=True) == [2048, 2048, 2048]
+    budget = PrefillBudget(512, math.inf, 0.0)  # with no target and no share, as mlx-lm
+    for is_running in (True, False):
+        assert sizes(budget, CPU, 1200, is_running) == [512, 512, 176]
+    for step_size in (1, 8, 48, 100, 2000):
+        budget = PrefillBudget(step_size)
+        assert budget.sizes[0] == step_size
+        assert all(n >= min(16, step_size) for n in budget.sizes)
+        assert sum(sizes(budget, CPU, 321, is_running=True)) == 321
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -107,7 +111,7 @@ def test_slow_moment_is_forgotten(is_running):
     n = next_chunk(budget, LONG, before, is_running)
     assert n == 16
     budget.record_chunk(n, before, LONG.seconds(n, before))
-    assert before in [n for n, *_ in read(budget, LONG, 4096, is_running)][:4]
+    assert before in sizes(budget, LONG, 4096, is_running)[:4]
 
 
 def test_much_longer_text_begins_with_a_short_chunk():
@@ -135,53 +139,31 @@ def test_nothing_is_owed_once_no_answer_runs():
     assert budget.next(64, False) > 0
 
 
-def test_no_target_and_no_share_read_as_mlx_lm_does():
-    budget = PrefillBudget(512, math.inf, 0.0)
-    for is_running in (True, False):
-        assert [n for n, *_ in read(budget, CPU, 1200, is_running)] == [512, 512, 176]
-
-
-@pytest.mark.parametrize("step_size", [1, 8, 48, 100, 2000])
-def test_small_step_sizes(step_size):
-    budget = PrefillBudget(step_size)
-    assert budget.sizes[0] == step_size
-    assert all(n >= min(16, step_size) for n in budget.sizes)
-    assert sum(n for n, *_ in read(budget, CPU, 321, is_running=True)) == 321
-
-
 @every_machine
 def test_ranks_read_alike(machine):
     """By rank 0's clock, though the others' are wrong; they wait for each other in few of the steps."""
     shared = []
-
-    def share(value):
-        shared.append(value)
-        return value
-
-    leader = PrefillBudget(2048, ranks=SimpleNamespace(broadcast=share))
+    ranks = SimpleNamespace(broadcast=lambda value: (shared.append(value), value)[1])
+    leader = PrefillBudget(2048, ranks=ranks)
     want = read(leader, machine, 4000, is_running=True)
     n_turns = len(want) + sum(round(seconds / machine.step) for *_, seconds in want)
     assert len(shared) < 0.6 * n_turns + 2 * len(want)
     told = iter(shared)
     other = PrefillBudget(2048, ranks=SimpleNamespace(broadcast=lambda value: next(told)))
     clock = Machine(overhead=1.0, token=0.1, step=machine.step)
-    assert [n for n, *_ in read(other, clock, 4000, is_running=True)] == [n for n, *_ in want]
+    assert sizes(other, clock, 4000, is_running=True) == [n for n, *_ in want]
     assert next(told, None) is None
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_token_gap": 0}, "max_token_gap must be more than 0 seconds, not 0"),
-        ({"max_token_gap": math.nan}, "max_token_gap"),
-        ({"min_decode_share": 1}, "min_decode_share must be from 0 to below 1, not 1"),
-        ({"min_decode_share": -0.1}, "min_decode_share"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        PrefillBudget(2048, **kwargs)
+def test_bad_arguments():
+    for kwargs, message in [
+        (dict(max_token_gap=0), "max_token_gap must be more than 0 seconds, not 0"),
+        (dict(max_token_gap=math.nan), "max_token_gap"),
+        (dict(min_decode_share=1), "min_decode_share must be from 0 to below 1, not 1"),
+        (dict(min_decode_share=-0.1), "min_decode_share"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PrefillBudget(2048, **kwargs)
 
 
 class Told:
@@ -264,37 +246,33 @@ def embeddings_of(model, prompt):
 
 def test_embeddings_are_computed_between_steps():
     model, prompt = tiny_model("qwen3_5"), [4, 5, 6, 7]
-    generator, texts = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}
+    generator, texts, embeddings = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}, None
     generator.insert([[1] * 5], max_tokens=[30])
     run(generator, texts, 6)
     embeddings = embeddings_of(model, prompt)
-    generator.insert([prompt], max_tokens=[6], input_embeddings=[pending := Pending(embeddings, 5, texts)])
+    pending, left = Pending(embeddings, 5, texts), Pending(embeddings, math.inf, {})
+    generator.insert([prompt], max_tokens=[6], input_embeddings=[pending])
     run(generator, texts)
     # A step of the running sequence is between two pieces.
     assert all(after == before + 1 for before, after in pairwise(pending.calls))
     assert len(pending.calls) == 5
     assert texts[0].tokens == plain([1] * 5, model, max_tokens=30)
     assert texts[1].tokens == plain(prompt, model, max_tokens=6, input_embeddings=embeddings)
+    # A sequence can leave before they are complete.
+    (uid,) = generator.insert([prompt], max_tokens=[6], input_embeddings=[left])
+    run(generator, texts, 3)
+    assert len(generator) == 1
+    generator.remove([uid])
+    assert len(generator) == 0
 
 
 def test_prompts_behind_pending_embeddings_are_read_with_theirs():
-    model, prompts = tiny_model("qwen3_5"), [[4, 5, 6, 7], [8, 9, 10], [3, 1, 2]]
-    embeddings = [embeddings_of(model, prompt) for prompt in prompts[:2]]
+    model, prompts = tiny_model("qwen3_5"), [[3, 1, 2], [4, 5, 6, 7], [8, 9, 10]]
+    embeddings = [embeddings_of(model, prompt) for prompt in prompts[1:]]
     generator, texts = BatchGenerator(model), {}
     pending = [Pending(array, n, texts) for array, n in zip(embeddings, (1, 4))]
-    generator.insert([prompts[2], *prompts[:2]], max_tokens=[6] * 3, input_embeddings=[None, *pending])
+    generator.insert(prompts, max_tokens=[6] * 3, input_embeddings=[None, *pending])
     run(generator, texts)
-    assert texts[0].tokens == plain(prompts[2], model, max_tokens=6)
-    for uid, (prompt, array) in enumerate(zip(prompts, embeddings), 1):
-        assert texts[uid].tokens == plain(prompt, model, max_tokens=6, input_embeddings=array)
-
-
-def test_a_sequence_can_leave_before_its_embeddings_are_complete():
-    model = tiny_model("qwen3_5")
-    generator, texts = BatchGenerator(model), {}
-    embeddings = model.model.embed_tokens(mx.array([4, 5, 6]))
-    generator.insert([[4, 5, 6]], max_tokens=[6], input_embeddings=[Pending(embeddings, math.inf, texts)])
-    run(generator, texts, 3)
-    assert len(generator) == 1
-    generator.remove([0])
-    assert len(generator) == 0
+    for uid, (prompt, array) in enumerate(zip(prompts, (None, *embeddings))):
+        own = {} if array is None else dict(input_embeddings=array)
+        assert texts[uid].tokens == plain(prompt, model, max_tokens=6, **own)

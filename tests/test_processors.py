@@ -14,7 +14,8 @@ from tests.support.batches import Fault
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
 from tests.support.profiles import examples
-from tests.support.ways import alone_and_beside_others, every_way, generate
+from tests.support.scripted import script_copies
+from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -52,31 +53,37 @@ def run(processors, way="alone", model=None, **options):
     depth=st.integers(0, 6),
     max_tokens=st.integers(1, 30),
     penalty=st.sampled_from([None, 1.4]),
+    copies=st.booleans(),
 )
-def test_stateful_processor_is_called_once_a_token_in_order(way, kind, depth, max_tokens, penalty):
-    processor, stock = kind(), Alternating()
-    others = make_logits_processors(repetition_penalty=penalty)
-    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), logits_processors=[stock, *others], max_tokens=max_tokens)
+def test_stateful_processor_is_called_once_a_token_in_order(way, kind, depth, max_tokens, penalty, copies):
+    processor, others = kind(), make_logits_processors(repetition_penalty=penalty)
+    stock = dict(logits_processors=[Alternating(), *others], max_tokens=max_tokens)
+    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), **stock)
     options = dict(num_draft_tokens=depth, max_tokens=max_tokens, text=truth, right=lambda i: i % 4 > 0)
-    assert run([processor, *others], way, **options).last.all_tokens == truth
+    with pytest.MonkeyPatch.context() as patch:
+        if copies:
+            script_copies(patch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: i % 4 > 0)
+            options["copy_drafts"] = 5
+        assert run([processor, *others], way, **options).last.all_tokens == truth
     # Plain decoding and its like are one call ahead.
     assert processor.calls[:max_tokens] == [truth[: len(PROMPT) + n] for n in range(max_tokens)]
     assert len(processor.calls) <= max_tokens + 1
 
 
-@pytest.mark.parametrize("n", range(1, 12))
-def test_stateful_processor_sees_only_yielded_tokens(n):
-    processor = Copied()
-    steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[processor], num_draft_tokens=3)
-    tokens = [next(steps)[0] for _ in range(n)]
-    steps.close()
-    assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
+def test_stateful_processor_sees_only_yielded_tokens():
+    for n in range(1, 12):
+        processor = Copied()
+        options = dict(logits_processors=[processor], num_draft_tokens=3)
+        steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), **options)
+        tokens = [next(steps)[0] for _ in range(n)]
+        steps.close()
+        assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
 
 
 def test_stateful_processor_with_rollback_is_asked_about_drafts(trained):
     """A draft of the wrong parity is never accepted."""
     accepted = [
-        sum(run([kind()], model=trained[0], max_tokens=40, num_draft_tokens=2).last.counts.accepted)
+        sum(run([kind()], model=trained[0], max_tokens=24, num_draft_tokens=2).last.counts.accepted)
         for kind in (Copied, RolledBack, Alternating)
     ]
     assert accepted[0] == accepted[1] > accepted[2]
@@ -98,9 +105,9 @@ def test_stateful_sampler_is_called_once_a_token(way):
             self.calls += 1
             return mx.argsort(logprobs, axis=-1)[..., -1 - self.calls % 3]
 
-    ours, options = Cycling(), dict(max_tokens=25)
-    text = generate(way, PROMPT, model_of("qwen3_5"), sampler=ours, num_draft_tokens=3, **options)
-    assert text.tokens == plain(PROMPT, model_of("qwen3_5"), sampler=Cycling(), **options)
+    ours, model = Cycling(), model_of("qwen3_5")
+    text = generate(way, PROMPT, model, sampler=ours, num_draft_tokens=3, max_tokens=25)
+    assert text.tokens == plain(PROMPT, model, sampler=Cycling(), max_tokens=25)
     assert ours.calls <= 26
 
 
@@ -119,20 +126,18 @@ def test_keeps_state():
 
 # Those that raise end their own text, and no other
 
-
 N = 12
 
 
 def assert_fails_as(way, truth, k, right=lambda i: i % 3 == 0, **options):
     """What is right up to where it fails, and its prompt cache goes on."""
-    model = model_of("qwen3_5")
-    failing = dict(fails=Fault, text=truth, right=right, num_draft_tokens=k, max_tokens=N)
-    text = generate(way, PROMPT, model, **failing, **options)
+    options |= dict(fails=Fault, text=truth, right=right, num_draft_tokens=k, max_tokens=N)
+    text = generate(way, PROMPT, model_of("qwen3_5"), **options)
     assert text.finish_reason == "error"
     assert isinstance(text.last.error, Fault)
-    n_known = len(PROMPT) + len(text.tokens)
-    assert text.last.all_tokens == truth[:n_known]
-    assert_goes_on(model, text.last.prompt_cache, truth[:n_known])
+    known = truth[: len(PROMPT) + len(text.tokens)]
+    assert text.last.all_tokens == known
+    assert_goes_on(model_of("qwen3_5"), text.last.prompt_cache, known)
     return text
 
 
@@ -152,17 +157,15 @@ def test_function_that_raises(way, k, at):
     assert len(assert_fails_as(way, truth_of_plain(), k, logits_processors=[failing]).tokens) <= at
 
 
-@pytest.mark.parametrize(
-    ("way", "n_calls"), [*(("alone", n) for n in range(1, N)), *(("batch of three", n) for n in (1, 4, 9))]
-)
-def test_sampler_that_raises(way, n_calls):
-    calls = 0
+@alone_and_beside_others
+def test_sampler_that_raises(way):
+    for n_calls in range(1, N) if way == "alone" else (1, 4, 9):
+        calls = []
 
-    def sampler(logprobs):
-        nonlocal calls
-        calls += 1
-        if calls == n_calls:
-            raise Fault
-        return mx.argmax(logprobs, axis=-1)
+        def sampler(logprobs, calls=calls, n_calls=n_calls):
+            calls.append(1)
+            if len(calls) == n_calls:
+                raise Fault
+            return mx.argmax(logprobs, axis=-1)
 
-    assert len(assert_fails_as(way, truth_of_plain(), 3, sampler=sampler).tokens) < n_calls
+        assert len(assert_fails_as(way, truth_of_plain(), 3, sampler=sampler).tokens) < n_calls

@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -18,15 +17,11 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint.load import DEMO
-from tests.support.decoding import STOPS, plain
+from tests.support.decoding import STOPS, mtp, plain
 from tests.support.models import PACK, model_of, tiny_model
 from tests.support.profiles import LONG, examples
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
-
-
-def mtp(prompt, model, **options):
-    return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **options)]
 
 
 class Counting:
@@ -43,6 +38,14 @@ class Counting:
         return self._model(inputs, **kwargs)
 
 
+def stopped(prompt, model, n, **options):
+    """The first n tokens of a text that goes on."""
+    steps = mtp_generate_step(mx.array(prompt), model, max_tokens=-1, **options)
+    tokens = [next(steps)[0] for _ in range(n)]
+    steps.close()
+    return tokens
+
+
 @pytest.mark.parametrize(("turn", "depth"), [(0, 3), (1, 1), (2, 3)])
 def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
     """One turn is stopped after n tokens, the others after 5; every turn is plain decoding's after all that came before."""
@@ -50,23 +53,15 @@ def test_chat_of_three_turns_is_its_cold_replay_at_every_stop(turn, depth):
     for n in range(1, 13) if LONG else (1, 2, 5, 9):
         prompt_cache, history = make_prompt_cache(model), []
         for i, question in enumerate(TURNS):
-            max_tokens = n if i == turn else 5
-            counting = Counting(model)
-            steps = mtp_generate_step(
-                mx.array(question), counting, max_tokens=-1, num_draft_tokens=depth, prompt_cache=prompt_cache
-            )
-            n_prefilled = None
-            answer = []
-            for token, _, _ in steps:
-                n_prefilled = n_prefilled or counting.n
-                answer.append(token)
-                if len(answer) == max_tokens:
-                    break
+            max_tokens, counting = n if i == turn else 5, Counting(model)
+            options = dict(max_tokens=-1, num_draft_tokens=depth, prompt_cache=prompt_cache)
+            steps = mtp_generate_step(mx.array(question), counting, **options)
+            answer = [next(steps)[0]]
+            assert counting.n <= len(question) + depth + 1  # the question, and the first window
+            answer += [next(steps)[0] for _ in range(max_tokens - 1)]
             steps.close()
             history += question
             assert answer == plain(history, model, max_tokens=max_tokens)
-            # The question, and the first window.
-            assert n_prefilled <= len(question) + depth + 1
             history += answer
 
 
@@ -76,39 +71,27 @@ def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, which mlx-lm does in a cache of its own, with the same options in each."""
     draw = data.draw
     model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next", PACK])), draw(st.integers(0, 2)))
+    processors = make_logits_processors(
+        logit_bias=draw(st.sampled_from([None, {3: 1.0}])),
+        repetition_penalty=draw(st.sampled_from([None, 1.3])),
+        frequency_penalty=draw(st.sampled_from([None, 0.3])),
+    )
     options = dict(
         prefill_step_size=draw(st.integers(1, 8)),
-        logits_processors=make_logits_processors(
-            logit_bias=draw(st.sampled_from([None, {3: 1.0}])),
-            repetition_penalty=draw(st.sampled_from([None, 1.3])),
-            frequency_penalty=draw(st.sampled_from([None, 0.3])),
-        ),
+        logits_processors=processors,
         kv_bits=draw(st.sampled_from([None, 4, 8])),
         kv_group_size=32,
         quantized_kv_start=draw(st.sampled_from([0, 7, 20])),
+        sampler=make_sampler(temp=1.0, top_p=0.9) if draw(st.booleans()) else None,
     )
-    sampled = draw(st.booleans())
     ours, theirs = make_prompt_cache(model), stock.make_prompt_cache(model)
     for i, question in enumerate(TURNS[:2]):
-        max_tokens, sampler = draw(st.integers(1, 12)), make_sampler(temp=1.0, top_p=0.9) if sampled else None
+        options["max_tokens"], depth = draw(st.integers(1, 12)), draw(st.integers(0, 6))
         # mlx-lm quantizes at once what the first turn left.
         mx.random.seed(i)
-        steps = generate_step(
-            mx.array(question), model, max_tokens=max_tokens, prompt_cache=theirs, sampler=sampler, **options
-        )
-        want = [token for token, _ in steps]
+        want = plain(question, model, prompt_cache=theirs, **options)
         mx.random.seed(i)
-        depth = draw(st.integers(0, 6))
-        got = mtp(
-            question,
-            model,
-            max_tokens=max_tokens,
-            prompt_cache=ours,
-            sampler=sampler,
-            num_draft_tokens=depth,
-            **options,
-        )
-        assert got == want
+        assert mtp(question, model, prompt_cache=ours, num_draft_tokens=depth, **options) == want
         assert [type(c).__name__ for c in ours[: len(theirs)]] == [type(c).__name__ for c in theirs]
 
 
@@ -128,19 +111,11 @@ def test_any_stop_keeps_the_yielded_tokens(kind, stops, tmp_path):
     for n in stops:
         prompt_cache = make_prompt_cache(model)
         mx.random.seed(n)
-        steps = mtp_generate_step(
-            mx.array(TURNS[0]),
-            model,
-            max_tokens=-1,
-            num_draft_tokens=1 + n % 4,
-            prompt_cache=prompt_cache,
-            **SAMPLED[kind](),
-        )
-        tokens = [next(steps)[0] for _ in range(n)]
-        steps.close()
+        options = dict(num_draft_tokens=1 + n % 4, prompt_cache=prompt_cache, **SAMPLED[kind]())
+        history = TURNS[0] + stopped(TURNS[0], model, n, **options) + TURNS[1]
         stock.save_prompt_cache(file, prompt_cache)
-        want = plain(TURNS[0] + tokens + TURNS[1], model, max_tokens=6)
-        assert mtp(TURNS[1], model, max_tokens=6, prompt_cache=stock.load_prompt_cache(file)) == want
+        more = mtp(TURNS[1], model, max_tokens=6, prompt_cache=stock.load_prompt_cache(file))
+        assert more == plain(history, model, max_tokens=6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -149,13 +124,12 @@ def test_quantized_cache_through_a_file(bits, tmp_path):
     options = dict(kv_bits=bits, kv_group_size=32, quantized_kv_start=0)
     for n in range(1, 12) if LONG else (1, 6):
         ours, theirs = make_prompt_cache(model), stock.make_prompt_cache(model)
-        assert mtp(TURNS[0], model, max_tokens=n, prompt_cache=ours, **options) == plain(
-            TURNS[0], model, max_tokens=n, prompt_cache=theirs, **options
-        )
-        stock.save_prompt_cache(file, ours)
-        assert mtp(
-            TURNS[1], model, max_tokens=8, prompt_cache=stock.load_prompt_cache(file), num_draft_tokens=3, **options
-        ) == plain(TURNS[1], model, max_tokens=8, prompt_cache=theirs, **options)
+        for question, max_tokens in ((TURNS[0], n), (TURNS[1], 8)):
+            options["max_tokens"] = max_tokens
+            got = mtp(question, model, prompt_cache=ours, num_draft_tokens=3, **options)
+            assert got == plain(question, model, prompt_cache=theirs, **options)
+            stock.save_prompt_cache(file, ours)
+            ours = stock.load_prompt_cache(file)
 
 
 def test_mlx_lm_resumes_our_cache_and_we_resume_its():
@@ -169,28 +143,21 @@ def test_mlx_lm_resumes_our_cache_and_we_resume_its():
         history += tokens
 
 
-def test_lru_prompt_cache_finds_the_longest_prefix():
+def test_copies_are_caches_of_their_own():
+    """Those of mlx-lm's LRUPromptCache, which finds the longest prefix, and one of the end of a turn."""
     model, lru = model_of("qwen3_5", 1), stock.LRUPromptCache()
-    prompt_cache, history = make_prompt_cache(model), list(TURNS[0])
-    history += mtp(TURNS[0], model, max_tokens=9, prompt_cache=prompt_cache)
+    prompt_cache = make_prompt_cache(model)
+    history = TURNS[0] + mtp(TURNS[0], model, max_tokens=9, prompt_cache=prompt_cache)
     lru.insert_cache("model", history, prompt_cache)
+    earlier, asked = copy.deepcopy(prompt_cache), history + TURNS[1]
     for _ in range(2):  # a cache that was handed out and used is a copy
-        asked = history + TURNS[1]
         found, rest = lru.fetch_nearest_cache("model", asked)
         assert rest == TURNS[1]
-        assert mtp(rest, model, max_tokens=9, prompt_cache=found, num_draft_tokens=3) == plain(
-            asked, model, max_tokens=9
-        )
+        more = mtp(rest, model, max_tokens=9, prompt_cache=found, num_draft_tokens=3)
+        assert more == plain(asked, model, max_tokens=9)
     # Shorter: these layers cannot be trimmed, and none may claim it.
-    found, rest = lru.fetch_nearest_cache("model", history[:-3] + [31])
-    assert found is None
+    assert lru.fetch_nearest_cache("model", history[:-3] + [31])[0] is None
     assert not stock.can_trim_prompt_cache(prompt_cache)
-
-
-def test_copy_restores_the_end_of_a_turn():
-    model, prompt_cache = model_of("qwen3_5", 1), make_prompt_cache(model_of("qwen3_5", 1))
-    history = TURNS[0] + mtp(TURNS[0], model, max_tokens=5, prompt_cache=prompt_cache)
-    earlier = copy.deepcopy(prompt_cache)
     mtp(TURNS[1], model, max_tokens=9, prompt_cache=prompt_cache)
     assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
 

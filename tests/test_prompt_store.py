@@ -37,79 +37,59 @@ def test_fetched_is_what_was_inserted(family, kv):
         assert_same(fetched, fresh)
 
 
-def test_an_empty_store_gives_an_empty_cache():
-    store = PromptStore(model_of("qwen3_5"), 1 << 30)
-    fetched, n, handle = store.fetch(TEXT)
-    assert (n, handle) == (0, None)
-    assert_same(fetched, make_prompt_cache(store.model))
-    assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
+def new_store(model=None, max_bytes=1 << 30, **options):
+    return PromptStore(model or model_of("qwen3_5"), max_bytes, **options)
 
 
 def test_the_deepest_snapshot_of_the_common_prefix_is_found():
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30)
-    read(model, TEXT, cuts=(4, 8), store=store)
+    """And a fetched cache is the caller's own."""
+    model, store = model_of("qwen3_5"), new_store()
+    fetched, n, handle = store.fetch(TEXT)
+    assert (n, handle) == (0, None)
+    assert_same(fetched, make_prompt_cache(model))
+    assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
+    read(model, TEXT, (4, 8), store)
     for asked, n in ((TEXT, 16), (TEXT[:15], 8), (TEXT[:8], 8), (TEXT[:7], 4), ([*TEXT[:6], 0], 4), ([0], 0), ([], 0)):
         assert store.fetch(asked)[1] == n
     assert store.counts.tokens == 16 + 8 + 8 + 4 + 4
     assert store.counts.hits == 5
-
-
-def test_a_fetched_cache_is_the_callers_own():
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30)
-    read(model, TEXT, store=store)
     for _ in range(3):
-        prompt_cache, n, _ = store.fetch(TEXT)
-        assert mtp([7, 7], model, max_tokens=9, prompt_cache=prompt_cache, num_draft_tokens=3) == plain(
-            [*TEXT[:n], 7, 7], model, max_tokens=9
-        )
+        more = mtp([7, 7], model, max_tokens=9, prompt_cache=store.fetch(TEXT)[0], num_draft_tokens=3)
+        assert more == plain([*TEXT, 7, 7], model, max_tokens=9)
 
 
-def test_a_shared_beginning_is_held_once():
-    model = model_of("qwen3_5")
-    store, alone = PromptStore(model, 1 << 30), PromptStore(model, 1 << 30)
-    read(model, TEXT, cuts=(10,), store=store)
+def test_each_part_of_a_text_is_held_once():
+    """Without a handle rows are compared, and those that are the same are not held again."""
+    model, store, alone = model_of("qwen3_5"), new_store(), new_store()
+    head, fork = model.head_attention, [*TEXT[:10], 30, 31, 30, 31, 30, 31]
+    row = 2 * head.num_key_value_heads * head.head_dim * 4  # of one layer
+    prompt_cache = read(model, TEXT, (10,), store)
     before = store.nbytes
-    read(model, TEXT, cuts=(10,), store=store)  # the same text again
+    read(model, TEXT, (10,), store)  # the same text again
     assert store.nbytes == before
-    read(model, [*TEXT[:10], 30, 31, 30, 31, 30, 31], cuts=(10,), store=store)
+    read(model, fork, (10,), store)
     read(model, TEXT[10:], store=alone)  # six tokens, a snapshot; the head's row of a first token is missing
-    rows_of_the_head = 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
-    assert store.nbytes == before + alone.nbytes + rows_of_the_head
-
-
-def test_without_a_handle_rows_are_compared():
-    """Those that are the same are not held again."""
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30)
-    prompt_cache = read(model, TEXT, cuts=(10,), store=store)
+    assert store.nbytes == before + alone.nbytes + row
     before = store.nbytes
     prefill(mx.array([30]), model, prompt_cache=prompt_cache)
     store.insert([*TEXT, 30], prompt_cache)
-    one_row = store.nbytes - before
     states = sum(c.nbytes for c in prompt_cache if isinstance(c, ArraysCache)) + prompt_cache[-1][0].nbytes
-    keys = 2 * 2 * model.head_attention.num_key_value_heads * model.head_attention.head_dim * 4
-    assert one_row == states + keys + keys // 2
+    assert store.nbytes - before == states + 3 * row  # two layers and the head
 
 
 def test_a_text_that_was_read_otherwise_keeps_its_own_rows():
     """No rows of one reading get the states of another."""
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30)
-    read(model, TEXT, cuts=(8,), store=store)
-    other = read(model, TEXT, cuts=(8,))
+    model, store = model_of("qwen3_5"), new_store()
+    read(model, TEXT, (8,), store)
+    own, other = (read(model, TEXT, (8,)) for _ in range(2))
     keys = next(c for c in other if isinstance(c, stock.KVCache))
     keys.keys = keys.keys.at[:, :, 3].add(1e-6)  # as another cut would round
-    PromptCache(other, len(model.layers)).record(len(TEXT), TEXT)
+    for c in (own, other):
+        PromptCache(c, len(model.layers)).record(len(TEXT), TEXT)
     store.insert(TEXT, other)
     fetched, n, _ = store.fetch(TEXT)
-    assert n == len(TEXT)
-    assert store.n_snapshots == 3
-    candidates = (read(model, TEXT, cuts=(8,)), other)
-    for c in candidates:
-        PromptCache(c, len(model.layers)).record(len(TEXT), TEXT)
-    assert sum(arrays_equal(held(fetched)[:-1], held(c)[:-1]) for c in candidates) == 1
+    assert (n, store.n_snapshots) == (len(TEXT), 3)
+    assert sum(arrays_equal(held(fetched)[:-1], held(c)[:-1]) for c in (own, other)) == 1
 
 
 @examples(8)
@@ -142,48 +122,34 @@ def test_random_trees(data):
         texts.append(text)
         if draw(st.booleans()):
             store.trim_to(int(store.nbytes * draw(st.floats(0, 1))))
-    assert store.nbytes == sum(node_bytes(store))
+    parts = [part for node in store._forest.nodes() for part in (node.span, node.snapshot) if part is not None]
+    assert store.nbytes == sum(part.nbytes for part in parts)
     store.trim_to(0)
     assert store.nbytes == 0
     assert list(store._forest.nodes()) == []
 
 
-def node_bytes(store):
-    for node in store._forest.nodes():
-        yield node.span.nbytes
-        if node.snapshot is not None:
-            yield node.snapshot.nbytes
-
-
-def test_the_limit_holds_after_every_insert():
-    model = model_of("qwen3_5")
-    most = PromptStore(model, 1 << 30)
-    read(model, TEXT, cuts=(4, 8), store=most)
-    store = PromptStore(model, most.nbytes)
+def test_limits():
+    """Of bytes, which holds after every insert, and of snapshots."""
+    model, most = model_of("qwen3_5"), new_store()
+    read(model, TEXT, (4, 8), most)
+    store = new_store(max_bytes=most.nbytes)
     for first in range(8):
-        read(model, [first, *TEXT[1:]], cuts=(4, 8), store=store)
+        read(model, [first, *TEXT[1:]], (4, 8), store)
         assert 0 < store.nbytes <= store.max_bytes
-
-
-def test_the_number_of_snapshots_can_be_limited():
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30, max_snapshots=2)
-    read(model, TEXT, cuts=(4, 8, 12), store=store)
-    assert store.n_snapshots == 2
+    few = new_store(max_snapshots=2)
+    read(model, TEXT, (4, 8, 12), few)
+    assert few.n_snapshots == 2
     PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
 
 
 def test_what_is_held_pins_nothing_larger():
     """MLX's caches grow in steps, and a slice holds all of the array that it is cut from."""
-    model, text = model_of("qwen3_5"), [*range(32)] * 20
-    store, before = PromptStore(model, 1 << 30), active_memory()
-    prompt_cache = read(model, text)
-    store.insert(text, prompt_cache)
-    for n in (1, 2):
-        cut = read(model, text[: 300 * n], store=PromptStore(model, 0))
-        store.insert(text[: 300 * n], cut)
-    del prompt_cache, cut
-    assert store.n_snapshots == 3
+    model, text = model_of("qwen3_5"), [*range(32)] * 17
+    store, before = new_store(), active_memory()
+    store.insert(text, read(model, text))
+    store.insert(text[:300], read(model, text[:300]))
+    assert store.n_snapshots == 2
     assert active_memory() - before < 1.1 * store.nbytes
 
 
@@ -194,27 +160,21 @@ def active_memory():
 
 
 def test_a_cache_of_mlx_lm_is_kept_without_the_head():
-    model = model_of("qwen3_5")
-    store, theirs = PromptStore(model, 1 << 30), stock.make_prompt_cache(model)
-    plain(TEXT, model, max_tokens=1, prompt_cache=theirs)
-    text = [*TEXT, *plain(TEXT, model, max_tokens=1)]
-    n_entries = len(theirs)
+    model, store, theirs = model_of("qwen3_5"), new_store(), stock.make_prompt_cache(model_of("qwen3_5"))
+    text, n_entries = [*TEXT, *plain(TEXT, model, max_tokens=1, prompt_cache=theirs)], len(theirs)
     store.insert(text, theirs)
     assert len(theirs) == n_entries
     fetched, n, _ = store.fetch([*text, 7])
     assert n == len(text)
     assert mtp([7], model, max_tokens=9, prompt_cache=fetched) == plain([*text, 7], model, max_tokens=9)
-    read(model, text, store=PromptStore(model, 1 << 30))
-    fetched, n, _ = store.fetch(text)
-    assert PromptCache(fetched, n_entries).head.offset == 0
+    assert PromptCache(store.fetch(text)[0], n_entries).head.offset == 0
     store.insert(text, read(model, text))  # with the head's rows: these are preferred
     assert PromptCache(store.fetch(text)[0], n_entries).head.offset == len(text) - 1
 
 
 def test_a_model_without_a_head():
     model = tiny_model("qwen3_5", mtp_num_hidden_layers=0)
-    store = PromptStore(model, 1 << 30)
-    history = [*TEXT]
+    store, history = new_store(model), [*TEXT]
     for _ in range(3):
         prompt_cache, n, handle = store.fetch(history[:-1])
         assert n == (0 if history == TEXT else len(history) - 1)
@@ -226,11 +186,10 @@ def test_a_model_without_a_head():
 
 
 def test_what_is_not_quantized_yet_serves_both():
-    model = model_of("qwen3_5")
-    store = PromptStore(model, 1 << 30)
-    read(model, TEXT, cuts=(4, 5, 6, 10), store=store)
+    model, store = model_of("qwen3_5"), new_store()
+    read(model, TEXT, (4, 5, 6, 10), store)
     assert store.fetch(TEXT, KV)[1] == 5  # from the 6th token on, keys and values are quantized
-    read(model, TEXT, cuts=(10,), store=store, kv=KV)
+    read(model, TEXT, (10,), store, KV)
     assert store.fetch(TEXT, KV)[1] == len(TEXT)
     assert "QuantizedKVCache" in names(store.fetch(TEXT, KV)[0])
     assert "QuantizedKVCache" not in names(store.fetch(TEXT)[0])
@@ -240,36 +199,35 @@ def test_what_is_not_quantized_yet_serves_both():
 
 def test_other_weights_begin_anew():
     model = tiny_model("qwen3_5")
-    store = PromptStore(model, 1 << 30)
+    store = new_store(model)
     read(model, TEXT, store=store)
     model.update(tiny_model("qwen3_5", 1).parameters())
-    assert store.fetch(TEXT)[1] == 0
-    assert store.nbytes == 0
+    assert (store.fetch(TEXT)[1], store.nbytes) == (0, 0)
     read(model, TEXT, store=store)
     assert store.fetch(TEXT)[1] == len(TEXT)
 
 
 def test_refuses_what_is_not_of_these_tokens_or_this_model():
-    model = model_of("qwen3_5")
-    store, prompt_cache = PromptStore(model, 1 << 30), read(model, TEXT)
-    with pytest.raises(ValueError, match="is of 16 tokens, not of these 15"):
-        store.insert(TEXT[:-1], prompt_cache)
-    with pytest.raises(ValueError, match="belongs to another model"):
-        store.insert(TEXT, read(model_of("qwen3_5", 1), TEXT))
-    with pytest.raises(ValueError, match=r"8 bits in groups of 32: give kv=.*, not None"):
-        store.insert(TEXT, read(model, TEXT, store=PromptStore(model, 0), kv=KV))
+    model, store = model_of("qwen3_5"), new_store()
+    quantized = read(model, TEXT, store=new_store(max_bytes=0), kv=KV)
+    for text, prompt_cache, message in [
+        (TEXT[:-1], read(model, TEXT), "is of 16 tokens, not of these 15"),
+        (TEXT, read(model_of("qwen3_5", 1), TEXT), "belongs to another model"),
+        (TEXT, quantized, r"8 bits in groups of 32: give kv=.*, not None"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            store.insert(text, prompt_cache)
     assert store.nbytes == 0
 
 
 def test_threads_fetch_what_others_inserted():
-    model = model_of("qwen3_5")
-    store, errors = PromptStore(model, 1 << 30), []
+    model, store, errors = model_of("qwen3_5"), new_store(), []
     want = plain(TEXT, model, max_tokens=3)
 
     def work(i):
         try:
             for _ in range(4):
-                prompt_cache = read(model, TEXT[:-1], cuts=(i + 1, 8), store=store)
+                prompt_cache = read(model, TEXT[:-1], (i + 1, 8), store)
                 assert mtp(TEXT[-1:], model, max_tokens=3, prompt_cache=prompt_cache) == want
                 store.trim_to(store.nbytes // 2)
         except BaseException as e:

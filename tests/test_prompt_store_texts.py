@@ -1,6 +1,5 @@
 """Texts with a prompt store: a restored prefix goes on as the same prefix does that was read afresh, bit for bit."""
 
-import functools
 from contextlib import closing
 
 import mlx.core as mx
@@ -19,120 +18,79 @@ from tests.support.models import PACK, TRAINED, arrays_equal
 from tests.support.prompt_store import TEXT, model_of
 
 CUTS = (5, 11)
-KINDS = [
-    ("qwen3_5", mx.float32, {}),
-    ("qwen3_5", mx.bfloat16, {}),
-    ("qwen3_5_moe", mx.float32, {}),
-    ("qwen3_next", mx.float32, {}),
-    (PACK, mx.float32, {}),
-    ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)),
-    ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=8)),
-]
-IDS = ["dense", "bfloat16", "moe", "next", "pack", "8 bits", "8 bits later"]
+KINDS = {
+    "dense": ("qwen3_5", mx.float32, {}),
+    "bfloat16": ("qwen3_5", mx.bfloat16, {}),
+    "moe": ("qwen3_5_moe", mx.float32, {}),
+    "next": ("qwen3_next", mx.float32, {}),
+    "pack": (PACK, mx.float32, {}),
+    "8 bits": ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)),
+    "8 bits later": ("qwen3_5", mx.float32, dict(kv_bits=8, kv_group_size=32, quantized_kv_start=8)),
+}
 
 
-def kv_of(options):
-    return KVOptions(**options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_restored_prefixes_go_on_as_those_read_afresh(kind, trained):
+    """The logits of each token that follows, drafts verified or not, alone and in a batch."""
+    family, dtype, options = KINDS[kind]
+    model, kv = model_of(family, dtype=dtype), KVOptions(**options)
+    store, ends = PromptStore(model, 1 << 30), ((7, 5), (16, 11))
 
+    def read_to(n):
+        """A prompt cache of the first n tokens, read afresh with the cuts."""
+        prompt_cache, begin = make_prompt_cache(model), 0
+        for end in [*(cut for cut in CUTS if cut < n), n]:
+            prefill(mx.array(TEXT[begin:end]), model, prompt_cache=prompt_cache, **options)
+            begin = end
+        return prompt_cache
 
-def read_to(model, n, **options):
-    """A prompt cache of the first n tokens, read afresh with the cuts."""
-    prompt_cache, begin = make_prompt_cache(model), 0
-    for end in [*(cut for cut in CUTS if cut < n), n]:
-        prefill(mx.array(TEXT[begin:end]), model, prompt_cache=prompt_cache, **options)
-        begin = end
-    return prompt_cache
+    def restored(end, n):
+        prompt_cache, n_found, _ = store.fetch(TEXT[:end], kv)
+        assert n_found == n
+        return prompt_cache
 
-
-def filled(model, options):
-    store = PromptStore(model, 1 << 30)
     for n in CUTS:
-        store.insert(TEXT[:n], read_to(model, n, **options), kv_of(options))
-    return store
-
-
-@pytest.mark.parametrize(("family", "dtype", "options"), KINDS, ids=IDS)
-def test_logits_after_a_restored_prefix(family, dtype, options):
-    """Of each token that follows, drafts verified or not."""
-    model = model_of(family, dtype=dtype)
-    store = filled(model, options)
-    for end, n in ((7, 5), (16, 11)):
-        assert store.fetch(TEXT[:end], kv_of(options))[1] == n
+        store.insert(TEXT[:n], read_to(n), kv)
+    for end, n in ends:
         for depth in (0, 3):
             rows = []
-            for prompt_cache in (store.fetch(TEXT[:end], kv_of(options))[0], read_to(model, n, **options)):
-                steps = mtp_generate_step(
-                    mx.array(TEXT[n:]),
-                    model,
-                    max_tokens=8,
-                    num_draft_tokens=depth,
-                    prompt_cache=prompt_cache,
-                    **options,
-                )
+            for prompt_cache in (restored(end, n), read_to(n)):
+                given = dict(max_tokens=8, num_draft_tokens=depth, prompt_cache=prompt_cache, **options)
+                steps = mtp_generate_step(mx.array(TEXT[n:]), model, **given)
                 rows.append([(mx.array(token), logprobs) for token, logprobs, _ in steps])
             assert arrays_equal(*rows)
-
-
-@pytest.mark.parametrize(("family", "dtype", "options"), KINDS[:5], ids=IDS[:5])
-def test_a_batch_of_restored_prefixes(family, dtype, options, trained):
-    model = model_of(family, dtype=dtype)
-    store, ends = filled(model, options), (7, 16)
-    asked = [store.fetch(TEXT[:end]) for end in ends]
-    fresh = [read_to(model, n) for _, n, _ in asked]
-    outs = [
-        batch_generate(
-            model,
-            trained[1],
-            [TEXT[n:] for _, n, _ in asked],
-            caches,
-            8,
-            num_draft_tokens=2,
-            return_token_ids=True,
-            return_logprobs=True,
-        )
-        for caches in ([cache for cache, _, _ in asked], fresh)
-    ]
-    assert outs[0].token_ids == outs[1].token_ids
-    assert outs[0].logprobs == outs[1].logprobs
+    if not options:
+        outs, given = [], dict(num_draft_tokens=2, return_token_ids=True, return_logprobs=True)
+        for caches in ([restored(*end) for end in ends], [read_to(n) for _, n in ends]):
+            outs.append(batch_generate(model, trained[1], [TEXT[n:] for _, n in ends], caches, 8, **given))
+        assert outs[0].token_ids == outs[1].token_ids
+        assert outs[0].logprobs == outs[1].logprobs
 
 
 def answer(model, tokenizer, prompt, store, **options):
     return [r.token for r in stream_generate(model, tokenizer, prompt, prompt_store=store, **options)]
 
 
-def test_a_session_is_that_of_mlx_lm(trained):
-    """Turns that go on, one that is edited, and the first one again."""
+def test_a_session_is_that_of_mlx_lm(trained, monkeypatch):
+    """Turns that go on, without comparing rows, as handles say where a text was read; one that is edited; the first again."""
     model, tokenizer = trained
-    store, text = PromptStore(model, 1 << 30), "def read_lines(path):\n"
-    prompts = []
-    for turn in ("def write_lines(path):\n", "import os\n"):
+    store, text, prompts, compared = PromptStore(model, 1 << 30), "def read_lines(path):\n", [], []
+    monkeypatch.setattr(arrays, "are_equal", lambda *_: compared.append(_))
+    for turn in ("def write_lines(path):\n", "import os\n", "import re\n"):
         prompts.append(text)
         text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + turn
-    prompts += [prompts[1] + "# another end\n", prompts[0]]
-    for prompt in prompts:
+    assert store.counts.hits == 2
+    assert compared == []
+    monkeypatch.undo()
+    for prompt in [*prompts, prompts[1] + "# another end\n", prompts[0]]:
         tokens, calls = tokenizer.encode(prompt), []
-        progress = functools.partial(_note, calls)
-        got = answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=progress)
+        progress = dict(prompt_progress_callback=lambda *progress, calls=calls: calls.append(progress))
+        got = answer(model, tokenizer, prompt, store, max_tokens=5, **progress)
         assert got == plain(tokens, model, max_tokens=5)[: len(got)]
-        assert [total for _, total in calls] == [len(tokens)] * len(calls)
+        assert {total for _, total in calls} == {len(tokens)}
         assert sorted(calls) == calls
         assert calls[-1] == (len(tokens), len(tokens))
     assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
-
-
-def test_a_session_compares_no_rows(trained, monkeypatch):
-    """Handles say where a text was read."""
-    model, tokenizer = trained
-    store, text, compared = PromptStore(model, 1 << 30), "def read_lines(path):\n", []
-    monkeypatch.setattr(arrays, "are_equal", lambda *_: compared.append(_))
-    for n in range(3):
-        text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + f"import module_{n}\n"
-    assert store.counts.hits == 2
-    assert compared == []
-
-
-def _note(calls, *progress):
-    calls.append(progress)
 
 
 def test_prompts_are_cut_where_messages_end(trained):
@@ -160,9 +118,9 @@ def test_an_answer_that_is_stopped_is_kept(trained):
     assert store.fetch([*prompt, *tokens])[1] == len(prompt) + 5
 
 
-def test_a_prompt_that_is_stopped_is_kept(demo, monkeypatch):
+def test_a_prompt_that_is_stopped_is_kept(trained, monkeypatch):
     """As far as it is read: up to a cut and the chunk after it."""
-    model, tokenizer = demo
+    model, tokenizer = trained
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
     monkeypatch.setattr(cuts, "choose_cuts", lambda *_: [5])
 
@@ -194,14 +152,13 @@ class Counting:
 def test_processors_see_the_whole_prompt(sampled, trained):
     model, tokenizer = trained
     store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("import os\nimport sys\nimport os\n")
-    options = lambda: dict(  # noqa: E731
-        max_tokens=5,
-        logits_processors=make_logits_processors(repetition_penalty=1.5),
-        sampler=make_sampler(temp=1.0, seed=3) if sampled else None,
-    )
-    first = answer(model, tokenizer, prompt, None, **options())
-    for _ in range(2):
-        assert answer(model, tokenizer, prompt, store, **options()) == first
+
+    def text(store):
+        options = dict(max_tokens=5, sampler=make_sampler(temp=1.0, seed=3) if sampled else None)
+        options["logits_processors"] = make_logits_processors(repetition_penalty=1.5)
+        return answer(model, tokenizer, prompt, store, **options)
+
+    assert text(None) == text(store) == text(store)
     counting = Counting()
     tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[counting])
     assert counting.seen == [prompt + tokens[:i] for i in range(4)]
@@ -210,20 +167,12 @@ def test_processors_see_the_whole_prompt(sampled, trained):
     assert not hasattr(seeing(mx.array([1]), type("Plain", (), {"__call__": lambda *_: 0})()), "copy")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(prompt_cache=[]), "prompt_store and prompt_cache"),
-        (dict(input_embeddings=mx.zeros((3, 4))), "prompt_store and input_embeddings"),
-        (dict(mtp=False), "requires mtp=True or copy_drafts"),
-    ],
-)
-def test_what_does_not_go_with_a_store(options, message, trained):
-    model, tokenizer = trained
-    with pytest.raises(ValueError, match=message):
-        answer(model, tokenizer, [1, 2, 3], PromptStore(model, 0), **options)
-
-
-def test_a_store_of_another_model(trained):
-    with pytest.raises(ValueError, match="belongs to another model"):
-        answer(*trained, [1, 2, 3], PromptStore(model_of("qwen3_5"), 0))
+def test_what_does_not_go_with_a_store(trained):
+    for of, options, message in [
+        (trained[0], dict(prompt_cache=[]), "prompt_store and prompt_cache"),
+        (trained[0], dict(input_embeddings=mx.zeros((3, 4))), "prompt_store and input_embeddings"),
+        (trained[0], dict(mtp=False), "requires mtp=True or copy_drafts"),
+        (model_of("qwen3_5"), {}, "belongs to another model"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            answer(*trained, [1, 2, 3], PromptStore(of, 0), **options)

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp import make_prompt_cache
+from tests.support.decoding import mtp
 from tests.support.models import DATA, arrays_equal, load_reference
 from tests.support.profiles import LONG
 
@@ -27,24 +28,22 @@ def test_moe36_is_moe35_in_another_layout():
     assert arrays_equal(*(load_reference(DATA / name).parameters() for name in ("moe35", "moe36")))
 
 
-def test_backbone_logits_and_hidden_states(case):
-    model, values, prompts = case
-    for j in prompts:
-        logits, hidden = model(mx.array(values[f"prompt_{j}"])[None], return_hidden=True)
-        assert difference(logits[0], values[f"logits_{j}"]) <= TOLERANCE
-        assert difference(hidden[0], values[f"hidden_{j}"]) <= TOLERANCE
+def hidden_and_next_tokens(model, values, j):
+    """Of a prompt, and that backbone and hidden states are the reference's."""
+    prompt = mx.array(values[f"prompt_{j}"])[None]
+    logits, hidden = model(prompt, return_hidden=True)
+    assert difference(logits[0], values[f"logits_{j}"]) <= TOLERANCE
+    assert difference(hidden[0], values[f"hidden_{j}"]) <= TOLERANCE
+    return hidden, mx.concatenate([prompt[:, 1:], mx.array(values[f"greedy_{j}"][:1])[None]], axis=1)
 
 
-def test_head_logits_and_draft_chain(case):
+def test_backbone_head_and_draft_chain(case):
     model, values, prompts = case
     for j in prompts:
-        prompt = mx.array(values[f"prompt_{j}"])[None]
-        _, hidden = model(prompt, return_hidden=True)
-        next_tokens = mx.concatenate([prompt[:, 1:], mx.array(values[f"greedy_{j}"][:1])[None]], axis=1)
+        hidden, next_tokens = hidden_and_next_tokens(model, values, j)
         head_cache = make_prompt_cache(model)[len(model.layers)]
         logits, out = model.mtp_forward(hidden, next_tokens, head_cache)
         assert difference(logits[0], values[f"mtp_logits_{j}"]) <= TOLERANCE
-
         logits, out = logits[:, -1:], out[:, -1:]
         for i, draft in enumerate(values[f"draft_tokens_{j}"].tolist()):
             assert difference(logits[0, 0], values[f"draft_logits_{j}"][i]) <= TOLERANCE
@@ -60,13 +59,11 @@ def test_the_last_row_alone(case, chunk, quantized):
     """It is what it would be if the rows before it had been computed to the end."""
     model, values, prompts = case
     for j in prompts if LONG else prompts[:2]:
-        prompt = mx.array(values[f"prompt_{j}"])[None]
-        _, hidden = model(prompt, return_hidden=True)
-        next_tokens = mx.concatenate([prompt[:, 1:], mx.array(values[f"greedy_{j}"][:1])[None]], axis=1)
+        (hidden, next_tokens), n = hidden_and_next_tokens(model, values, j), len(values[f"prompt_{j}"])
         caches = [make_prompt_cache(model)[len(model.layers)] for _ in range(2)]
         if quantized:
             caches = [c.to_quantized(group_size=32, bits=8) for c in caches]
-        for i in range(0, prompt.shape[1], chunk):
+        for i in range(0, n, chunk):
             rows = slice(i, i + chunk)
             embeddings = model.model.embed_tokens(next_tokens[:, rows])
             out = model.mtp(embeddings, hidden[:, rows], caches[0], last_only=True)
@@ -75,9 +72,9 @@ def test_the_last_row_alone(case, chunk, quantized):
                 want = model.mtp(embeddings, hidden[:, rows], caches[1])[:, -1:]
                 assert float(mx.abs(out - want).max()) <= TOLERANCE
             else:
-                last = min(i + chunk, prompt.shape[1]) - 1
+                last = min(i + chunk, n) - 1
                 assert difference(model.logits(out)[0, 0], values[f"mtp_logits_{j}"][last]) <= TOLERANCE
-        assert caches[0].offset == prompt.shape[1]
+        assert caches[0].offset == n
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -85,7 +82,5 @@ def test_greedy_tokens(case, depth):
     model, values, prompts = case
     for j in prompts if LONG else prompts[:2]:
         want = values[f"greedy_{j}"].tolist()
-        steps = mtp_generate_step(
-            mx.array(values[f"prompt_{j}"]), model, max_tokens=len(want), num_draft_tokens=depth, prefill_step_size=7
-        )
-        assert [token for token, _, _ in steps] == want
+        options = dict(max_tokens=len(want), num_draft_tokens=depth, prefill_step_size=7)
+        assert mtp(values[f"prompt_{j}"], model, **options) == want

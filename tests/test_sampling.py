@@ -12,15 +12,13 @@ from mlx_lm import sample_utils
 
 import mlx_mtp
 from mlx_mtp.sampling.acceptance import RejectionSampling, accept, log_residual, n_leading
-from tests.support import distribution
-from tests.support.chi_square import p_value
+from tests.support.distribution import CASES, Case, p_value
+from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.profiles import LONG, examples
 
 LEVEL = 1e-5  # of each chi-square test
-# Draws of each case.
-MANY = pytest.mark.parametrize(
-    "n", [pytest.param(50_000, id="many"), pytest.param(1_000_000, marks=pytest.mark.slow, id="a million")]
-)
+# Draws of each case
+MANY = pytest.mark.parametrize("n", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 
 probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).map(lambda x: np.array(x) / sum(x))
 
@@ -47,12 +45,10 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 @examples(60)
 @given(p=probabilities, q=probabilities)
 def test_accepts_with_probability_p_over_q(p, q):
-    for x in np.flatnonzero(q):
-        bound = min(1.0, p[x] / q[x])
-        u = mx.array([bound * 0.999, min(bound * 1.001, 0.9999999)])
-        draft = mx.full((2,), int(x), mx.uint32)
-        accepted = accept(mx.stack([log(p)] * 2), mx.stack([log(q)] * 2), draft, u)
-        assert accepted.tolist() == [bound > 0, bound == 1]
+    drafts = np.flatnonzero(q)
+    bound, (log_p, log_q) = np.minimum(1.0, p[drafts] / q[drafts]), (mx.stack([log(x)] * len(drafts)) for x in (p, q))
+    for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.9999999), bound == 1)):
+        assert accept(log_p, log_q, mx.array(drafts, mx.uint32), mx.array(u, mx.float32)).tolist() == want.tolist()
 
 
 @examples(60)
@@ -67,14 +63,16 @@ def test_accepted_and_residual_add_up_to_p(p, q):
     assert np.allclose(emitted, p, atol=1e-6)
 
 
-def test_empty_residual_is_p():
+def test_closed_forms():
     p = np.array([0.25, 0.75])
-    assert np.allclose(exact(log_residual(log(p)[None], log(p)[None])[0]), p)
-
-
-@given(st.lists(st.booleans(), max_size=8))
-def test_accepts_up_to_the_first_rejection(accepted):
-    assert n_leading(accepted) == len(list(itertools.takewhile(bool, accepted)))
+    assert np.allclose(exact(log_residual(log(p)[None], log(p)[None])[0]), p)  # where none is left
+    for accepted in itertools.product([False, True], repeat=6):
+        assert n_leading(list(accepted)) == len(list(itertools.takewhile(bool, accepted)))
+    assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
+    for options in (dict(min_p=1.1), dict(xtc_probability=-0.1), dict(xtc_probability=0.5, xtc_threshold=0.6)):
+        with pytest.raises(ValueError, match="must be from 0 to"):
+            mlx_mtp.make_sampler(temp=1.0, **options)
+    mx.eval(mx.random.uniform())
 
 
 # Of many draws
@@ -90,49 +88,40 @@ SAMPLERS = [
     dict(temp=0.7, top_p=0.95, top_k=6, min_p=0.02, xtc_probability=0.5, xtc_threshold=0.15),
 ]
 TARGET = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
-HEADS = {
-    "good": np.array([0.38, 0.22, 0.14, 0.12, 0.06, 0.05, 0.02, 0.01]),
-    "bad": np.array([0.01, 0.02, 0.04, 0.08, 0.1, 0.15, 0.2, 0.4]),
-    "sure of what is unlikely": np.array([0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.993, 0.001]),
-}
+HEADS = dict(
+    good=np.array([0.38, 0.22, 0.14, 0.12, 0.06, 0.05, 0.02, 0.01]),
+    bad=TARGET[::-1],
+    sure_of_what_is_unlikely=np.array([0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.993, 0.001]),
+)
 
 
 def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
     """What mlx-lm's sampler of these options draws from: the mean over XTC's uniform number."""
     monkeypatch.setattr(sample_utils, "categorical_sampling", lambda x, temp: mx.softmax(x * (1 / temp), axis=-1))
     chance = options.pop("xtc_probability", 0.0)
-    mean = (1 - chance) * np.array(sample_utils.make_sampler(**options)(log(p)[None])[0], np.float64)
-    if chance:
-        mean += chance * np.array(
-            sample_utils.make_sampler(**options, xtc_probability=1.0)(log(p)[None])[0], np.float64
-        )
+    mean = 0.0
+    for xtc, weight in ((0.0, 1 - chance), (1.0, chance)):
+        sampler = sample_utils.make_sampler(**options, xtc_probability=xtc)
+        mean += weight * np.array(sampler(log(p)[None])[0], np.float64)
     return mean / mean.sum()
 
 
 @MANY
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_sampler_draws_from_mlx_lms_distribution(options, n, monkeypatch):
-    mx.random.seed(1)
-    tokens = mlx_mtp.make_sampler(**options)(mx.repeat(log(TARGET)[None], n, axis=0))
-    assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
-
-
-@MANY
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-@pytest.mark.parametrize("head", HEADS)
-def test_drafts_keep_the_distribution(options, head, n, monkeypatch):
+def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, n, monkeypatch):
     """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
-    mx.random.seed(2)
+    want = by_mlx_lm(monkeypatch, TARGET, **options)
+    mx.random.seed(1)
     sampler = mlx_mtp.make_sampler(**options)
-    uniforms = sampler.uniforms(n)
-    log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], n, axis=0), uniforms) for p in (TARGET, HEADS[head]))
-    drafts = mx.random.categorical(log_q)
-    accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(n,)))
-    tokens = mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q)))
-    assert_drawn_from(by_mlx_lm(monkeypatch, TARGET, **options), tokens)
-
-    most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
-    assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / n)
+    assert_drawn_from(want, sampler(mx.repeat(log(TARGET)[None], n, axis=0)))
+    for head in HEADS.values():
+        uniforms = sampler.uniforms(n)
+        log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], n, axis=0), uniforms) for p in (TARGET, head))
+        drafts = mx.random.categorical(log_q)
+        accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(n,)))
+        assert_drawn_from(want, mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q))))
+        most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
+        assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / n)
 
 
 def test_draft_and_target_share_the_uniform_number_of_xtc():
@@ -156,26 +145,12 @@ def test_a_rejected_copy_is_replaced_by_another_token():
     assert_drawn_from(TARGET, tokens)
 
 
-def test_temp_0_is_greedy():
-    assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
-
-
-@pytest.mark.parametrize(
-    "options", [{"min_p": 1.1}, {"xtc_probability": -0.1}, {"xtc_probability": 0.5, "xtc_threshold": 0.6}], ids=str
-)
-def test_rejects_options_out_of_range(options):
-    with pytest.raises(ValueError, match="must be from 0 to"):
-        mlx_mtp.make_sampler(temp=1.0, **options)
-    mx.eval(mx.random.uniform())
-
-
 # Through the loop
 
-
 # Copies, and the head behind a rejected one. Coupled drafts and token match are those of a single run, see test_seeds.py.
-BRIEF = [distribution.Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5)]
+BRIEF = [Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5)]
 
 
-@pytest.mark.parametrize("case", distribution.CASES if LONG else BRIEF, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES if LONG else BRIEF, ids=lambda case: case.name)
 def test_joint_distribution_of_the_first_tokens(case):
-    assert case.p_value(runs=5000 if LONG else 100) > distribution.LEVEL
+    assert case.p_value(runs=5000 if LONG else 100) > JOINT_LEVEL

@@ -1,45 +1,368 @@
 """Whatever comes and goes beside it, and whatever fails, each text is that of a single run of mlx-lm.
 
+A scenario has sequences that join and leave, their options, and faults, and is run alone or in a batch. Each text equals that
+of mlx-lm for its prompt alone, up to where it ends, and its prompt cache holds exactly the tokens of the prompt and the text.
+
 ``pytest --long tests/test_single_run.py`` tests 50 times as many scenarios, the demo at every depth and more seeds.
 """
 
 import inspect
+import itertools
+import math
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from tests.support.decoding import mtp, plain
-from tests.support.models import TRAINED
+from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.decoding import clock
+from mlx_mtp.decoding.head_cache import HeadCache
+from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from tests.support.batches import Fault, Faulty, Text
+from tests.support.decoding import assert_goes_on, mtp, plain
+from tests.support.models import FAMILIES, TRAINED, tiny_model
 from tests.support.profiles import LONG, examples
-from tests.support.scenario import WAYS, Ask, Scenario, assert_single_run, scenarios
-from tests.support.scripted import Scripted
+from tests.support.scripted import Scripted, script_copies
 
-# Texts that end within a window of right drafts, of which the last ones are not handed over.
-WITHIN_A_WINDOW = Scenario(
-    family="qwen3_5",
-    seed=0,
-    n_layers=2,
-    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", leaves=n) for n in (3, 5, 8)],
-    prefill_step_size=2048,
-    completion_batch_size=32,
-    refused={},
-    close="close",
-    alone={},
-    draft_rows=None,
-    copies=None,
+PENALTIES = [
+    {},
+    {},
+    dict(repetition_penalty=1.3),
+    dict(logit_bias={3: 2.0}, presence_penalty=0.4, frequency_penalty=0.2),
+]
+HOOKS = [("call", ()), ("call", ("copy",)), ("copy", ("copy",)), ("rollback", ("rollback",))]
+# Calls of ``insert`` that are refused.
+REFUSED: list[dict[str, Any]] = [
+    *({"num_draft_tokens": [n]} for n in (-1, 9, 99, 1.5, "off", "4")),
+    *({"copy_drafts": [n]} for n in (-1, 0, 17, 2.0, "4")),
+    *({"max_tokens": [n]} for n in (0, -1, 2.5)),
+    *({"num_draft_tokens": 0}, {"copy_drafts": "auto"}, {"samplers": [None, None]}, {"caches": [[1]]}),
+]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a sequence asks for.
+
+    Args:
+        right (List[bool]): Whether the head's draft of token i is right, over and over.
+        fault (Tuple, optional): The arguments of ``Faulty``, a processor of which one hook raises.
+        arrives (int): The step before which it joins; in a batch.
+        leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
+        seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
+        stop_at (int, optional): The position behind the two tokens of its text that stop it, wherever they are; in a batch.
+        n_segments (int): Of the prompt; in a batch.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    right: list[bool]
+    num_draft_tokens: int | str | None = None
+    copy_drafts: int | str | None = None
+    seed: int | None = None
+    penalties: dict[str, Any] | None = None
+    fault: tuple[str, int, tuple[str, ...]] | None = None
+    arrives: int = 0
+    leaves: int | None = None
+    seen: int | None = None
+    stop_at: int | None = None
+    n_segments: int = 1
+
+    @property
+    def segments(self):
+        n = -(-len(self.prompt) // self.n_segments)
+        return [self.prompt[i : i + n] for i in range(0, len(self.prompt), n)]
+
+    def stop(self, text):
+        """What stops it."""
+        return [] if self.stop_at is None or self.stop_at > len(text) else text[self.stop_at - 2 : self.stop_at]
+
+    def options(self, fails):
+        """Its sampler and processors: those of mlx-lm, and the one that ``fails``, or allows the same tokens."""
+        sampler = None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed)
+        own = [] if self.fault is None else [Faulty(*self.fault) if fails else Faulty("none", 0)]
+        return sampler, [*make_logits_processors(**(self.penalties or {})), *own]
+
+    def single_run(self, model, **options):
+        """mlx-lm's text."""
+        sampler, processors = self.options(fails=False)
+        options |= dict(max_tokens=self.max_tokens, sampler=sampler, logits_processors=processors)
+        return plain(self.prompt, model, **options)
+
+    def check_counts(self, counts):
+        most, copies = self.num_draft_tokens, self.copy_drafts
+        assert len(counts.drafted) <= (most if isinstance(most, int) else 8)
+        assert copies is None or len(counts.copied) <= {"auto": 16, "off": 0}.get(copies, copies)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """
+    Args:
+        asks (List[Ask]): The sequences.
+        refused (Dict[int, Dict[str, Any]]): Calls of ``insert`` that are refused, by step; in a batch.
+        close (str): How a sequence that leaves is closed, one of ``CLOSES``; alone.
+        alone (Dict[str, Any]): Options of ``mtp_generate_step`` that several sequences do not have.
+        draft_rows (int, optional): The number of tokens in the draft vocabulary.
+        copies (List[Optional[bool]], optional): Whether the copy of token i is right, over and over; ``None`` where none is
+          offered. Default: ``None``, the texts decide.
+    """
+
+    family: str
+    seed: int
+    n_layers: int
+    asks: list[Ask]
+    prefill_step_size: int
+    completion_batch_size: int
+    refused: dict[int, dict[str, Any]]
+    close: str
+    alone: dict[str, Any]
+    draft_rows: int | None
+    copies: list[bool | None] | None
+
+    @property
+    def model(self):
+        return _model(self.family, self.seed, self.n_layers)
+
+
+@cache
+def _model(family, seed, n_layers):
+    return tiny_model(family, seed, num_hidden_layers=n_layers)
+
+
+# Closing a generation of one sequence
+
+
+class Interrupted(Exception):
+    pass
+
+
+def close_elsewhere(steps):
+    """In another thread."""
+    thread = threading.Thread(target=steps.close)
+    thread.start()
+    thread.join()
+
+
+def interrupt_twice(steps):
+    """Close, and interrupt that."""
+    finalize = HeadCache.finalize
+
+    def interrupted(self, n):
+        HeadCache.finalize = finalize
+        finalize(self, n)
+        raise Interrupted
+
+    with suppress(Interrupted), mock.patch.object(HeadCache, "finalize", interrupted):
+        steps.close()
+
+
+CLOSES = {"close": lambda steps: steps.close(), "in another thread": close_elsewhere, "interrupted": interrupt_twice}
+
+
+# The strategy
+
+ASKS = st.builds(
+    Ask,
+    prompt=st.builds(
+        lambda tokens, n: tokens * n,  # some can be copied from
+        st.lists(st.integers(0, 31), min_size=1, max_size=20),
+        st.sampled_from([1, 1, 3]),
+    ),
+    max_tokens=st.integers(1, 30),
+    right=st.lists(st.booleans(), min_size=1, max_size=12),
+    num_draft_tokens=st.sampled_from([None, "auto", 0, 1, 2, 3, 5, 8]),
+    copy_drafts=st.sampled_from([None, "auto", "off", 1, 2, 8, 16]),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    penalties=st.sampled_from(PENALTIES),
+    fault=st.none() | st.builds(lambda hook, n: (hook[0], n, hook[1]), st.sampled_from(HOOKS), st.integers(0, 12)),
+    arrives=st.integers(0, 20),
+    leaves=st.none() | st.none() | st.integers(1, 20),
+    seen=st.none() | st.integers(1, 20),
+    stop_at=st.none() | st.integers(2, 12),
+    n_segments=st.integers(1, 3),
+).filter(lambda ask: (ask.num_draft_tokens, ask.copy_drafts) != (0, "off"))
+SCENARIOS = st.builds(
+    Scenario,
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(0, 2),
+    n_layers=st.sampled_from([2, 4]),
+    asks=st.lists(ASKS, min_size=1, max_size=5),
+    prefill_step_size=st.sampled_from([1, 2, 5, 16, 2048]),
+    completion_batch_size=st.sampled_from([1, 2, 32]),
+    refused=st.dictionaries(st.integers(0, 20), st.sampled_from(REFUSED), max_size=3),
+    close=st.sampled_from([*CLOSES]),
+    alone=st.fixed_dictionaries(
+        {}, optional=dict(exact=st.just(True), draft_p_min=st.sampled_from([0.2, 0.9]), kv_bits=st.just(8))
+    ),
+    draft_rows=st.sampled_from([None, None, 6, 20]),
+    copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
+# The proof
+
+
+@contextmanager
+def drafting(scenario):
+    """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
+    model, copies, truths = scenario.model, scenario.copies, []
+    if scenario.draft_rows is not None:
+        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if copies is not None:
+                script_copies(patch, truths, lambda i: copies[i % len(copies)])
+            patch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
+            yield truths
+    finally:
+        model.drafting.lm_head = None
+
+
+def run_alone(scenario, truths):
+    """One sequence after the other, a token at a time."""
+    model = scenario.model
+    for ask in scenario.asks:
+        prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
+        alone, kv = dict(scenario.alone), {}
+        if "kv_bits" in alone:
+            kv = dict(kv_bits=alone.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
+        kv["prefill_step_size"] = scenario.prefill_step_size
+        want = ask.single_run(model, **kv)
+        truths.append(ask.prompt + want + [0] * 40)
+        scripted = Scripted(model, truths[-1], lambda i, right=ask.right: right[i % len(right)])
+        sampler, processors = ask.options(fails=True)
+        alone |= dict(
+            num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, max_tokens=ask.max_tokens, **kv
+        )
+        alone |= dict(sampler=sampler, logits_processors=processors, prompt_cache=prompt_cache, counts=counts)
+        steps = mtp_generate_step(mx.array(ask.prompt), scripted, **alone)
+        try:
+            for token, _, _ in steps:
+                tokens.append(token)
+                if len(tokens) == ask.leaves:
+                    CLOSES[scenario.close](steps)
+                    break
+        except Fault as e:
+            fault = e
+        n = len(tokens)
+        assert tokens == want[:n]
+        assert fault is None or (ask.fault and str(fault) == ask.fault[0])
+        assert fault or n == min(ask.max_tokens, ask.leaves or ask.max_tokens)
+        ask.check_counts(counts)
+        if n > 0 and "kv_bits" not in kv:
+            assert_goes_on(model, prompt_cache, ask.prompt + tokens)
+
+
+def run_batch(scenario, truths):
+    """All in a batch, which they join and leave while it generates."""
+    model, asks, texts, wants, removed = scenario.model, {}, {}, {}, {}
+    scripted = Scripted(model, {}, lambda uid, i: asks[uid].right[i % len(asks[uid].right)])
+    generator = BatchGenerator(
+        scripted,
+        completion_batch_size=scenario.completion_batch_size,
+        prefill_step_size=scenario.prefill_step_size,
+        max_token_gap=math.inf,  # prompts are read whenever there are some
+        min_decode_share=0.0,
+        return_prompt_caches=True,
+    )
+    scripted.decoder = generator.decoder
+
+    def extracted(uid):
+        prompt_cache, tokens = generator.extract_cache([uid])[uid]
+        assert_goes_on(model, prompt_cache, tokens)
+        return tokens
+
+    for step in range(2000):
+        if step in scenario.refused:
+            n = len(generator)
+            with pytest.raises(ValueError):  # noqa: PT011
+                generator.insert([[1, 2]], **scenario.refused[step])
+            assert len(generator) == n, "half of a call was inserted"
+        for ask in (ask for ask in scenario.asks if ask.arrives == step):
+            want = ask.single_run(model)
+            truths.append(ask.prompt + want + [0] * 40)
+            sampler, processors = ask.options(fails=True)
+            (uid,) = generator.insert_segments(
+                [ask.segments],
+                max_tokens=[ask.max_tokens],
+                samplers=[sampler],
+                logits_processors=[processors],
+                stop_sequences=[StopSequences([ask.stop(want)])],
+                num_draft_tokens=[ask.num_draft_tokens],
+                copy_drafts=[ask.copy_drafts],
+            )
+            scripted.texts[uid] = ask.prompt + want
+            asks[uid], wants[uid], texts[uid] = ask, want, Text()
+        for uid, ask in asks.items():
+            text = texts[uid]
+            if ask.leaves is not None and len(text.tokens) >= ask.leaves and not text.finish_reason:
+                removed |= generator.remove([uid], return_prompt_caches=True)
+                text.finish_reason = "removed"
+            if len(text.tokens) == ask.seen and not text.finish_reason:
+                assert extracted(uid) == ask.prompt + text.tokens
+        read, generated = generator.next()
+        for p in read:
+            if p.end_of_segment and not p.end_of_prompt:
+                assert extracted(p.uid) == asks[p.uid].prompt[: p.progress[0]]
+        for r in generated:
+            texts[r.uid].add(r)
+        if len(generator) == 0 and step > 20:
+            break
+    assert len(generator) == len(generator.decoder) == 0, "it never ends"
+    assert len(texts) == len(scenario.asks)
+    for uid, ask in asks.items():
+        check_text(model, ask, wants[uid], texts[uid], removed.get(uid))
+
+
+def check_text(model, ask, want, text, removed):
+    """One text of a batch: its tokens, its end, its counts and its cache."""
+    n, last = len(text.tokens), text.last
+    assert text.tokens == want[:n]
+    if text.finish_reason == "removed":
+        prompt_cache, tokens = removed or (None, [])
+        assert tokens == (ask.prompt + want)[: len(tokens)]
+    else:
+        prompt_cache, tokens = last.prompt_cache, ask.prompt + text.tokens
+        assert last.all_tokens == tokens
+        if text.finish_reason == "error":
+            assert isinstance(last.error, Fault), last.error
+            assert str(last.error) == ask.fault[0], "the error of another sequence"
+        else:
+            stop = ask.stop(want)
+            n_want = next((i for i in range(2, n + 1) if want[i - 2 : i] == stop), ask.max_tokens)
+            assert (text.finish_reason, n, last.error) == ("stop" if stop else "length", n_want, None)
+    if last is not None:
+        ask.check_counts(last.counts)
+    if tokens:
+        assert_goes_on(model, prompt_cache, tokens)
+
+
+# Texts that end within a window of right drafts, of which the last ones are not handed over.
+WITHIN_A_WINDOW = Scenario(
+    "qwen3_5", 0, 2, [Ask([3, 1, 4], 30, [True], 4, "off", leaves=n) for n in (3, 5, 8)], 2048, 32, {}, "close", {}, None, None
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [run_alone, run_batch], ids=["alone", "batch"])
 @examples(10)
 @example(scenario=WITHIN_A_WINDOW)
-@given(scenario=scenarios())
-def test_each_text_is_that_of_a_single_run(way, scenario):
-    assert_single_run(way, scenario)
+@given(scenario=SCENARIOS)
+def test_each_text_is_that_of_a_single_run(run, scenario):
+    with drafting(scenario) as truths:
+        run(scenario, truths)
 
 
 MODULES = ["abc", "bisect", "calendar", "cmd", "codecs", "copy", "csv", "glob", "heapq", "json"][: 10 if LONG else 1]
@@ -57,9 +380,8 @@ def test_a_trained_model_at_every_depth(precision):
     for i, name in enumerate(MODULES):
         prompt = tokenizer.encode(inspect.getsource(import_module(name)))[: 40 + 12 * i]
         want = plain(prompt, model, max_tokens=MAX_TOKENS)
-        heads = [lambda i: True, lambda i: False, lambda i: i % 10 < 7]
         for depth in DEPTHS:
             assert mtp(prompt, model, max_tokens=MAX_TOKENS, num_draft_tokens=depth) == want
-        for depth, right in zip((3, 5, 8), heads):
+        for depth, right in zip((3, 5, 8), (lambda i: True, lambda i: False, lambda i: i % 10 < 7)):
             scripted = Scripted(model, prompt + want + [0] * 10, right)
             assert mtp(prompt, scripted, max_tokens=MAX_TOKENS, num_draft_tokens=depth) == want

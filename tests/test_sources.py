@@ -51,34 +51,34 @@ def oracles(monkeypatch, equal_steps):
     return made, truths[0]
 
 
+def counts_of(oracles, way, **options):
+    """The counts of the text, which is right, and the drafts that the source gave."""
+    made, truth = oracles
+    text = generate(way, PROMPT, model_of("qwen3_5"), max_tokens=N, copy_drafts="auto", **options)
+    assert text.last.all_tokens == truth[: len(PROMPT) + N]
+    return text.last.counts, next(o for o in made if o.text[: len(PROMPT)] == PROMPT).proposed
+
+
 @every_way
 @pytest.mark.parametrize("number", [0, "auto"])
 def test_sequences_draft_from_it(oracles, way, number):
-    (made, truth), model = oracles, model_of("qwen3_5")
-    text = generate(way, PROMPT, model, max_tokens=N, num_draft_tokens=number, copy_drafts="auto")
-    own, counts = next(o for o in made if o.text[: len(PROMPT)] == PROMPT), text.last.counts
-    assert text.last.all_tokens == truth[: len(PROMPT) + N]
-    assert sum(own.proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
+    counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
+    assert sum(proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
 
 
 @alone_and_beside_others
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
-    (made, truth), model = oracles, model_of("qwen3_5")
     monkeypatch.setattr(Oracle, "fixed", 4)
     monkeypatch.setattr(Oracle, "most", most)
-    text = generate(way, PROMPT, model, max_tokens=N, num_draft_tokens=0, copy_drafts="auto")
-    own, counts = next(o for o in made if o.text[: len(PROMPT)] == PROMPT), text.last.counts
-    assert text.last.all_tokens == truth[: len(PROMPT) + N]
-    assert sum(own.proposed) == sum(counts.others) == sum(counts.others_accepted)
+    counts, proposed = counts_of(oracles, way, num_draft_tokens=0)
+    assert sum(proposed) == sum(counts.others) == sum(counts.others_accepted)
     assert len(counts.others) == most
 
 
 @alone_and_beside_others
 def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
-    made, truth = oracles
     monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
-    text = generate(way, PROMPT, model_of("qwen3_5"), max_tokens=N, num_draft_tokens=2, copy_drafts="auto")
-    assert text.last.all_tokens == truth[: len(PROMPT) + N]
-    assert sum(next(o for o in made if o.text[: len(PROMPT)] == PROMPT).proposed) > 0
-    assert text.last.counts.others_accepted == text.last.counts.others
+    counts, proposed = counts_of(oracles, way, num_draft_tokens=2)
+    assert sum(proposed) > 0
+    assert counts.others_accepted == counts.others

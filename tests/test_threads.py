@@ -65,7 +65,7 @@ def after(model, tokens, kv):
     return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
 
 
-CASES = [  # others, greedy or with a seed or penalties, are closed in another thread in ``support/scenario.py``
+CASES = [  # others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``
     *((kind, "drafts and copies", None) for kind in OPTIONS),
     ("rejection", "copies", 6),
 ]

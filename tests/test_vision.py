@@ -11,11 +11,11 @@ import mlx_mtp
 from mlx_mtp.images import tower as vision
 from mlx_mtp.images.tower import PATCH_KERNEL, VisionArgs, make_tower, split_tower
 from tests.support.checkpoints import configure, copied
+from tests.support.decoding import mtp
 from tests.support.images import VISION_CONFIG, add_tower, picture, tower_tensors
 from tests.support.models import DATA
 
 TOWERS = ("small", "wide")  # heads of 16 and of 72
-GRIDS = range(5)
 
 
 def stored(name):
@@ -37,24 +37,19 @@ def run(tower, reference, j):
     return np.array(out.astype(mx.float32))
 
 
-@pytest.mark.parametrize("j", GRIDS)
 @pytest.mark.parametrize("name", TOWERS)
-def test_rows_are_those_of_transformers(name, j):
+def test_rows_are_those_of_transformers(name):
+    """In bfloat16 as far from its values as those are from its own in float32, and no farther."""
     args, tensors, reference = stored(name)
-    rows = run(make_tower(args, in_float32(tensors)), reference, j)
-    np.testing.assert_allclose(rows, reference[f"rows_{j}"], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_bfloat16_rounds_as_transformers(name):
-    """As far from its values in bfloat16 as those are from its own in float32, and no farther."""
-    args, tensors, reference = stored(name)
-    tower = make_tower(args, tensors)
-    theirs = [reference[f"rows_bfloat16_{j}"] for j in GRIDS]
-    noise = np.concatenate([(b - reference[f"rows_{j}"]).ravel() for j, b in enumerate(theirs)])
-    ours = np.concatenate([(run(tower, reference, j) - b).ravel() for j, b in enumerate(theirs)])
-    assert tower(mx.zeros((1, 1, 4, args.patch_dim))).dtype == mx.bfloat16
-    assert np.std(ours) < 1.25 * np.std(noise)
+    exact, rounded = make_tower(args, in_float32(tensors)), make_tower(args, tensors)
+    assert rounded(mx.zeros((1, 1, 4, args.patch_dim))).dtype == mx.bfloat16
+    noise, ours = [], []
+    for j in range(5):
+        want, theirs = reference[f"rows_{j}"], reference[f"rows_bfloat16_{j}"]
+        np.testing.assert_allclose(run(exact, reference, j), want, atol=1e-5, rtol=1e-5)
+        noise.append((theirs - want).ravel())
+        ours.append((run(rounded, reference, j) - theirs).ravel())
+    assert np.std(np.concatenate(ours)) < 1.25 * np.std(np.concatenate(noise))
 
 
 @pytest.mark.parametrize("size", [1, 10_000, 300_000, 5_000_000])
@@ -63,9 +58,8 @@ def test_an_image_in_pieces_is_the_same(size):
     args, tensors, reference = stored("wide")
     tower = make_tower(args, in_float32(tensors))
     whole, (rows, columns) = run(tower, reference, 4), reference["grid_4"].tolist()
-    pixels = mx.array(reference["pixels_4"]).reshape(rows, columns, 4, -1)
+    pieces = tower.pieces(mx.array(reference["pixels_4"]).reshape(rows, columns, 4, -1), lambda: size)
     costs, rows_of_pieces = [], None
-    pieces = tower.pieces(pixels, lambda: size)
     while rows_of_pieces is None:
         try:
             costs.append(next(pieces))
@@ -76,73 +70,65 @@ def test_an_image_in_pieces_is_the_same(size):
     patch = 2 * n * D + D * D + 2 * D * args.intermediate_size  # of a layer, behind the queries, keys and values
     merged = D * args.spatial_merge_size**2
     assert max(costs) <= max(size, patch, merged * (merged + args.out_hidden_size))
-    if size == 1:
-        assert len(costs) == n * (1 + 2 * args.depth) + rows * columns
+    assert size > 1 or len(costs) == n * (1 + 2 * args.depth) + rows * columns
 
 
 def test_scores_are_never_all_in_memory(monkeypatch):
     args, tensors, _ = stored("wide")
-    tower = make_tower(args, in_float32(tensors))
-    rows, columns = 30, 30
+    tower, rows, columns = make_tower(args, in_float32(tensors)), 20, 20
     pixels = mx.random.normal((rows, columns, 4, args.patch_dim))
     mx.eval(pixels, tower.parameters())
-    n = rows * columns * 4
-    scores = 4 * args.num_heads * n * n
+    scores = 4 * args.num_heads * (rows * columns * 4) ** 2
     monkeypatch.setattr(vision, "SCORE_BYTES", scores // 64)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     tower(pixels)
-    assert mx.get_peak_memory() - before < scores / 3
+    assert mx.get_peak_memory() - before < scores
+
+
+SMALL = VISION_CONFIG | {"out_hidden_size": 8}
+
+
+def small_tower(raw=True, change=lambda tensors: None):
+    args = VisionArgs.from_dict(SMALL)
+    tensors = split_tower(tower_tensors(args, raw))[1]
+    change(tensors)
+    return make_tower(args, tensors)
 
 
 def test_both_layouts_make_the_same_tower():
-    args = VisionArgs.from_dict(VISION_CONFIG | {"out_hidden_size": 8})
-    towers = [make_tower(args, split_tower(tower_tensors(args, raw))[1]) for raw in (True, False)]
-    a, b = (dict(tree_flatten(tower.parameters())) for tower in towers)
+    a, b = (dict(tree_flatten(small_tower(raw).parameters())) for raw in (True, False))
     assert a.keys() == b.keys()
     assert all(mx.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def refused(message, make, *args):
+    with pytest.raises(ValueError, match=message) as e:
+        make(*args)
+    assert "\n" not in str(e.value)
+
+
+def test_what_is_refused():
+    """Tensors that do not fit, other towers, images of another shape or of too many pixels."""
+    for change, message in [
         (lambda w: w.pop("merger.norm.weight"), "merger.norm.weight"),
         (lambda w: w.update({"blocks.2.norm1.weight": mx.zeros(32)}), "blocks.2.norm1.weight"),
         (lambda w: w.update({PATCH_KERNEL: mx.zeros((32, 5, 5))}), "proj.weight"),
         (lambda w: w.update({"merger.linear_fc1.scales": mx.zeros(8)}), "is quantized: graft the original's"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_in_a_line(change, message):
-    args = VisionArgs.from_dict(VISION_CONFIG | {"out_hidden_size": 8})
-    tensors = split_tower(tower_tensors(args, True))[1]
-    change(tensors)
-    with pytest.raises(ValueError, match=message) as e:
-        make_tower(args, tensors)
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+    ]:
+        refused(message, small_tower, True, change)
+    for change, message in [
         ({"hidden_act": "silu"}, "hidden_act must be gelu_pytorch_tanh, not silu"),
         ({"deepstack_visual_indexes": [1]}, r"deepstack_visual_indexes must be empty, not \[1\]"),
         ({"num_heads": 3}, "hidden_size 32 must be a multiple of 4 .* num_heads"),
-    ],
-)
-def test_other_towers_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        VisionArgs.from_dict(VISION_CONFIG | change)
-
-
-def test_images_of_another_shape_or_too_many_pixels_are_refused():
-    args = VisionArgs.from_dict(VISION_CONFIG | {"out_hidden_size": 8})
-    tower = make_tower(args, split_tower(tower_tensors(args, True))[1])
-    with pytest.raises(ValueError, match=r"must be \[rows, columns, 4, 96\], not \[2, 2, 4, 95\]"):
-        tower(mx.zeros((2, 2, 4, 95)))
-    with pytest.raises(ValueError, match=r"must be \[rows, columns, 4, 96\], not \[0, 2, 4, 96\]"):
-        tower(mx.zeros((0, 2, 4, 96)))
-    with pytest.raises(ValueError, match=r"1,056,768 pixels is larger than the 1,048,576 .* make it smaller"):
-        tower(mx.zeros((128, 129, 4, 96)))
+    ]:
+        refused(message, VisionArgs.from_dict, VISION_CONFIG | change)
+    for shape, message in [
+        ((2, 2, 4, 95), r"must be \[rows, columns, 4, 96\], not \[2, 2, 4, 95\]"),
+        ((0, 2, 4, 96), r"must be \[rows, columns, 4, 96\], not \[0, 2, 4, 96\]"),
+        ((128, 129, 4, 96), r"1,056,768 pixels is larger than the 1,048,576 .* make it smaller"),
+    ]:
+        refused(message, small_tower(), mx.zeros(shape))
 
 
 @pytest.fixture
@@ -150,64 +136,49 @@ def checkpoint(tmp_path):
     return add_tower(copied(tmp_path))
 
 
+def load(folder):
+    return mlx_mtp.load(str(folder))[0]
+
+
 def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint):
-    model, _ = mlx_mtp.load(str(checkpoint))
-    assert "tower" not in vars(model.vision)
+    """And its keys tell images of one size apart."""
+    model = load(checkpoint)
+    images, encode = model.vision, model.vision.processor.preprocess_image
+    assert "tower" not in vars(images)
     assert not any("vision" in name for name, _ in tree_flatten(model.parameters()))
-    pixels = model.vision.processor.preprocess_image(picture())
-    rows = model.vision.tower(pixels)
-    assert rows.shape == (pixels.shape[0] * pixels.shape[1], 192)
-    assert "tower" in vars(model.vision)
-
-
-def test_a_model_without_a_tower_has_no_vision(tmp_path):
-    assert mlx_mtp.load(str(copied(tmp_path)))[0].vision is None
-    configure(tmp_path / "model", vision_config=VISION_CONFIG)  # that of the original of a conversion
-    assert mlx_mtp.load(str(tmp_path / "model"))[0].vision is None
-
-
-def test_text_is_the_same_with_a_tower_in_the_checkpoint(checkpoint, tmp_path):
-    tokens = []
-    for folder in (checkpoint, DATA / "dense"):
-        model, _ = mlx_mtp.load(str(folder))
-        tokens.append([token for token, *_ in mlx_mtp.mtp_generate_step(mx.array([5, 6, 7]), model, max_tokens=8)])
-    assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda f: configure(f, vision_config=VISION_CONFIG | {"out_hidden_size": 8}),
-            "makes embeddings of 8, its model takes 192",
-        ),
-        (lambda f: configure(f, vision_config=VISION_CONFIG | {"depth": 3, "out_hidden_size": 192}), "blocks.2"),
-        (lambda f: configure(f, vision_config=VISION_CONFIG | {"num_heads": 3}), "multiple of 4 . num_heads"),
-        (lambda f: (f / "preprocessor_config.json").write_text("{"), "image settings of .*model are not usable"),
-        (lambda f: (f / "preprocessor_config.json").write_text("[1]"), "image settings of .*model are not usable"),
-        (
-            lambda f: (f / "preprocessor_config.json").write_text('{"patch_size": 8}'),
-            "have patch_size 8, its vision tower 4",
-        ),
-        (
-            lambda f: (f / "preprocessor_config.json").write_text('{"size": 3}'),
-            "image settings of .*model are not usable",
-        ),
-    ],
-)
-def test_damage_is_told_with_the_first_image_in_a_line(checkpoint, damage, message):
-    damage(checkpoint)
-    model, _ = mlx_mtp.load(str(checkpoint))
-    with pytest.raises(ValueError, match=message) as e:
-        model.vision.tower(model.vision.processor.preprocess_image(picture()))
-    assert "\n" not in str(e.value)
-
-
-def test_keys_tell_images_of_one_size_apart(checkpoint):
-    images = mlx_mtp.load(str(checkpoint))[0].vision
-    pixels = [images.processor.preprocess_image(picture(seed=seed)) for seed in (0, 1)]
+    pixels = [encode(picture(seed=seed)) for seed in (0, 1)]
+    rows, columns = pixels[0].shape[:2]
+    assert images.tower(pixels[0]).shape == (rows * columns, 192)
+    assert "tower" in vars(images)
     a, b = map(images.key, pixels)
     assert a != b
-    assert images.key(images.processor.preprocess_image(picture())) == a
-    assert images.key(pixels[0].reshape(pixels[0].shape[1], pixels[0].shape[0], 4, -1)) != a
+    assert images.key(encode(picture())) == a
+    assert images.key(pixels[0].reshape(columns, rows, 4, -1)) != a
     assert all(-(2**60) <= key < 0 for key in (a, b))
+
+
+def test_a_model_without_a_tower_has_no_vision_and_text_is_the_same_with_one(checkpoint, tmp_path):
+    plain = copied(tmp_path / "plain")
+    texts = [mtp([5, 6, 7], load(folder), max_tokens=8) for folder in (checkpoint, plain)]
+    assert texts[0] == texts[1]
+    assert load(plain).vision is None
+    configure(plain, vision_config=VISION_CONFIG)  # that of the original of a conversion
+    assert load(plain).vision is None
+
+
+def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
+    sound, sound_images = (
+        json.loads((checkpoint / f).read_text()) for f in ("config.json", "preprocessor_config.json")
+    )
+    unusable = "image settings of .*model are not usable"
+    for vision_config, images, message in [
+        (dict(out_hidden_size=8), None, "makes embeddings of 8, its model takes 192"),
+        (dict(depth=3, out_hidden_size=192), None, "blocks.2"),
+        (dict(num_heads=3), None, "multiple of 4 . num_heads"),
+        *((None, text, unusable) for text in ("{", "[1]", '{"size": 3}')),
+        (None, '{"patch_size": 8}', "have patch_size 8, its vision tower 4"),
+    ]:
+        configure(checkpoint, vision_config=VISION_CONFIG | vision_config if vision_config else sound["vision_config"])
+        (checkpoint / "preprocessor_config.json").write_text(images or json.dumps(sound_images))
+        images = load(checkpoint).vision
+        refused(message, lambda images=images: images.tower(images.processor.preprocess_image(picture())))

@@ -16,10 +16,6 @@ class Text:
     finish_reason: str | None = None
     last: Response | None = None
 
-    @property
-    def n_from_draft(self) -> int:
-        return sum(self.from_draft)
-
     def add(self, r: Response) -> None:
         assert self.finish_reason is None
         if r.logprobs is not None:

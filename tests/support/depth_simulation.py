@@ -7,10 +7,11 @@ alone. What a step takes is counted without noise: only ``Depth`` sees the noise
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from itertools import product
+from typing import Any
 
 from mlx_mtp.pacing.step_times import Plan
 
@@ -20,17 +21,7 @@ LONG, SHORT = 1500, 256  # tokens
 COSTS = ((0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05))
 
 Cost = tuple[float, float]  # of the first draft and of each one after it, in plain steps
-
-
-class Chooser(Protocol):
-    """``Depth``, or a variant of it."""
-
-    def for_text(self) -> "Chooser": ...
-    def next(self) -> Plan: ...
-    def observe(self, plan: Plan, n_accepted: int, seconds: float | None) -> None: ...
-
-
-Make = Callable[..., Chooser]  # as Depth: of the greatest depth and known times
+Make = Callable[..., Any]  # as Depth: of the greatest depth and known times
 
 
 @dataclass(frozen=True)
@@ -44,10 +35,6 @@ class Text:
     def rates(self) -> tuple[list[float], list[float]]:
         second = self.first if self.second is None else self.second
         return [self.first * 0.95**i for i in range(MOST)], [second * 0.95**i for i in range(MOST)]
-
-    def __str__(self) -> str:
-        rates = f"{self.first}" if self.second is None else f"{self.first} then {self.second}"
-        return f"{rates}, {self.n_tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -69,11 +56,6 @@ class Disturbance:
             return t + 0.5 if step % self.late == 0 else t - 0.5
         return self.factor * t if step < self.n_slow else t
 
-    def __str__(self) -> str:
-        if self.late is not None:
-            return f"clock late at every step {self.late}"
-        return f"pause at step {self.pause}" if self.n_slow == 0 else f"{self.n_slow} steps {self.factor} times as slow"
-
 
 CALM = Disturbance()
 
@@ -92,94 +74,61 @@ class Case:
     known: tuple[tuple[int, float], ...] = ()  # times of before, by depth
     before: tuple[Cost, Text] | None = None  # the machine and the text before this one
 
-    def __str__(self) -> str:
-        more = [f"growth {self.growth}"] if self.growth else []
-        more += [str(self.disturbance)] if self.disturbance != CALM else []
-        more += [f"known {self.known}"] if self.known else []
-        more += [f"after {self.before[0]} {self.before[1]}"] if self.before else []
-        return ", ".join([str(self.cost), str(self.text), *more])
-
-
-def never_slower() -> Iterator[Case]:
-    for cost, a in itertools.product(COSTS, (0.0, 0.5, 0.8, 0.95)):
-        yield Case("never slower", cost, Text(a), 0.98, 0.95)
-        yield Case("never slower, short", cost, Text(a, n_tokens=SHORT), 0.97, 0.9)  # mostly beginning
-
-
-def expensive_first_draft() -> Iterator[Case]:
-    """As where a pass over two tokens costs 1.7 times one, and over five not much more."""
-    for first, a in itertools.product((0.7, 0.85, 1.1), (0.0, 0.5, 0.8, 0.95)):
-        yield Case("expensive first draft", (first, 0.1), Text(a), 0.98, 0.93)
-
-
-def changing_text() -> Iterator[Case]:
-    for cost, (a, b) in itertools.product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5))):
-        yield Case("changing text", cost, Text(a, b), 0.98, 0.95)
-
-
-def growing_context() -> Iterator[Case]:
-    """At the end a step takes two and a half times as long."""
-    for cost in COSTS:
-        yield Case("growing context", cost, Text(0.8), 0.98, 0.95, growth=0.001)
-
-
-def known_times() -> Iterator[Case]:
-    """Of this machine when it was slower or faster."""
-    for cost, speed, a in itertools.product(COSTS, (0.6, 1.8), (0.0, 0.8)):
-        known = tuple((k, speed * seconds(cost, k)) for k in range(5))
-        yield Case("known times", cost, Text(a), 0.98, 0.95, known=known)
-
-
-def known_times_of_another_machine() -> Iterator[Case]:
-    for of, cost, a in itertools.product((COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1]), (0.5, 0.95)):
-        known = tuple((k, seconds(of, k)) for k in (0, 1, 4))
-        yield Case("known times of another machine", cost, Text(a), 0.96, 0.85, known=known)
-
-
-def next_text() -> Iterator[Case]:
-    for cost, (a, b) in itertools.product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95))):
-        yield Case("next text", cost, Text(b, n_tokens=SHORT), 0.97, 0.92, before=(cost, Text(a, n_tokens=SHORT)))
-
-
-def after_another_machine() -> Iterator[Case]:
-    for n_tokens, of, cost, a in itertools.product(
-        (6, 500), (COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1]), (0.0, 0.95)
-    ):
-        yield Case("after another machine", cost, Text(a), 0.97, 0.93, before=(of, Text(0.9, n_tokens=n_tokens)))
-
-
-def pause_at_first() -> Iterator[Case]:
-    for step, cost in itertools.product(range(4), COSTS[2:]):
-        yield Case("pause at first", cost, Text(0.5), 0.98, disturbance=Disturbance(pause=step))
-
-
-def slow_at_first() -> Iterator[Case]:
-    for (n, factor), cost, a in itertools.product(((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)), COSTS, (0.0, 0.5, 0.95)):
-        yield Case("slow at first", cost, Text(a), 0.94, disturbance=Disturbance(n, factor))
-
-
-def late_clock() -> Iterator[Case]:
-    for late, cost, a in itertools.product((7, 20), COSTS, (0.0, 0.5, 0.95)):
-        yield Case("late clock", cost, Text(a), 0.96, disturbance=Disturbance(late=late))
-
-
-GROUPS = (
-    never_slower,
-    expensive_first_draft,
-    changing_text,
-    growing_context,
-    known_times,
-    known_times_of_another_machine,
-    next_text,
-    after_another_machine,
-    pause_at_first,
-    slow_at_first,
-    late_clock,
-)
-
 
 def cases() -> list[Case]:
-    return [case for group in GROUPS for case in group()]
+    rates, ends, some = (0.0, 0.5, 0.8, 0.95), (COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1])
+
+    def known(cost: Cost, depths: Sequence[int], speed: float = 1.0) -> tuple[tuple[int, float], ...]:
+        return tuple((k, speed * seconds(cost, k)) for k in depths)
+
+    def short(a: float) -> Text:
+        return Text(a, n_tokens=SHORT)
+
+    return [
+        *(Case("never slower", c, Text(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
+        # Mostly beginning.
+        *(Case("never slower, short", c, short(a), 0.97, 0.9) for c, a in product(COSTS, rates)),
+        # As where a pass over two tokens costs 1.7 times one, and over five not much more.
+        *(
+            Case("expensive first draft", (first, 0.1), Text(a), 0.98, 0.93)
+            for first, a in product((0.7, 0.85, 1.1), rates)
+        ),
+        *(
+            Case("changing text", c, Text(a, b), 0.98, 0.95)
+            for c, (a, b) in product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5)))
+        ),
+        # At the end a step takes two and a half times as long.
+        *(Case("growing context", c, Text(0.8), 0.98, 0.95, growth=0.001) for c in COSTS),
+        # Of this machine when it was slower or faster.
+        *(
+            Case("known times", c, Text(a), 0.98, 0.95, known=known(c, range(5), speed))
+            for c, speed, a in product(COSTS, (0.6, 1.8), (0.0, 0.8))
+        ),
+        *(
+            Case("known times of another machine", c, Text(a), 0.96, 0.85, known=known(of, (0, 1, 4)))
+            for of, c, a in product(ends, some, (0.5, 0.95))
+        ),
+        *(
+            Case("next text", c, short(b), 0.97, 0.92, before=(c, short(a)))
+            for c, (a, b) in product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95)))
+        ),
+        *(
+            Case("after another machine", c, Text(a), 0.97, 0.93, before=(of, Text(0.9, n_tokens=n)))
+            for n, of, c, a in product((6, 500), ends, some, (0.0, 0.95))
+        ),
+        *(
+            Case("pause at first", c, Text(0.5), 0.98, disturbance=Disturbance(pause=step))
+            for step, c in product(range(4), COSTS[2:])
+        ),
+        *(
+            Case("slow at first", c, Text(a), 0.94, disturbance=Disturbance(n, factor))
+            for (n, factor), c, a in product(((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)), COSTS, (0.0, 0.5, 0.95))
+        ),
+        *(
+            Case("late clock", c, Text(a), 0.96, disturbance=Disturbance(late=late))
+            for late, c, a in product((7, 20), COSTS, (0.0, 0.5, 0.95))
+        ),
+    ]
 
 
 def seconds(cost: Cost, k: int) -> float:
@@ -199,12 +148,11 @@ def auto_seconds(case: Case, seed: int, make: Make) -> float:
     if case.before is not None:
         cost, text = case.before
         decode(Case("before", cost, text, 0), seed + 1000, depth)
-    depth = depth.for_text()
-    return decode(case, seed, depth)
+    return decode(case, seed, depth.for_text())
 
 
-def decode(case: Case, seed: int, depth: Chooser) -> float:
-    """Seconds for the text's tokens, at the depths chosen."""
+def decode(case: Case, seed: int, depth: Any) -> float:
+    """Seconds for the text's tokens, at the depths that ``depth`` chooses, a ``Depth`` or a variant of it."""
     right, noise = draws(seed)
     n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
     half, rates = n_tokens / 2, case.text.rates()

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
+from scipy.special import chdtrc  # scipy.stats takes seconds to import
 
 import mlx_mtp
 from mlx_mtp.text.grammar import ForcedTokens
 
-from .chi_square import p_value
 from .grammars import grammar_of
 from .models import tiny_model
 from .scripted import Scripted
@@ -23,15 +23,24 @@ VOCAB = 6
 TOKENS = ["<eos>", "a", "b", "c", "ab", "bc"]  # of grammars
 PROMPT = [1, 2]
 REPEATS = [1, 2, 3, 4, 5, 0, 2, 1, 2, 3, 4, 5]  # itself: 0, 2, ... would be copied next
-SMALL = dict(
-    vocab_size=VOCAB,
-    num_hidden_layers=2,
-    hidden_size=32,
-    intermediate_size=32,
-    head_dim=32,
-    num_attention_heads=1,
-    linear_num_value_heads=1,
-)
+SMALL = {
+    "vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "head_dim": 32,
+    "num_attention_heads": 1, "linear_num_value_heads": 1,
+}  # fmt: skip
+
+
+def p_value(observed, expected) -> float:
+    """The probability of counts as far from the expected ones, [N] each: chi-square."""
+    observed, expected = np.asarray(observed, np.float64), np.asarray(expected, np.float64)
+    return float(chdtrc(len(expected) - 1, ((observed - expected) ** 2 / expected).sum()))
+
+
+def independence(table) -> float:
+    """The probability of a table [M, N] as far from that of two independent numbers."""
+    table = np.asarray(table, np.float64)
+    expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / table.sum()
+    n_free = (table.shape[0] - 1) * (table.shape[1] - 1)
+    return float(chdtrc(n_free, ((table - expected) ** 2 / expected).sum()))
 
 
 class Case:
@@ -67,8 +76,7 @@ class Case:
         self.depth, self.acceptance, self.head, self.seed = depth, acceptance, head, seed
         self.penalties, self.options = penalties or {}, options
         settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
-        settings += [f"{copies} copies"] if copies else []
-        settings += [lark] if lark else []
+        settings += [f"{copies} copies"] * bool(copies) + [lark] * bool(lark)
         self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
 
     def model(self):
@@ -109,9 +117,8 @@ class Case:
         model, joint = self.model(), np.ones([VOCAB] * self.n_tokens)
         for length in range(self.n_tokens):
             for tokens in itertools.product(range(VOCAB), repeat=length):
-                joint[tokens] *= self.next_token(model, self.prompt + list(tokens)).reshape(
-                    [VOCAB] + [1] * (self.n_tokens - 1 - length)
-                )
+                p = self.next_token(model, self.prompt + list(tokens))
+                joint[tokens] *= p.reshape([VOCAB] + [1] * (self.n_tokens - 1 - length))
         return joint
 
     def drafting_model(self):
@@ -123,11 +130,8 @@ class Case:
             likely.append(int(np.argmax(model(mx.array([likely]))[0, -1])))
         return Scripted(model, likely, lambda i: self.head == "right")
 
+    @mock.patch.object(ForcedTokens, "fixed", 3)
     def sampled(self, runs: int) -> Counter:
-        with mock.patch.object(ForcedTokens, "fixed", 3):
-            return self._sampled(runs)
-
-    def _sampled(self, runs: int) -> Counter:
         model = self.drafting_model()
         first = zlib.crc32(self.name.encode())
         mx.random.seed(first)
@@ -138,10 +142,8 @@ class Case:
         for i in range(runs):
             seed = first + i if self.acceptance == "coupled" else None
             sampler = mlx_mtp.make_sampler(**self.options, acceptance=self.acceptance, seed=seed)
-            processors = self.processors()
-            steps = mlx_mtp.mtp_generate_step(
-                mx.array(self.prompt), model, logits_processors=processors, sampler=sampler, **options
-            )
+            options |= dict(logits_processors=self.processors(), sampler=sampler)
+            steps = mlx_mtp.mtp_generate_step(mx.array(self.prompt), model, **options)
             counts[tuple(token for token, _, _ in itertools.islice(steps, self.n_tokens))] += 1
             steps.close()
         return counts

@@ -11,27 +11,14 @@ from PIL import Image
 from mlx_mtp.images.tower import PATCH_KERNEL, PREFIX, RAW_PREFIX, VisionArgs, VisionTower
 
 VISION_CONFIG = {
-    "model_type": "qwen3_5",
-    "depth": 2,
-    "hidden_size": 32,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
+    "model_type": "qwen3_5", "depth": 2, "hidden_size": 32, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 48,
+    "num_heads": 2, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "num_position_embeddings": 36,
-}
+}  # fmt: skip
 PREPROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "size": {"shortest_edge": 256, "longest_edge": 4096},
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
+    "image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 256, "longest_edge": 4096},
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
 
 
 def tower_tensors(args: VisionArgs, raw: bool, dtype: mx.Dtype = mx.bfloat16) -> dict[str, mx.array]:

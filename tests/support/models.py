@@ -22,37 +22,17 @@ PACK = "prism_hadamard_qwen35"
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", PACK]
 
 DENSE = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "mtp_num_hidden_layers": 1,
-}
-
+    "model_type": "qwen3_5_text", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "full_attention_interval": 2,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
-
+    "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
 # Widths of a pack are multiples of 128, and of 512 where they are rotated.
 WIDE = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4, "linear_num_value_heads": 4}
-
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 

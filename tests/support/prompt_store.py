@@ -34,15 +34,9 @@ def read(model, tokens, cuts=(), store=None, kv=None):
 
 def held(prompt_cache) -> list:
     """All that a prompt cache holds, without the space for more tokens."""
-    parts = []
-    for c in prompt_cache:
-        if isinstance(c, stock.ArraysCache):
-            parts.append(c.cache)
-        elif c.keys is None:
-            parts.append([])
-        else:
-            parts.append([type(c).__name__, *c.keys_and_values()])
-    return [[x for x in part if not isinstance(x, str)] for part in parts]
+    is_recurrent = [isinstance(c, stock.ArraysCache) for c in prompt_cache]
+    rows = [[] if r or c.keys is None else [*c.keys_and_values()] for c, r in zip(prompt_cache, is_recurrent)]
+    return [c.cache if r else x for c, r, x in zip(prompt_cache, is_recurrent, rows)]
 
 
 def names(prompt_cache) -> list[str]:

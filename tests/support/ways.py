@@ -19,27 +19,23 @@ every_way = pytest.mark.parametrize("way", WAYS)
 alone_and_beside_others = pytest.mark.parametrize("way", ["alone", "batch of three"])
 
 # Those beside the text: one ends soon, the other has a seed, a penalty and a processor that counts as one with a state.
+PROCESSORS = [*make_logits_processors(repetition_penalty=1.3), Faulty("none", 0, ("rollback",))]
 COMPANY: list[dict[str, Any]] = [
     dict(prompt=[9, 2, 6, 5], max_tokens=5, num_draft_tokens=1),
-    dict(
-        prompt=[8],
-        max_tokens=24,
-        sampler=make_sampler(1.0, seed=5),
-        logits_processors=[*make_logits_processors(repetition_penalty=1.3), Faulty("none", 0, ("rollback",))],
-    ),
+    dict(prompt=[8], max_tokens=24, sampler=make_sampler(1.0, seed=5), logits_processors=PROCESSORS),
 ]
+
+
 _truths: dict[int, Any] = {}  # by model, which is kept so that its id is
 
 
 def company_of(model) -> list[list[int]]:
     """Of those beside the text: what the model says, prompts included, and more than they generate."""
     if id(model) not in _truths:
-        names = ("sampler", "logits_processors")
-        texts = [
-            c["prompt"]
-            + plain(c["prompt"], model, max_tokens=c["max_tokens"] + 20, **{n: c[n] for n in names if n in c})
-            for c in COMPANY
-        ]
+        texts = []
+        for c in COMPANY:
+            options = {name: c[name] for name in ("sampler", "logits_processors") if name in c}
+            texts.append(c["prompt"] + plain(c["prompt"], model, max_tokens=c["max_tokens"] + 20, **options))
         _truths[id(model)] = model, texts
     return _truths[id(model)][1]
 
@@ -75,10 +71,9 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
 def _alone(prompt, model, fails, options) -> Text:
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     text, counts, error = Text(finish_reason="length"), DraftCounts(), None
+    steps = mtp_generate_step(mx.array(prompt), model, prompt_cache=cache, counts=counts, **options)
     try:
-        for token, _, from_draft in mtp_generate_step(
-            mx.array(prompt), model, prompt_cache=cache, counts=counts, **options
-        ):
+        for token, _, from_draft in steps:
             text.tokens.append(token)
             text.from_draft.append(from_draft)
     except fails as e:
