@@ -100,7 +100,7 @@ class Defaults:
         check_count(f"max_tokens of prompt {i}", max_tokens)
         options = self.resolve(num_draft_tokens, copy_drafts)
         if not self.is_quantized and any(isinstance(c, QuantizedKVCache) for c in caches or []):
-            raise ValueError(f"The prompt cache of prompt {i} is quantized: generate with it alone, not in a batch.")
+            raise ValueError(f"The prompt cache of prompt {i} is quantized: generate its text without a batch.")
         n_prompt = sum(map(len, segments))
         if input_embeddings is not None:
             check_embeddings(self.model, n_prompt, input_embeddings)

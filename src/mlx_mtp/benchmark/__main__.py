@@ -30,7 +30,7 @@ from .report import show, show_growth, verdict
 from .runs import AUTO, NO_COPIES, check_sizes
 from .synthetic import SHAPES, synthetic_model
 
-# In place of a file of prompts.
+# Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "nine": prompts.nine_kinds,
     "copying": prompts.copying_kinds,
@@ -135,7 +135,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=True,
         metavar="HEAD",
-        help="Use the head in HEAD, a folder or Hugging Face repo with a head alone (default: the model's own).",
+        help="Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own).",
     )
     add(
         "--settings",

@@ -1,4 +1,4 @@
-"""The parts of a step, each timed alone: the verify pass, the head's pass, the rollback.
+"""The parts of a step, timed separately: the verify pass, the head's pass, the rollback.
 
 Let V(n) be the time of a verify pass over n tokens and D the time of a pass of the head. If n steps have drafted k_1, ..., k_n
 tokens and yielded N tokens, the parts allow a speed, relative to plain decoding, of

@@ -159,7 +159,7 @@ def show_growth(reports: Sequence[Report], n_layers: int) -> str:
         [
             "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
             "The time of a token depends on the acceptance rate, and so on the text; that of a step (step/plain) does not.",
-            f"The head is one layer beside {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
+            f"The head adds one layer to {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
             "",
             *table(rows),
         ]

@@ -46,8 +46,11 @@ def applied(model: Any, way: Way) -> Iterator[None]:
 
 
 def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Way:
-    """The fastest way behind a prompt [T]: first of those over short windows, then whether attention gains by groups of as many
-    rows as MLX's fused attention takes, behind the prompt repeated up to ``CONTEXT`` tokens."""
+    """The fastest way after a prompt [T].
+
+    First the ways are compared over short windows. Then attention in groups of as many rows as MLX's fused attention takes is
+    compared with attention over all rows, after the prompt repeated up to ``CONTEXT`` tokens.
+    """
     n_attention = sum(not layer.is_linear for layer in model.layers)
     others = [Way(compiled=False), *(Way(pieces=n) for n in PIECES if n < n_attention)]
     best = _fastest(model, prompt, WINDOWS, [Way(), *others], repeat)

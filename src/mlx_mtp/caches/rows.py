@@ -72,7 +72,7 @@ class Rows:
 class RowsKVCache:
     """The keys and values of a layer.
 
-    A pass writes behind each row's last token; ``Rows.add`` then says how many of the tokens written stay.
+    A pass writes after each row's last token. ``Rows.add`` then sets how many of these tokens stay.
 
     Args:
         rows (Rows): Shared with the other layers.

@@ -20,7 +20,7 @@ from .storage.hub import fetch
 from .storage.tensors import WEIGHTS, tensor_names
 
 DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
-EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files beside the model's
+EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files other than the model's
 FEW_BITS = 4
 
 
@@ -118,15 +118,15 @@ def is_raw_head_file(
         return True
     if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
         raise ValueError(
-            f"The MTP head of {name} is in a separate file that looks like the original's beside converted weights: whether "
-            "its norms are shifted is unknown. Graft the original's: `mlx_mtp convert --graft-mtp-from ORIGINAL "
+            f"The MTP head of {name} is in a separate file that looks like the original's, but the weights are converted: "
+            "whether its norms are shifted is unknown. Graft the original's: `mlx_mtp convert --graft-mtp-from ORIGINAL "
             f"--model {name} --mlx-path NEW`."
         )
     return False
 
 
 def load_head_file(file: Path) -> SeparateHead:
-    """Load a head from a file beside the model's."""
+    """Load a head from a separate file."""
     weights, metadata = mx.load(str(file), return_metadata=True)
     assert isinstance(weights, dict)
     assert isinstance(metadata, dict)

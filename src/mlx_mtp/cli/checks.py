@@ -79,7 +79,7 @@ def _check_drafting(args: argparse.Namespace) -> None:
         raise ValueError("--copy-drafts and --draft-model cannot be combined.")
     if asks_for_copies(args.copy_drafts) and not args.mtp and n is not None:
         raise ValueError(
-            "--num-draft-tokens requires --mtp or --draft-model: with --copy-drafts alone there is no head."
+            "--num-draft-tokens requires --mtp or --draft-model: with only --copy-drafts there is no head."
         )
     if n is None and not args.mtp:
         args.num_draft_tokens = n = 3

@@ -19,7 +19,7 @@ LINE = "[INFO] {desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remai
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as columns no wider than the terminal: the first aligned left, the others right.
 
-    Columns that do not fit are printed below, again beside the first column. A row may have fewer columns.
+    Columns that do not fit are printed below, with the first column repeated. A row may have fewer columns.
     """
     columns = range(max(map(len, rows)))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]

@@ -21,7 +21,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "default": False,
         "metavar": "HEAD",
         "help": "Draft with the model's multi-token-prediction head. If the checkpoint has none, its original's head is "
-        "downloaded once. HEAD selects another: a folder or Hugging Face repo with a head alone (model type qwen3_5_mtp).",
+        "downloaded once. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp).",
     },
     "--num-draft-tokens": {
         "metavar": "auto|N",

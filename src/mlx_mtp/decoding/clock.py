@@ -49,7 +49,7 @@ class Clock(Generic[T]):
 
         Args:
             step (T): The step, which ``timed`` yields with its seconds.
-            is_clear (bool): Whether the time since the last step was spent on this step alone, judged by the steps beside it.
+            is_clear (bool): Whether the time since the last step was spent only on this step, judged by the steps around it.
 
         Returns:
             bool: Whether ``timed`` will yield the step. It does not yield the first one, nor the first after ``interrupt``.

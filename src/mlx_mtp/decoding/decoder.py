@@ -6,10 +6,10 @@ sequence accepts or rejects its own drafts. The host does not wait for a window 
 the window runs.
 
 A sequence joins with a prompt cache of all its tokens but the last, which is the decided one, and leaves at a decided token,
-while the pass over it is in flight. One sequence alone runs in its own prompt cache, in place. Its tokens may be handed over
-one by one. The caller may stop at any of them, and the prompt cache then holds exactly the tokens handed over (``finalize``).
-Several sequences run in the rows of ``caches/rows.py``. The first one moves into the rows when the second joins, and the last
-one left moves back into a prompt cache of its own.
+while the pass over it is in flight. A single sequence runs in its own prompt cache, in place. Its tokens may be handed over one
+by one. The caller may stop at any of them, and the prompt cache then has exactly the tokens handed over (``finalize``). Several
+sequences run in the rows of ``caches/rows.py``. The first sequence moves into the rows when the second joins, and the last one
+moves back into a prompt cache of its own.
 
 This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
@@ -42,9 +42,9 @@ class Decoder:
 
     Args:
         model (MTPModel): Its backbone verifies, its head drafts.
-        p_min (float): Stop drafting where the head's likeliest token has a lower probability. For one sequence alone.
-        exact (bool): Verify with the same operations as plain decoding. For one sequence alone.
-        kv (KVOptions): When and how to quantize keys and values. For one sequence alone.
+        p_min (float): Stop drafting if the head's likeliest token has a lower probability. For a single sequence.
+        exact (bool): Verify with the same operations as plain decoding. For a single sequence.
+        kv (KVOptions): The quantization of keys and values. For a single sequence.
         exchange (Exchange, optional): Sends times and checksums with each pass where several ranks run the model.
         stream (Union[mx.Stream, mx.ThreadLocalStream]): The stream on which the caller runs the moves.
     """
@@ -73,7 +73,7 @@ class Decoder:
             self.exchange.abandon()  # the messages that went with the window in flight
         self.sequences: list[Sequence] = []
         self.rows = RowsCache(self.model)  # the caches of several sequences
-        self.cache: PassCaches = self.rows  # or the ``SingleCache`` of a sequence that is alone
+        self.cache: PassCaches = self.rows  # or the ``SingleCache`` of a single sequence
         self.head = HeadCache(self.model) if has_head(self.model) else NoHead()
         self.drafter = HeadDrafter(self.model, self.head)
         self.decided = mx.zeros((0, 1), mx.uint32)  # the last decided token of each sequence, [B, 1]
@@ -137,7 +137,7 @@ class Decoder:
         A step without drafts does not wait for the device.
 
         Yields:
-            Tuple[int, mx.array, bool]: The accepted drafts of a sequence that is alone and accepts in order; otherwise nothing.
+            Tuple[int, mx.array, bool]: The accepted drafts of a single sequence that accepts in order; otherwise nothing.
 
         Returns:
             Step: The tokens that the sequences have decided on.
@@ -199,7 +199,7 @@ class Decoder:
     # Hand over
 
     def hand_over_accepted(self, step: Step | None) -> Generator[Token, None, None]:
-        """Mark the accepted drafts as final. Yield those of a sequence that is alone, except the ones handed over before."""
+        """Mark the accepted drafts as final. Yield those of a single sequence, except drafts handed over before."""
         window = self.window
         if step is None or window is not step.window:
             return
@@ -243,7 +243,7 @@ class Decoder:
             mx.clear_cache()
             self.n_since_clear = 0
 
-    # Sequences come and go
+    # Join and leave
 
     def open(self, sequence: Sequence) -> None:
         """Begin with one sequence, before its prompt is prefilled (``prefill.py``)."""

@@ -76,7 +76,7 @@ class HeadCache:
         self.counts: list[int] = []  # the number of pending pairs of each sequence
         self.positions: list[Positions | None] = []  # of each sequence's pairs, if it has images
         # For one sequence: the index of the first pair that has keys and values, and the number of keys and values made from
-        # verified hidden states. Those behind them belong to drafts, or to a pass that was interrupted.
+        # verified hidden states. Later ones belong to drafts, or to an interrupted pass.
         self.first_position = 0
         self.n_verified: Any = 0
 
@@ -128,7 +128,7 @@ class HeadCache:
         return out
 
     def _keep_last_pair(self) -> None:
-        """Leave at most one pair pending for each sequence, in one column, so that sequences can come and go."""
+        """Leave at most one pair pending for each sequence, in one column, so that sequences can join and leave."""
         if not self.pending:
             return
         (hidden, tokens), columns = _joined(self.pending), [max(n - 1, 0) for n in self.counts]

@@ -182,7 +182,7 @@ def make_step(
           and remove sequences.
 
     Yields:
-        Tuple[int, mx.array, bool]: The tokens of a sequence that is alone, while the device drafts and verifies.
+        Tuple[int, mx.array, bool]: The tokens of a single sequence, while the device drafts and verifies.
 
     Returns:
         Optional[Step]: The tokens of all sequences; ``None`` if no window was in flight.

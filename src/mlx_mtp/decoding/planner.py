@@ -15,7 +15,7 @@ from .window import Drafts, Step
 
 
 class Planner:
-    """Makes the plan of each sequence: by its own ``Depth`` if it is alone, by a ``BatchDepth`` if there are several.
+    """Makes the plan of each sequence: by its own ``Depth`` for a single sequence, by a ``BatchDepth`` for several.
 
     Args:
         model (MTPModel): The model. Where several ranks run it, the depths observe the times of rank 0.
@@ -38,7 +38,7 @@ class Planner:
             plan, depth = self._next_of_one(sequences[0], limits[0])
             return Drafts(sequences, [plan], plan, depth)
         k, depth = self._shared(sequences, limits)
-        return Drafts(sequences, [_best_beside_others(s, k, n)[0] for s, n in zip(sequences, limits)], Plan(k), depth)
+        return Drafts(sequences, [_best_in_batch(s, k, n)[0] for s, n in zip(sequences, limits)], Plan(k), depth)
 
     def _next_of_one(self, s: Sequence, limit: int) -> tuple[Plan, Depth | None]:
         offers, depth = s.offers(), depth_of(self.model, s)
@@ -92,7 +92,7 @@ class Planner:
 
     def _record(self, step: Step) -> None:
         drafts, is_plain, several = step.drafts, len(step.drafts) == 0, len(step.sequences) > 1
-        beside = self.latest[-3:] if is_plain else self.latest[-2:]  # a plain step is over after the next one has begun
+        windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         depth, plan = drafts.depth, drafts.plan
         if several or depth is None:
             for s, own, n in zip(step.sequences, drafts.plans, step.n_accepted):
@@ -106,7 +106,7 @@ class Planner:
         else:
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             plan, n_accepted = drafts.plans[0] if plan.skips_head else plan, step.n_accepted[0]
-        is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(beside, is_plain))
+        is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(windows, is_plain))
         if is_first and (several or len(self.latest) > 2):
             depth.observe(plan, n_accepted, None, True)
         for (depth, plan, n_accepted), seconds, is_alone in self.clock.timed():
@@ -122,19 +122,19 @@ class Planner:
         self.clock.interrupt()
 
 
-def _is_clear(beside: list[Drafts], is_plain: bool) -> bool:
-    """Whether the time between the ends of two steps was spent on the second alone, judged by the latest windows."""
-    last = beside[-1]
-    if any(d.sequences != last.sequences or len(d) > d.plan.k for d in beside):
+def _is_clear(windows: list[Drafts], is_plain: bool) -> bool:
+    """Whether the time between the ends of two steps was spent only on the second, judged by the latest windows."""
+    last = windows[-1]
+    if any(d.sequences != last.sequences or len(d) > d.plan.k for d in windows):
         return False
     if is_plain:  # where plain and drafting steps alternate, the device may have run more or less than this pass
-        return all(d.plan == PLAIN_PLAN for d in beside)
+        return all(d.plan == PLAIN_PLAN for d in windows)
     # After a plain step, part of the time may belong to that step. After drafts of another source, the head has more pairs to
     # catch up with.
-    return len(beside) == 2 and len(beside[0]) > 0 and beside[0].plan.skips_head <= last.plan.skips_head
+    return len(windows) == 2 and len(windows[0]) > 0 and windows[0].plan.skips_head <= last.plan.skips_head
 
 
-def _best_beside_others(s: Sequence, k: int, limit: int) -> tuple[Plan, list[float]]:
+def _best_in_batch(s: Sequence, k: int, limit: int) -> tuple[Plan, list[float]]:
     """The plan of one of several sequences that share k, with the source that is expected to yield the most tokens.
 
     Returns:
@@ -153,12 +153,12 @@ def _best_beside_others(s: Sequence, k: int, limit: int) -> tuple[Plan, list[flo
 
 def _rates(s: Sequence) -> list[float]:
     """The acceptance rates of a sequence's best source, [MAX_DRAFT_TOKENS], 0 where it may not draft as many."""
-    plan, rates = _best_beside_others(s, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
+    plan, rates = _best_in_batch(s, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
     return [rates[i] if i < plan.k else 0.0 for i in range(MAX_DRAFT_TOKENS)]
 
 
 def depth_of(model: MTPModel, s: Sequence) -> Depth | None:
-    """The depth that chooses for a sequence while it is alone, with the model's step times; ``None`` for given numbers."""
+    """The depth that chooses for a single sequence, with the model's step times; ``None`` for given numbers."""
     number = s.options.num_draft_tokens
     if s.depth is None and (number == "auto" or s.options.copy_drafts == "auto"):
         only = number if isinstance(number, int) else None

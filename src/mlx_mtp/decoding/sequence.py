@@ -88,10 +88,10 @@ class Sequence:
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.sampler)
         number = self.options.num_draft_tokens
-        # Chooses its plan while it is alone; ``planner.depth_of`` makes it.
+        # Chooses its plan while it is the only sequence; ``planner.depth_of`` makes it.
         self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
         self.rates = Rates(MAX_DRAFT_TOKENS) if self.depth is None else self.depth.rates
-        self.sources: dict[str, Source] = {}  # beside the head, by name
+        self.sources: dict[str, Source] = {}  # other than the head, by name
 
     def sample_with(self, sampler: AnySampler | None) -> None:
         """

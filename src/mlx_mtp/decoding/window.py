@@ -47,7 +47,7 @@ class Window:
     """A verify pass in flight.
 
     Args:
-        drafts (Drafts): The drafts behind the last decided token of each sequence.
+        drafts (Drafts): The drafts after the last decided token of each sequence.
         tokens (mx.array): The decided tokens and the drafts, [B, T].
         logits (mx.array): [B, T, V]
         hidden (mx.array): [B, T, H]

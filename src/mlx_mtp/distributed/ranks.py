@@ -32,7 +32,7 @@ class Ranks:
         Args:
             numbers (List[float]): This rank's numbers, the same number of them on every rank.
             after (mx.array): An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
-              collective behind those of the pass on each of them.
+              collective after those of the pass on each of them.
         """
         mine: Any = mx.depends(mx.array(numbers, mx.float32), after)
         return mx.distributed.all_gather(mine[None], group=self.group)

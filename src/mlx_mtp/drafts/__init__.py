@@ -1,1 +1,1 @@
-"""Sources of drafts beside the head, and the options of drafting."""
+"""Sources of drafts other than the head, and the draft options."""

@@ -28,7 +28,7 @@ from ..pacing.rates import Rates
 
 N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
 N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
-LONGEST = 64  # the longest match to tell apart: longer ones are not better
+LONGEST = 64  # longer matches count as this length, since they are not better
 
 
 class NGramIndex:

@@ -1,4 +1,4 @@
-"""The checkpoint of a fitted head: links to the backbone's files, and the head beside them."""
+"""The checkpoint of a fitted head: links to the backbone's files, and the file of the head."""
 
 from pathlib import Path
 from typing import Any

@@ -83,8 +83,8 @@ def fit(
         answers (int): Answers to each prompt. Default: ``8``.
         max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
         temp (float): The temperature of the answers. Default: ``0.7``.
-        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, one beside
-          ``mlx_path``, which is removed at the end.
+        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, a folder
+          next to ``mlx_path``, which is removed at the end.
         cache_gb (float): The limit of recorded states; the rest of the corpus is not used. Default: ``8``.
         seed (int): The seed for dividing and ordering the texts. Default: ``0``.
 
@@ -171,7 +171,7 @@ def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
     """Raise a ValueError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
-        raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone alone.")
+        raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
         raise ValueError(
             f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp convert --graft-mtp-from ORIGINAL "

@@ -34,7 +34,7 @@ from .check import check
 from .inputs import PromptCacheFile, PromptOptions, encode_prompt, load_prompt_cache, template_options
 from .stream import generate
 
-# What runs in one process alone. A prompt cache file is of a whole model.
+# Flags for one process only. A prompt cache file is for a whole model.
 ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
 SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")

@@ -93,7 +93,7 @@ def _prefill_part(
 
 def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that gets these tokens [N] in front of all others."""
-    if isinstance(processor, Grammar):  # it sees the answer alone
+    if isinstance(processor, Grammar):  # it processes only the answer
         return processor
     return _Seeing(before, processor)
 

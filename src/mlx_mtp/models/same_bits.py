@@ -11,7 +11,7 @@ LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
 
 
 def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
-    """The largest difference in any logit between compiled passes over n tokens and those that are not, behind a prompt [T]."""
+    """The largest difference in any logit between compiled and other passes over n tokens, after a prompt [T]."""
     caches, was_compiled = model.make_cache(), model.drafting.compiled
     mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
     differences = {}

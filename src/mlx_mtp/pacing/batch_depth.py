@@ -73,7 +73,7 @@ class BatchTimes:
     """The times of steps by batch size. A new size begins with times interpolated from the nearest sizes.
 
     Args:
-        of_one (StepTimes, optional): The times of one sequence alone.
+        of_one (StepTimes, optional): The times of a single sequence.
     """
 
     def __init__(self, of_one: StepTimes | None = None):

@@ -88,7 +88,7 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of these tokens. Drafts can be copied from the tokens behind the last image.
+    """A prompt cache of these tokens. Drafts can be copied from the tokens after the last image.
 
     Args:
         spans (Sequence[Arrays]): The keys and values, from the first token to the last.

@@ -136,7 +136,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """The number of tokens that the text has in common with a stored one: later texts may differ from it there, too."""
+        """The number of tokens that the text has in common with a stored one: later texts may differ there as well."""
         text = np.asarray(tokens, np.int64)
         with self._lock:
             self._check_model()
@@ -206,7 +206,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self._files.forget()
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
-        """The child with the text's next tokens, prefilled alike: rounding may differ where a text was cut elsewhere."""
+        """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks."""
         for child in node.next(text):
             new = arrays.keys_and_values(cache, format, child.begin, child.length)
             # Read from its file, but not kept in memory: it may differ.
@@ -227,7 +227,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self.disk.touch([stored.name for _, stored in parts if stored.name is not None])
         spans = [stored.arrays for _, stored in path]
         entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
-        self.trim_to(self.max_bytes, self.max_snapshots)  # the arrays read from disk take memory too
+        self.trim_to(self.max_bytes, self.max_snapshots)  # the arrays read from disk take memory as well
         return entries
 
     def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:

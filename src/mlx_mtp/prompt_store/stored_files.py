@@ -16,7 +16,7 @@ from .tree import Node, StoredArrays
 class Files:
     """
     Attributes:
-        disk (DiskWriter, optional): ``None`` for a store in memory alone.
+        disk (DiskWriter, optional): ``None`` for a store without a folder.
     """
 
     def __init__(self, model: Any, forest: Forest, lock: "threading.RLock"):
@@ -49,7 +49,7 @@ class Files:
                 _add_entry(self.forest, format, entry)
 
     def load_all(self, parts: list[tuple[Node, StoredArrays]], format: Format) -> bool:
-        """Load the parts of a prompt cache into memory, or free the unneeded ones -> whether all are in memory."""
+        """Load the parts of a prompt cache into memory, or free the unneeded ones Return whether all are in memory."""
         if all(self._load(node, stored, format) for node, stored in parts):
             return True
         with self._lock:
@@ -59,7 +59,7 @@ class Files:
         return False
 
     def _load(self, node: Node, stored: StoredArrays, format: Format) -> bool:
-        """Load a node's span or snapshot into memory if needed -> whether it is in memory."""
+        """Load a node's span or snapshot into memory if needed. Return whether it is in memory."""
         if stored.in_memory:
             return True
         found = self.read(node, stored, format)
@@ -161,7 +161,7 @@ def _not_on_disk(forest: Forest, node: Node) -> None:
 
 def _is_worth_writing(node: Node) -> bool:
     """Whether to write a snapshot: its bytes are at most those of the keys and values since the snapshot on disk above it, so
-    that disk use grows with tokens; or texts differ behind it or were resumed from it twice, so that others will be, too.
+    that disk use grows with tokens; or texts differ after it or were resumed from it twice, so that others may be as well.
     """
     assert node.snapshot is not None
     last = above(node, lambda n: n.snapshot is not None and n.snapshot.name is not None)

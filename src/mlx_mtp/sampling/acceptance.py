@@ -8,7 +8,7 @@ the residual, the normalized positive part of p - q.
 
 ``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
 arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
-the position. The token does not depend on the draft, so the text is a function of the seed and the prompt alone.
+the position. The token does not depend on the draft, so the text depends only on the seed and the prompt.
 
 ``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice. The
 random state is then restored to its value after the last choice that counts, so the tokens are those of plain decoding with the

@@ -275,7 +275,7 @@ class CallGrammar:
         leaves = schema.leaves(node) or []
         if bound := sorted(t for t in others - STRUCTURES if not any(_allows_all(leaf, t) for leaf in leaves)):
             if self.rules.is_strict:
-                raise ValueError(f"{node.path} cannot be enforced: strings beside some values of type {bound[0]}")
+                raise ValueError(f"{node.path} cannot be enforced: strings and some values of type {bound[0]}")
             return "value"
         begins = f" & ~/{STRUCTURE}/" if others & STRUCTURES else ""
         ways = [f"({condition}{begins})" for condition in conditions] + [

@@ -35,7 +35,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
 }
-DEPTH = 64  # levels of schemas within schemas; a reference begins anew
+DEPTH = 64  # levels of nested schemas; a reference starts again at 0
 MOST_LEAVES = 256  # alternatives of one schema
 MOST_WORK = 1 << 18  # combinations to try for all schemas
 ROUNDS = 16  # over schemas that contain themselves
@@ -98,7 +98,7 @@ class Node:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no keywords besides its parts and options."""
+        """Whether it has no keywords other than its parts and options."""
         has_children = self.properties is not None or self.patterns or self.others or self.items or self.prefix
         return not (self.own or has_children or self.is_false)
 

@@ -92,7 +92,7 @@ class Admission:
         mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether a request can begin beside the running ones."""
+        """Whether a request can begin in addition to the running requests."""
         requests = [*running, request]
         if len(requests) == 1:
             return True

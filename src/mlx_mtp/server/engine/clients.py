@@ -154,21 +154,21 @@ class SharedClients(Clients):
         return mine if self.ranks.rank == 0 else shared
 
 
-def seed_alike(ranks: Ranks | None) -> None:
+def seed_equally(ranks: Ranks | None) -> None:
     """Seed all ranks with rank 0's random seed. A server in one process keeps MLX's random state."""
     if ranks is not None:
         mx.random.seed(ranks.broadcast(time.time_ns()))
 
 
 def reseed(ranks: Ranks | None) -> None:
-    """Seed MLX again after a failure. A rank that has failed alone ends its process."""
+    """Seed MLX again after a failure. A rank ends its process if the others have not failed."""
     if ranks is None:
         mx.random.seed(time.time_ns())
         return
     alone = Timer(ALONE, _end_alone, [ranks])
     alone.daemon = True
     alone.start()
-    seed_alike(ranks)
+    seed_equally(ranks)
     alone.cancel()
 
 

@@ -15,7 +15,7 @@ from ...memory.account import is_out_of_memory
 from ...memory.needs import size
 from ..request import NO_MEMORY, ApiError, Request, Started, Waiting
 from .admission import Admission
-from .clients import Clients, reseed, seed_alike
+from .clients import Clients, reseed, seed_equally
 from .delta import make_delta
 from .metrics import Metrics
 
@@ -51,7 +51,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            seed_alike(self.ranks)
+            seed_equally(self.ranks)
             self.admission.open(self.admission.models.default)
         except BaseException as e:
             self.loaded.set_exception(e)

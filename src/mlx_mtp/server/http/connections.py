@@ -42,7 +42,7 @@ class State(ServerState):
 class Connection(H11Protocol):
     """A connection that is closed if the head of a request does not arrive in time.
 
-    uvicorn alone waits for the first request without a limit, and for later requests as long as bytes arrive. If there are too
+    uvicorn itself waits for the first request without a limit, and for later requests as long as bytes arrive. If there are too
     many connections, the oldest without a complete request is closed, so that idle clients do not lock out others.
     """
 
