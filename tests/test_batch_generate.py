@@ -276,7 +276,9 @@ def test_quantized_prompt_cache_is_refused():
     model = tiny_model("qwen3_5", head_dim=64)
     generator, cache = BatchGenerator(model), make_prompt_cache(model)
     mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, quantized_kv_start=0)
-    with pytest.raises(ValueError, match="The prompt cache of prompt 0 is quantized: generate its text without a batch"):
+    with pytest.raises(
+        ValueError, match="The prompt cache of prompt 0 is quantized: generate its text without a batch"
+    ):
         generator.insert([[1]], caches=[cache])
     assert len(generator) == 0
 

@@ -260,6 +260,8 @@ def run_alone(scenario, truths):
         n = len(tokens)
         assert tokens == want[:n]
         assert fault is None or (ask.fault and str(fault) == ask.fault[0])
+        if fault is not None and ask.fault[::2] == ("call", ()):
+            assert n == ask.fault[1], "a token before the fault was not yielded"
         assert fault or n == min(ask.max_tokens, ask.leaves or ask.max_tokens)
         ask.check_counts(counts)
         if n > 0 and "kv_bits" not in kv:
@@ -350,9 +352,10 @@ def check_text(model, ask, want, text, removed):
         assert_goes_on(model, prompt_cache, tokens)
 
 
-# Texts that end within a window of right drafts, of which the last ones are not handed over.
+# Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
+ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=("call", 3, ()), arrives=20)]
 WITHIN_A_WINDOW = Scenario(
-    "qwen3_5", 0, 2, [Ask([3, 1, 4], 30, [True], 4, "off", leaves=n) for n in (3, 5, 8)], 2048, 32, {}, "close", {}, None, None
+    "qwen3_5", 0, 2, [Ask([3, 1, 4], 30, [True], 4, "off", **end) for end in ENDS], 2048, 32, {}, "close", {}, None, None
 )  # fmt: skip
 
 

@@ -83,7 +83,5 @@ def cache_at_end(decoder: Decoder, s: Sequence) -> list[Any]:
     """The prompt cache of a sequence that ends while a window is in flight."""
     if len(decoder) > 1:
         return decoder.extract(s)
-    assert decoder.window is not None
-    decoder.window.kept = [1]
     decoder.finalize()
     return s.cache.entries

@@ -156,6 +156,8 @@ class Decoder:
                 mx.eval(step.choices, step.accepted, step.random_states)
                 leading: Any = step.accepted.tolist()
                 step.n_accepted = [n_leading(flags[: plan.k]) for flags, plan in zip(leading, drafts.plans)]
+                if len(self) > 1:  # a sequence that has failed has accepted nothing
+                    step.n_accepted = [0 if ended else n for ended, n in zip(step.has_ended, step.n_accepted)]
                 rewind(step.random_states, step.n_accepted[0])
                 drafts.records = []  # free them: a record may have an array as large as the vocabulary
                 self.wait()
@@ -184,12 +186,11 @@ class Decoder:
         if step is None:
             return
         choices: Any = step.choices.tolist()
-        tokens = [
-            [] if has_ended else s.take(chosen[: n + 1], plan, n)
-            for s, chosen, plan, n, has_ended in zip(
-                step.sequences, choices, step.drafts.plans, step.n_accepted, step.has_ended
-            )
-        ]
+        tokens = []
+        for b, (s, plan) in enumerate(zip(step.sequences, step.drafts.plans)):
+            n = step.n_accepted[b]
+            n_chosen = n if step.has_ended[b] else n + 1  # a sequence may fail after drafts that it accepted in order
+            tokens.append(s.take(choices[b][:n_chosen], plan, n) if n_chosen > 0 else [])
         every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
         if self.exchange is not None:
             self.exchange.receive(every)
