@@ -37,79 +37,63 @@ def exports(text):
     return dict(line[1].split("=", 1) for line in words)
 
 
-@pytest.mark.parametrize(
-    ("client", "flags", "want"),
-    [
-        ("claude", [], {"ANTHROPIC_BASE_URL": "http://127.0.0.1:8080", "ANTHROPIC_API_KEY": "none"}),
-        (
-            "claude",
-            KEYED,
-            {"ANTHROPIC_BASE_URL": "http://localhost:9", "ANTHROPIC_API_KEY": "it's", "ANTHROPIC_MODEL": "qwen"},
-        ),
-        ("aider", [], {"OPENAI_API_BASE": "http://127.0.0.1:8080/v1", "OPENAI_API_KEY": "none"}),
-        ("aider", KEYED, {"OPENAI_API_BASE": "http://localhost:9/v1", "OPENAI_API_KEY": "it's"}),
-    ],
-    ids=str,
-)
-def test_lines_for_a_shell(printed, client, flags, want):
-    assert exports(printed(client, *flags).out) == want
+LOCAL, OTHER = "http://127.0.0.1:8080", "http://localhost:9"
+
+
+def test_lines_for_a_shell(printed):
+    for client, flags, want in (
+        ("claude", [], {"ANTHROPIC_BASE_URL": LOCAL, "ANTHROPIC_API_KEY": "none"}),
+        ("claude", KEYED, {"ANTHROPIC_BASE_URL": OTHER, "ANTHROPIC_API_KEY": "it's", "ANTHROPIC_MODEL": "qwen"}),
+        ("aider", [], {"OPENAI_API_BASE": f"{LOCAL}/v1", "OPENAI_API_KEY": "none"}),
+        ("aider", KEYED, {"OPENAI_API_BASE": f"{OTHER}/v1", "OPENAI_API_KEY": "it's"}),
+    ):
+        assert exports(printed(client, *flags).out) == want
 
 
 def test_codex(printed):
-    provider = {"name": "mlx_mtp", "base_url": "http://127.0.0.1:8080/v1", "wire_api": "responses"}
+    provider = {"name": "mlx_mtp", "base_url": f"{LOCAL}/v1", "wire_api": "responses"}
     want = {"model": "default_model", "model_provider": "local", "model_context_window": 8192}
     assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"local": provider}}
     out, err = printed("codex", *KEYED)
     own = tomllib.loads(out)
     assert own["model"] == "qwen"
-    assert own["model_providers"]["local"]["base_url"] == "http://localhost:9/v1"
+    assert own["model_providers"]["local"]["base_url"] == f"{OTHER}/v1"
     assert f"{own['model_providers']['local']['env_key']}={shlex.quote(KEYED[1])}" in err
     assert KEYED[1] not in out
 
 
 def test_opencode(printed):
-    local = json.loads(printed("opencode").out)["provider"]["local"]
-    assert local == {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": "http://127.0.0.1:8080/v1", "apiKey": "none"},
-        "models": {"default_model": {"limit": {"context": 8192, "output": 2048}}},
-    }
-    local = json.loads(printed("opencode", *KEYED).out)["provider"]["local"]
-    assert local["models"] == {"qwen": {"limit": {"context": 8192, "output": 500}}}
-    assert local["options"] == {"baseURL": "http://localhost:9/v1", "apiKey": "it's"}
+    for flags, model, output, options in (
+        ([], "default_model", 2048, {"baseURL": f"{LOCAL}/v1", "apiKey": "none"}),
+        (KEYED, "qwen", 500, {"baseURL": f"{OTHER}/v1", "apiKey": "it's"}),
+    ):
+        local = json.loads(printed("opencode", *flags).out)["provider"]["local"]
+        models = {model: {"limit": {"context": 8192, "output": output}}}
+        assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
 
 def test_continue(printed):
     config = yaml.safe_load(printed("continue", *KEYED).out)
     assert config.keys() == {"name", "version", "schema", "models"}
-    assert config["models"] == [
-        {
-            "name": "Qwen",
-            "provider": "openai",
-            "model": "qwen",
-            "apiBase": "http://localhost:9/v1",
-            "apiKey": "it's",
-            "defaultCompletionOptions": {"contextLength": 8192},
-        }
-    ]
+    own = dict(name="Qwen", provider="openai", model="qwen", apiBase=f"{OTHER}/v1", apiKey="it's")
+    assert config["models"] == [{**own, "defaultCompletionOptions": {"contextLength": 8192}}]
+
+
+FILES = {
+    "codex": ".codex/config.toml",
+    "opencode": ".config/opencode/opencode.json",
+    "continue": ".continue/config.yaml",
+}
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_line_beside_them_says_where_they_belong(printed, client):
+def test_a_line_beside_them_says_where_they_belong(printed, client, tmp_path):
+    """And nothing is said of a context that the model does not say."""
     err = printed(client).err
-    files = {
-        "codex": ".codex/config.toml",
-        "opencode": ".config/opencode/opencode.json",
-        "continue": ".continue/config.yaml",
-    }
     assert err.count("\n") == 1
-    assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_model_that_does_not_say_its_context(printed, client, tmp_path):
+    assert (f"put this into ~/{FILES[client]}" if client in FILES else "run this in a shell") in err
     config = json.loads((tmp_path / "config.json").read_text())
-    config.get("text_config", config).pop("max_position_embeddings")
+    del config["text_config"]["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     out = printed(client).out
     assert not any(word in out for word in ("None", "null", "limit", "contextLength", "context_window"))

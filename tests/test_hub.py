@@ -1,5 +1,7 @@
 """The hub: what is downloaded, and the errors where something cannot be. The tests run a stand-in on this machine."""
 
+from functools import partial
+
 import huggingface_hub
 import pytest
 
@@ -79,26 +81,21 @@ def test_offline_uses_the_cache(hub, monkeypatch):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("mtp", [True, False])
-def test_missing_repository_is_one_line(mtp, hub, monkeypatch):
-    for name, message in [
-        ("org/missing", "is not a folder, and the hub has no repository of that name or you may not see it"),
-        ("/no/such/folder", "is neither a folder nor the name of a repository"),
-        ("no/such/folder", "is neither a folder nor the name of a repository"),
-    ]:
-        with pytest.raises(FileNotFoundError, match=f"^{name} {message}") as e:
-            mlx_mtp.load(name, mtp=mtp)
-        assert "\n" not in str(e.value)
+def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
+    def assert_refused(name, message, *reads):
+        for read in reads:
+            with pytest.raises(FileNotFoundError, match=f"^{name} is {message}") as e:
+                read(name)
+            assert "\n" not in str(e.value)
 
-
-def test_unreachable_hub_is_one_line(monkeypatch):
+    loads = mlx_mtp.load, partial(mlx_mtp.load, mtp=False)
+    unseen = "not a folder, and the hub has no repository of that name or you may not see it"
+    assert_refused("org/missing", unseen, *loads)
+    for name in ("/no/such/folder", "no/such/folder"):
+        assert_refused(name, "neither a folder nor the name of a repository", *loads)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    for read in (lambda: fetch("org/model", None), lambda: CheckpointReader("org/model")):
-        with pytest.raises(
-            FileNotFoundError, match=r"^org/model is not a folder, and it could not be downloaded: "
-        ) as e:
-            read()
-        assert "\n" not in str(e.value)
+    unreachable = "not a folder, and it could not be downloaded: "
+    assert_refused("org/model", unreachable, partial(fetch, revision=None), CheckpointReader)
 
 
 def test_reads_single_tensors(hub):

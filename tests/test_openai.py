@@ -67,8 +67,9 @@ def joined(chunks) -> dict[int, dict]:
 
 
 def test_the_stream_helper_gets_usage_and_one_role(client):
-    options = {"stream_options": {"include_usage": True}, "extra_body": said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)}
-    with client.chat.completions.stream(**CHAT, tools=TOOLS, max_tokens=900, **options) as stream:
+    body = said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)
+    options = dict(**CHAT, tools=TOOLS, max_tokens=900, extra_body=body)
+    with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
     message = final.choices[0].message
@@ -76,12 +77,9 @@ def test_the_stream_helper_gets_usage_and_one_role(client):
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert [c.choices[0].delta.role for c in chunks if c.choices] == ["assistant"] + [None] * (len(chunks) - 2)
-    whole = client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=900, extra_body=options["extra_body"])
+    whole = client.chat.completions.create(**options)
     assert final.usage.completion_tokens == whole.usage.completion_tokens > 0
-
-
-def test_an_answer_without_text_has_a_role(client):
-    with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:
+    with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
     assert (message.role, message.content) == ("assistant", None)
 
@@ -92,38 +90,35 @@ def test_an_answer_without_text_has_a_role(client):
 def test_chat_logprobs_are_those_of_the_content(client):
     """Not of the reasoning, the calls or the template's line breaks; whole and streamed."""
     extra = said(f"Hm.\n</think>\n\nI add, naïve 日本.\n\n{ADD}", True)
-    options = {"tools": TOOLS, "max_tokens": 900, "logprobs": True, "extra_body": extra}
-    with client.chat.completions.stream(**CHAT, **options, top_logprobs=20) as stream:
+    options = dict(**CHAT, tools=TOOLS, max_tokens=900, logprobs=True, extra_body=extra)
+    with client.chat.completions.stream(**options, top_logprobs=20) as stream:
         deltas = [event.content for event in stream if event.type == "logprobs.content.delta"]
         streamed = stream.get_final_completion().choices[0]
-    whole = client.chat.completions.create(**CHAT, **options, top_logprobs=20).choices[0]
-    assert whole.logprobs.content == streamed.logprobs.content
+    whole = client.chat.completions.create(**options, top_logprobs=20).choices[0]
+    told = whole.logprobs.content
+    assert told == streamed.logprobs.content
     assert len(deltas) > 1
     assert whole.message.content == "I add, naïve 日本."
-    said_by = b"".join(bytes(t.bytes) for t in whole.logprobs.content).decode()
-    assert (
-        said_by.removesuffix("\n\n") == whole.message.content
-    )  # one token has the full stop and the template's breaks
-    for t in whole.logprobs.content:
+    # One token has the full stop and the template's breaks.
+    assert b"".join(bytes(t.bytes) for t in told).decode().removesuffix("\n\n") == whole.message.content
+    for t in told:
         assert t.token == bytes(t.bytes).decode(errors="replace")
         assert [len(t.top_logprobs), max(t.top_logprobs, key=lambda x: x.logprob)] == [20, t.top_logprobs[0]]
     for top in (0, None):
-        alone = client.chat.completions.create(**CHAT, **options, top_logprobs=top).choices[0].logprobs.content
-        assert [(t.token, t.logprob, t.top_logprobs) for t in alone] == [
-            (t.token, t.logprob, []) for t in whole.logprobs.content
-        ]
+        alone = client.chat.completions.create(**options, top_logprobs=top).choices[0].logprobs.content
+        assert [(t.token, t.logprob, t.top_logprobs) for t in alone] == [(t.token, t.logprob, []) for t in told]
     assert client.chat.completions.create(**CHAT, extra_body=extra).choices[0].logprobs is None
-    with pytest.raises(openai.BadRequestError, match="top_logprobs requires logprobs"):
-        client.chat.completions.create(**CHAT, top_logprobs=2)
-    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=21)
+    for wrong in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        with pytest.raises(
+            openai.BadRequestError, match="top_logprobs" if "logprobs" in wrong else "requires logprobs"
+        ):
+            client.chat.completions.create(**CHAT, **wrong)
 
 
 def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
     """With a temperature, by the model's own pass over the text."""
     model, tokenizer = trained
-    options = {"temperature": 2.0, "seed": 3, "max_tokens": 24, "logprobs": 1}
-    told = writer.completions.create(**{**TEXT, **options}).choices[0].logprobs
+    told = writer.completions.create(**TEXT | dict(temperature=2.0, seed=3, logprobs=1)).choices[0].logprobs
     ids = {piece: i for i, piece in reversed([*enumerate(Pieces(tokenizer).of(range(len(tokenizer))))])}
     pieces = [t.encode() if not t.startswith("bytes:") else eval(f"b'{t[6:]}'") for t in told.tokens]
     answer, prompt = [ids[piece] for piece in pieces], tokenizer.encode(TEXT["prompt"])
@@ -132,18 +127,10 @@ def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
     assert told.token_logprobs == pytest.approx(own.tolist(), abs=0.07)  # bfloat16
     likeliest = [max(top.values()) for top in told.top_logprobs]
     assert sum(a < b for a, b in zip(told.token_logprobs, likeliest)) > 3
-    assert all(
-        top[token] == logprob for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs)
-    )
+    assert [top[token] for token, top in zip(told.tokens, told.top_logprobs)] == told.token_logprobs
 
 
-def test_a_completion_begins_with_its_space(server, client):
-    for say in (" os", "os", "  os"):
-        answer = client.completions.create(**{**TEXT, "prompt": "import"}, logprobs=0, extra_body=said(say)).choices[0]
-        assert answer.text == "".join(answer.logprobs.tokens) == say
-
-
-def test_completions_have_logprobs_of_their_own_form(writer):
+def test_completions_have_logprobs_of_their_own_form(writer, client):
     options = {**TEXT, "logprobs": 5}
     whole = writer.completions.create(**options).choices[0]
     told = whole.logprobs
@@ -157,29 +144,30 @@ def test_completions_have_logprobs_of_their_own_form(writer):
     assert cut.text == whole.text[:5]
     assert "".join(cut.logprobs.tokens).startswith(cut.text)
     assert cut.logprobs.text_offset[-1] < 5
+    for say in (" os", "os", "  os"):  # a completion begins with its space
+        answer = client.completions.create(**TEXT | dict(prompt="import", logprobs=0), extra_body=said(say)).choices[0]
+        assert answer.text == "".join(answer.logprobs.tokens) == say
 
 
 # Several answers
 
 
 def test_several_answers_read_a_prompt_once(drafting, writer):
-    prompt = "class Stack:\n" + "    def push(self, item):\n        self.items.append(item)\n\n" * 12
-    options = {"model": "default_model", "prompt": prompt, "max_tokens": 12, "temperature": 1.5}
+    prompt = "class Stack:\n" + "    def push(self, item):\n        self.items.append(item)\n\n" * 6
+    options = {**TEXT, "prompt": prompt, "temperature": 1.5}
     before = drafting.metrics()
     answer = writer.completions.create(**options, n=4, seed=2**64 - 2)
     after = drafting.metrics()
-    read = [
-        after[name] - before[name] for name in ("mlx_mtp_prompt_tokens_total", "mlx_mtp_cached_prompt_tokens_total")
-    ]
+    names = "mlx_mtp_prompt_tokens_total", "mlx_mtp_cached_prompt_tokens_total"
+    n_read, n_cached = (after[name] - before[name] for name in names)
     n, usage = answer.usage.prompt_tokens, answer.usage
-    assert read[0] == 4 * n
-    assert read[0] - read[1] <= n + 3 * 2  # the last token is read again
+    assert n_read == 4 * n
+    assert n_read - n_cached <= n + 3 * 2  # the last token is read again
     assert (usage.completion_tokens, usage.total_tokens) == (4 * 12, n + 4 * 12)
     assert usage.prompt_tokens_details.cached_tokens == 0
     alone = [writer.completions.create(**options, seed=seed) for seed in (-2, -1, 0, 1)]
-    assert [c.text for c in answer.choices] == [a.choices[0].text for a in alone]
+    assert [(c.index, c.text) for c in answer.choices] == [*enumerate(a.choices[0].text for a in alone)]
     assert len({c.text for c in answer.choices}) == 4
-    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
 
 
 def test_several_prompts_as_texts_and_as_tokens(writer, trained):
@@ -193,15 +181,8 @@ def test_several_prompts_as_texts_and_as_tokens(writer, trained):
         assert answer.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone)
         assert answer.usage.completion_tokens == sum(a.usage.completion_tokens for a in alone)
     assert writer.completions.create(**{**TEXT, "prompt": tokens[1]}).choices[0].text == want[1]
-    options = {
-        **TEXT,
-        "prompt": texts,
-        "n": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "logprobs": 0,
-    }
-    chunks = list(writer.completions.create(**options))
+    options = dict(n=2, stream=True, stream_options={"include_usage": True}, logprobs=0)
+    chunks = list(writer.completions.create(**TEXT | {"prompt": texts}, **options))
     streamed = joined(chunks)
     assert [streamed[i]["text"] for i in range(6)] == [text for text in want for _ in range(2)]
     assert {len(streamed[i]["logprobs"]["tokens"]) for i in range(6)} == {12}
@@ -209,16 +190,14 @@ def test_several_prompts_as_texts_and_as_tokens(writer, trained):
 
 
 def test_the_stream_helper_gets_each_choice(client):
-    extra = said(f"I add.\n\n{ADD}")
-    with client.chat.completions.stream(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=extra) as stream:
-        choices = stream.get_final_completion().choices
-    whole = client.chat.completions.create(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=extra).choices
-    for found in (choices, whole):
+    options = dict(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=said(f"I add.\n\n{ADD}"))
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices
+    for found in (streamed, client.chat.completions.create(**options).choices):
         assert [c.index for c in found] == [0, 1, 2]
-        assert {(c.message.role, c.message.content, c.finish_reason) for c in found} == {
-            ("assistant", "I add.", "tool_calls")
-        }
-        assert {c.message.tool_calls[0].function.arguments for c in found} == {'{"a": 1, "b": 2}'}
+        for c in found:
+            assert (c.message.role, c.message.content, c.finish_reason) == ("assistant", "I add.", "tool_calls")
+            assert c.message.tool_calls[0].function.arguments == '{"a": 1, "b": 2}'
         assert len({c.message.tool_calls[0].id for c in found}) == 3
 
 
@@ -236,8 +215,7 @@ def test_choices_come_in_order_first():
 
 
 def test_one_answer_that_fails_fails_the_request(drafting):
-    body = {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2}
-    status, content = drafting.request("/v1/completions", body)
+    status, content = drafting.request("/v1/completions", {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2})
     assert (status, content["error"]["param"]) == (400, "prompt")
     assert "1000000" in content["error"]["message"]
     drafting.until_idle()
@@ -246,7 +224,7 @@ def test_one_answer_that_fails_fails_the_request(drafting):
 # A last message of the assistant
 
 
-def test_a_last_message_of_the_assistant_is_continued(server, client):
+def test_a_last_message_of_the_assistant_is_continued(server, client, writer):
     """Its space is kept, and no thinking begins."""
     messages = [*ASK, {"role": "assistant", "content": "The answer is"}]
     options = {"model": "default_model", "messages": messages, "extra_body": said(" 42.", thinking=True)}
@@ -262,11 +240,7 @@ def test_a_last_message_of_the_assistant_is_continued(server, client):
     status, content = server.request("/v1/chat/completions", body)
     assert (status, content["error"]["param"]) == (400, "response_format")
     assert "a last message of the assistant" in content["error"]["message"]
-
-
-def test_without_a_template_no_message_is_continued(writer):
-    """The model's text would begin a message of its own."""
-    messages = [*ASK, {"role": "assistant", "content": "The answer is"}]
+    # Without a template, the model's text would begin a message of its own.
     with pytest.raises(openai.BadRequestError, match="cannot be continued without a chat template"):
         writer.chat.completions.create(model="default_model", messages=messages)
 
@@ -274,13 +248,9 @@ def test_without_a_template_no_message_is_continued(writer):
 def test_calls_are_not_continued(client):
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [*ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
-    answer = client.chat.completions.create(
-        model="default_model", messages=messages, extra_body=said("Hm.</think>Yes.", True)
-    )
-    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("Hm.", "Yes.")
-
-
-# Errors
+    options = dict(model="default_model", extra_body=said("Hm.</think>Yes.", True))
+    message = client.chat.completions.create(messages=messages, **options).choices[0].message
+    assert (message.reasoning, message.content) == ("Hm.", "Yes.")
 
 
 def test_a_schema_inside_json_object(writer):

@@ -88,19 +88,8 @@ def test_text_of_the_model_becomes_html_in_one_place():
     assert re.findall(r"markdown\.render\(.*", text) == ["markdown.render(text), ALLOWED);"]
     allowed = set(re.findall(r'"(\w+)"', text.partition("ALLOWED_TAGS")[2].partition("ALLOWED_ATTR")[0]))
     assert {"pre", "code", "table"} <= allowed
-    assert not allowed & {
-        "script",
-        "style",
-        "img",
-        "svg",
-        "math",
-        "iframe",
-        "object",
-        "form",
-        "input",
-        "base",
-        "template",
-    }
+    dangerous = "script style img svg math iframe object form input base template"
+    assert not allowed & {*dangerous.split()}
 
 
 def test_vendored_libraries_are_those_of_the_list_and_have_licences():
@@ -112,34 +101,30 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
 
 
 def test_no_page_with_no_ui():
-    options = check(make_parser().parse_args(["--no-ui"]))
-    generator = SimpleNamespace(options=options, metrics=Metrics())
+    generator = SimpleNamespace(options=check(make_parser().parse_args(["--no-ui"])), metrics=Metrics())
     client = TestClient(make_app(generator, None, ["*"]))
     assert client.get("/").json()["name"] == "mlx_mtp"
     assert client.get("/page/main.js").status_code == 404
 
 
-def test_api_is_described_without_pages_of_a_cdn(client):
+def test_what_the_api_says_of_itself_and_of_the_demo(client):
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
-    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
-
-
-def test_demo_says_that_it_completes_python_only(client):
+    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]  # pages of a CDN
     model = client.get("/v1/models").json()["data"][0]
     assert (model["description"], model["has_chat_template"]) == ("Demo model: completes Python only", True)
     assert model["takes_images"] is False
 
 
 def stream(client, **body) -> list[dict]:
-    body = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 60, "stream": True, **body}
+    body = {"messages": [{"role": "user", "content": CODE}], "stream": True, "num_draft_tokens": 1, **body}
     lines = client.post("/v1/chat/completions", json=body).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 @pytest.mark.parametrize(("copies", "sources"), [("off", {"model", "head"}), (4, {"model", "head", "copies"})])
-def test_each_token_has_a_source(client, copies, sources):
+def test_each_token_has_a_source_where_it_is_asked_for(client, copies, sources):
     options = {"include_usage": True, "include_sources": True}
-    *chunks, last = stream(client, stream_options=options, copy_drafts=copies, num_draft_tokens=1)
+    *chunks, last = stream(client, stream_options=options, copy_drafts=copies, max_tokens=40)
     told = [source for chunk in chunks for source in chunk["choices"][0]["sources"]]
     usage = last["usage"]
     assert len(told) == usage["completion_tokens"]
@@ -148,7 +133,5 @@ def test_each_token_has_a_source(client, copies, sources):
     assert len(told) - told.count("model") == details["accepted_prediction_tokens"]
     # A step may go on behind the last token.
     assert 0 <= details["accepted_copied_tokens"] - told.count("copies") <= 16
-
-
-def test_no_source_where_nobody_asks(client):
-    assert not any("sources" in choice for chunk in stream(client, max_tokens=2) for choice in chunk["choices"])
+    chunks = stream(client, max_tokens=2)
+    assert not any("sources" in choice for chunk in chunks for choice in chunk["choices"])

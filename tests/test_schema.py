@@ -80,22 +80,20 @@ PLACES = [  # schema, arguments that it allows, and others
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), PLACES, ids=lambda x: json.dumps(x)[:50])
-def test_grammar_and_types_come_from_the_same_places(tokenizer, schema, good, bad):
+def test_grammar_and_types_come_from_the_same_places(monkeypatch, tokenizer, schema, good, bad):
     grammar = grammar_of(tokenizer, schema)
     for arguments in good:
         assert allows(tokenizer, grammar, call(arguments)), arguments
         assert read(schema, call(arguments)) == arguments
     for arguments in bad:
         assert not allows(tokenizer, grammar, call(arguments)), arguments
-
-
-@pytest.mark.parametrize(("schema", "good", "bad"), [p for p in PLACES if "Properties" not in str(p[0])], ids=str)
-def test_as_qwen3_next_writes_them(monkeypatch, tokenizer, schema, good, bad):
-    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    if "Properties" in str(schema):
+        return
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)  # as Qwen3-Next writes them
     grammar = grammar_of(tokenizer, schema)
     for arguments in good:
         text = json.dumps({"name": "f", "arguments": arguments})
-        assert allows(tokenizer, grammar, f"<tool_call>\n{text}\n</tool_call>")
+        assert allows(tokenizer, grammar, f"<tool_call>\n{text}\n</tool_call>"), arguments
 
 
 # What a grammar cannot enforce
@@ -123,25 +121,22 @@ def test_strict_tools_are_refused_by_path_and_others_are_free(tokenizer, schema,
     assert e.value.status == 400
 
 
-@pytest.mark.parametrize(
-    ("parameters", "path"),
-    [
-        ({"not": {"required": ["a"]}, "properties": {"a": INTEGER}}, r"parameters\.not"),
-        ({"propertyNames": {"pattern": "a"}, "properties": {"a": INTEGER}}, r"parameters\.propertyNames"),
-        ({"additionalProperties": INTEGER}, r"parameters\.additionalProperties"),
-        (
-            {"anyOf": [{"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}]},
-            r"parameters: a cannot be enforced",
-        ),
-        ({"patternProperties": {"a": INTEGER}}, r"parameters\.patternProperties"),
-        ({"oneOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": INTEGER}}]}, r"parameters\.oneOf"),
-        ({"properties": {"a": {"oneOf": [STRING, {"minLength": 2}]}}}, r"properties\.a\.oneOf"),
-        ({"properties": {"a": {"$ref": "http://example.com"}}}, r"properties\.a\.\$ref"),
-        ({"properties": {"a": {"type": "file"}}}, r"properties\.a\.type 'file'"),
-        ({"properties": {"a": {**STRING, "pattern": "(?=a)b"}}}, r"properties\.a cannot be enforced"),
-    ],
-    ids=str,
-)
+A_INTEGER, A_STRING = {"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}
+TOP = [
+    ({"not": {"required": ["a"]}, **A_INTEGER}, r"parameters\.not"),
+    ({"propertyNames": {"pattern": "a"}, **A_INTEGER}, r"parameters\.propertyNames"),
+    ({"additionalProperties": INTEGER}, r"parameters\.additionalProperties"),
+    ({"anyOf": [A_INTEGER, A_STRING]}, r"parameters: a cannot be enforced"),
+    ({"patternProperties": {"a": INTEGER}}, r"parameters\.patternProperties"),
+    ({"oneOf": [A_INTEGER, {"properties": {"b": INTEGER}}]}, r"parameters\.oneOf"),
+    ({"properties": {"a": {"oneOf": [STRING, {"minLength": 2}]}}}, r"properties\.a\.oneOf"),
+    ({"properties": {"a": {"$ref": "http://example.com"}}}, r"properties\.a\.\$ref"),
+    ({"properties": {"a": {"type": "file"}}}, r"properties\.a\.type 'file'"),
+    ({"properties": {"a": {**STRING, "pattern": "(?=a)b"}}}, r"properties\.a cannot be enforced"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "path"), TOP, ids=str)
 def test_strict_tools_also_at_the_top(tokenizer, parameters, path):
     assert allows(tokenizer, grammar_of(tokenizer, parameters), call({"a": 5}))
     with pytest.raises(ApiError, match=path):
@@ -151,40 +146,17 @@ def test_strict_tools_also_at_the_top(tokenizer, parameters, path):
 # Shapes that are none
 
 MALFORMED = [
-    5,
-    "object",
-    [],
-    False,
-    {"type": "string"},
-    {"properties": 5},
-    {"properties": []},
-    {"properties": {"x": 5}},
-    {"properties": {"x": [INTEGER]}},
-    {"properties": {"x": {"required": True}}},
-    {"required": "x"},
-    {"required": [1]},
-    {"required": {"x": True}},
-    {"type": 5},
-    {"type": []},
-    {"properties": {"x": {"type": [{}]}}},
-    {"properties": {"x": {"enum": 5}}},
-    {"properties": {"x": {"enum": []}}},
-    {"properties": {"x": {"anyOf": {}}}},
-    {"properties": {"x": {"anyOf": []}}},
-    {"properties": {"x": {"allOf": 5}}},
-    {"properties": {"x": {"oneOf": [5]}}},
-    {"properties": {"x": {"$ref": 5}}},
-    {"properties": {"x": {"pattern": 5}}},
-    {"properties": {"x": {"format": {}}}},
-    {"properties": {"x": {"minimum": "a"}}},
-    {"properties": {"x": {"multipleOf": 0}}},
-    {"properties": {"x": {"maxLength": -1}}},
-    {"properties": {"x": {"items": 5}}},
-    {"properties": {"x": {"prefixItems": {}}}},
-    {"additionalProperties": 5},
-    {"patternProperties": 5},
+    5, "object", [], False, {"type": "string"}, {"properties": 5}, {"properties": []}, {"properties": {"x": 5}},
+    {"properties": {"x": [INTEGER]}}, {"properties": {"x": {"required": True}}}, {"required": "x"}, {"required": [1]},
+    {"required": {"x": True}}, {"type": 5}, {"type": []}, {"properties": {"x": {"type": [{}]}}},
+    {"properties": {"x": {"enum": 5}}}, {"properties": {"x": {"enum": []}}}, {"properties": {"x": {"anyOf": {}}}},
+    {"properties": {"x": {"anyOf": []}}}, {"properties": {"x": {"allOf": 5}}}, {"properties": {"x": {"oneOf": [5]}}},
+    {"properties": {"x": {"$ref": 5}}}, {"properties": {"x": {"pattern": 5}}}, {"properties": {"x": {"format": {}}}},
+    {"properties": {"x": {"minimum": "a"}}}, {"properties": {"x": {"multipleOf": 0}}},
+    {"properties": {"x": {"maxLength": -1}}}, {"properties": {"x": {"items": 5}}},
+    {"properties": {"x": {"prefixItems": {}}}}, {"additionalProperties": 5}, {"patternProperties": 5},
     {"minProperties": "a"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -197,38 +169,25 @@ def test_malformed_schemas_are_refused_in_a_sentence(tokenizer, parameters, stri
 
 
 NULLS = [
-    "properties",
-    "required",
-    "enum",
-    "type",
-    "anyOf",
-    "$ref",
-    "items",
-    "additionalProperties",
-    "pattern",
-    "minimum",
-]
+    "properties", "required", "enum", "type", "anyOf", "$ref", "items", "additionalProperties", "pattern", "minimum",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", NULLS)
-def test_null_means_absent(key):
-    assert document(Schema({key: None, "properties": {"x": {key: None, "title": None}}}).root) == {
-        "properties": {"x": {}}
-    }
-    assert not Schema({key: None}).malformed
-
-
-def test_a_value_of_null_is_a_value(tokenizer):
+def test_null_means_absent(tokenizer):
+    for key in NULLS:
+        schema = Schema({key: None, "properties": {"x": {key: None, "title": None}}})
+        assert document(schema.root) == {"properties": {"x": {}}}, key
+        assert not Schema({key: None}).malformed, key
     grammar = grammar_of(tokenizer, {"properties": {"x": {"const": None}}, "required": ["x"]}, strict=True)
-    assert allows(tokenizer, grammar, call({"x": None}))
+    assert allows(tokenizer, grammar, call({"x": None}))  # a value of null is a value
     assert not allows(tokenizer, grammar, call({"x": 1}))
 
 
-@pytest.mark.parametrize("choice", [{"type": "function", "function": "f"}, {"type": "function", "function": 5}, {"type": "function", "function": {"name": []}}, {"type": "function"}], ids=str)  # fmt: skip  # noqa: E501
-def test_malformed_choices(choice):
+def test_malformed_choices():
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
-    with pytest.raises(ApiError, match="tool_choice must be auto, none, required or a tool by its name"):
-        chat_completions.read_request({**body, "tool_choice": choice}, FLAGS)
+    for choice in ({"function": "f"}, {"function": 5}, {"function": {"name": []}}, {}):
+        with pytest.raises(ApiError, match="tool_choice must be auto, none, required or a tool by its name"):
+            chat_completions.read_request({**body, "tool_choice": {"type": "function", **choice}}, FLAGS)
 
 
 json_values = st.recursive(

@@ -20,11 +20,10 @@ from tests.support.prompt_store import TEXT, read
 from tests.support.tool_texts import MARKS, make_model, render
 
 KEY = ("a model", None, None)
-MESSAGES = [
-    {"role": "system", "content": "You write Python. " * 9},
-    {"role": "user", "content": "Add the numbers in the file. " * 3},
-]
+SYSTEM = {"role": "system", "content": "You write Python. " * 9}
+MESSAGES = [SYSTEM, {"role": "user", "content": "Add the numbers in the file. " * 3}]
 CALL = render("add", {"a": 1, "b": 2})
+CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 RESULT = {"role": "tool", "content": "3 is the sum of the numbers. " * 3}
 
 
@@ -35,9 +34,6 @@ def model(tmp_path_factory):
 
 def called(reasoning):
     return {"role": "assistant", "content": "", "reasoning_content": reasoning, "tool_calls": [CALLED]}
-
-
-CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 
 
 def test_a_tool_loop_reads_only_what_is_new(model):
@@ -85,15 +81,15 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
 
 def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
     """A running answer does not wait for another one's text."""
-    flags = ["--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path)]
+    flags = ["--mtp", "--num-draft-tokens", "0", "--model", model, "--prompt-cache-dir", str(tmp_path)]
     threads, read_file = set(), SharedFolder.read
-    with Engine(*flags) as engine:
-        engine.ask(MESSAGES, max_tokens=2)
 
     def note(*args):
         threads.add(threading.current_thread().name)
         return read_file(*args)
 
+    with Engine(*flags) as engine:
+        engine.ask(MESSAGES, max_tokens=2)
     monkeypatch.setattr(SharedFolder, "read", note)
     with Engine(*flags) as engine:
         assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
@@ -144,24 +140,27 @@ def options_of(*flags):
     return check(make_parser().parse_args(["--mtp", *flags]))
 
 
-def prompt_of(tokens):
-    return Prompt([*tokens])
+def stores_with(model, *flags, ranks=None):
+    """Stores that have loaded a model."""
+    stores = Stores(options_of(*flags), ranks)
+    use(stores, KEY, model)
+    return stores
 
 
-def tokenizer_of(**attributes):
-    return SimpleNamespace(has_chat_template=False, **attributes)
+def use(stores, key, model):
+    stores.use(key, model, SimpleNamespace(has_chat_template=False), 1 << 30)
 
 
 def test_models_share_the_space_and_find_their_texts_again():
     models = [tiny_model("qwen3_5", seed) for seed in (0, 1)]
     stores, keys = Stores(options_of()), [(f"model {i}", None, None) for i in range(2)]
     for key, model in zip(keys, models):
-        stores.use(key, model, tokenizer_of(), 1 << 30)
-        assert stores.fetch(prompt_of(TEXT))[1] == 0
-        stores.insert(prompt_of(TEXT), TEXT, read(model, TEXT))
+        use(stores, key, model)
+        assert stores.fetch(Prompt([*TEXT]))[1] == 0
+        stores.insert(Prompt([*TEXT]), TEXT, read(model, TEXT))
         stores.release()
-    stores.use(keys[0], models[0], tokenizer_of(), 1 << 30)
-    assert stores.fetch(prompt_of([*TEXT, 7]))[1] == len(TEXT)
+    use(stores, keys[0], models[0])
+    assert stores.fetch(Prompt([*TEXT, 7]))[1] == len(TEXT)
     one = stores.store.nbytes
     assert stores.nbytes == 2 * one
     stores.trim_to(one)  # what is not loaded goes first
@@ -172,15 +171,13 @@ def test_models_share_the_space_and_find_their_texts_again():
 
 
 def test_a_prompt_is_cut_where_the_store_is_asked_to():
-    stores = Stores(options_of())
-    stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
-    prompt = prompt_of(TEXT)
+    stores, prompt = stores_with(tiny_model("qwen3_5")), Prompt([*TEXT])
     stores.fetch(prompt)
     assert prompt.segments == [TEXT[:-1], TEXT[-1:]]
     assert prompt.cuts == [len(TEXT) - 1]  # not saved once more behind the last cut
-    stores.insert(prompt, TEXT[:8], read(stores.store.model, TEXT[:8]))
-    stores.insert(prompt, TEXT[:-1], read(stores.store.model, TEXT[:-1]))
-    prompt = prompt_of([*TEXT[:8], 30, 31, 30])
+    for tokens in (TEXT[:8], TEXT[:-1]):
+        stores.insert(prompt, tokens, read(stores.store.model, tokens))
+    prompt = Prompt([*TEXT[:8], 30, 31, 30])
     assert stores.fetch(prompt)[1] == 8
     assert prompt.segments == [[30, 31], [30]]
     assert (prompt.cuts, prompt.n_cached) == ([10], 8)
@@ -189,19 +186,17 @@ def test_a_prompt_is_cut_where_the_store_is_asked_to():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_text_goes_on_from_where_all_ranks_can(rank):
     """Rank 1 has given up what is behind the 4th token. Rank 0 says where the prompt is cut."""
-    numbers = iter([[[8, 200], [4, 16]], [[4, 200], [4, 16]]])
-    sent = []
+    numbers, sent = iter([[[8, 200], [4, 16]], [[4, 200], [4, 16]]]), []
 
     def gather(mine, _):
         theirs = next(numbers)
         sent.append((mine[0], theirs[rank][0]))
         return mx.array(theirs)
 
-    stores = Stores(options_of(), SimpleNamespace(gather=gather))
-    stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
+    stores = stores_with(tiny_model("qwen3_5"), ranks=SimpleNamespace(gather=gather))
     for n in (4, 8)[: 2 - rank]:
         stores.store.insert(TEXT[:n], read(stores.store.model, TEXT[:n]))
-    prompt = prompt_of([*TEXT[:9], *[30] * 300])
+    prompt = Prompt([*TEXT[:9], *[30] * 300])
     cache, n = stores.fetch(prompt)
     assert [mine for mine, _ in sent] == [theirs for _, theirs in sent]
     assert n == PromptCache(cache, len(stores.store.model.layers)).n_tokens == prompt.handle().length == 4
@@ -209,21 +204,7 @@ def test_a_text_goes_on_from_where_all_ranks_can(rank):
 
 
 def test_number_of_snapshots():
-    stores = Stores(options_of("--prompt-cache-size", "1"))
-    stores.use(KEY, tiny_model("qwen3_5"), tokenizer_of(), 1 << 30)
+    stores = stores_with(tiny_model("qwen3_5"), "--prompt-cache-size", "1")
     for n in (4, 8):
-        stores.insert(prompt_of(TEXT), TEXT[:n], read(stores.store.model, TEXT[:n]))
+        stores.insert(Prompt([*TEXT]), TEXT[:n], read(stores.store.model, TEXT[:n]))
     assert stores.store.n_snapshots == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompt-cache-disk-bytes", "1GB"], "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
-        (["--mtp", "--prompt-cache-disk-bytes", "1GB"], "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
-    ],
-    ids=str,
-)
-def test_refuses_flags(flags, message):
-    with pytest.raises(ValueError, match=message):
-        check(make_parser().parse_args(flags))

@@ -67,11 +67,8 @@ def joined(chunks: list[dict]) -> dict:
                 calls.append({key: call[key] for key in ("type", "function")})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    return {
-        "index": 0,
-        "finish_reason": chunks[-1]["finish_reason"],
-        "message": {**message, "content": message["content"] or None},
-    }
+    message["content"] = message["content"] or None
+    return {"index": 0, "finish_reason": chunks[-1]["finish_reason"], "message": message}
 
 
 def calls_in(choice: dict) -> list[tuple[str, dict]]:
@@ -97,23 +94,15 @@ def test_line_breaks_of_the_template_are_not_content(server):
     assert say(server, "\n\n  Yes. </think> <think>\n")["message"]["content"] == "\n\n  Yes. </think> <think>\n"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>\nnothing\n</tool_call>",
-        '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>',
-        "A <tool_call> in prose, and more.",
-        "A <tool",
-    ],
-)
-def test_what_is_no_call_is_content(server, text):
-    choice = say(server, text)
-    assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+def test_what_is_no_call_is_content(server):
+    blocks = "<tool_call>\nnothing\n</tool_call>", '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>'
+    for text in (*blocks, "A <tool_call> in prose, and more.", "A <tool"):
+        message = {"role": "assistant", "content": text}
+        assert say(server, text) == {"index": 0, "finish_reason": "stop", "message": message}
 
 
 def test_cut_call_keeps_what_was_written(server):
-    text = render("write", {"path": "a", "content": "import os\n" * 30})
-    choice = say(server, text, max_tokens=60)
+    choice = say(server, render("write", {"path": "a", "content": "import os\n" * 10}), max_tokens=40)
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "write"
     assert call["function"]["arguments"].startswith('{"path": "a", "content": "import os\\nimport')
@@ -121,11 +110,11 @@ def test_cut_call_keeps_what_was_written(server):
 
 
 def test_arguments_come_token_by_token(server):
-    text = render("write", {"content": "import os\n" * 40})
+    text = render("write", {"content": "import os\n" * 20})
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 900}
     chunks = chunks_of(server, {**body, "chat_template_kwargs": {"say": text, "enable_thinking": False}})
     pieces = [c["delta"]["tool_calls"][0]["function"]["arguments"] for c in chunks if "tool_calls" in c["delta"]]
-    assert len(pieces) > 40
+    assert len(pieces) > 20
     assert max(map(len, pieces)) < 20
 
 
@@ -137,36 +126,26 @@ def test_call_in_reasoning_that_is_not_closed(server):
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "No.")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rendered"),
-    [
-        ("", ""),
-        ("  ", ""),
-        ("null", ""),
-        (None, ""),
-        ("{}", ""),
-        ({"a": 1}, "<parameter=a>\n1\n</parameter>\n"),
-        ('{"a": 1}', "<parameter=a>\n1\n</parameter>\n"),
-        ('{"a": 1', '<parameter=arguments>\n{"a": 1\n</parameter>\n'),
-        ("[1]", "<parameter=arguments>\n[1]\n</parameter>\n"),
-        ('{"a": NaN}', '<parameter=arguments>\n{"a": NaN}\n</parameter>\n'),
-        ('{"a": "\\ud800"}', '<parameter=arguments>\n{"a": "\\ud800"}\n</parameter>\n'),
-        ("[" * 1200, f"<parameter=arguments>\n{'[' * 1200}\n</parameter>\n"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_history_is_taken_as_clients_send_it(server, arguments, rendered):
+def test_history_is_taken_as_clients_send_it(server):
     """The prompt's tokens are those of the same text."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    answers = [{"content": None, "tool_calls": [call]}]
-    answers.append({"content": f"<tool_call>\n<function=f>\n{rendered}</function>\n</tool_call>", "tool_calls": None})
-    counts = []
-    for answer in answers:
+
+    def n_tokens(**answer):
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}, {"role": "tool", "content": "b"}]
         status, content = server.request(CHAT, {"messages": messages, "max_tokens": 1})
         assert status == 200, content
-        counts.append(content["usage"]["prompt_tokens"])
-    assert counts[0] == counts[1]
+        return content["usage"]["prompt_tokens"]
+
+    def parameter(name, value):
+        return f"<parameter={name}>\n{value}\n</parameter>\n"
+
+    for arguments, rendered in (
+        *((nothing, "") for nothing in ("", "  ", "null", None, "{}")),
+        *((whole, parameter("a", 1)) for whole in ({"a": 1}, '{"a": 1}')),
+        *((no, parameter("arguments", no)) for no in ('{"a": 1', "[1]", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 1200)),
+    ):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        text = f"<tool_call>\n<function=f>\n{rendered}</function>\n</tool_call>"
+        assert n_tokens(content=None, tool_calls=[call]) == n_tokens(content=text, tool_calls=None), arguments
 
 
 PARTS = [

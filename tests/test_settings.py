@@ -4,7 +4,9 @@ import json
 import logging
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -42,20 +44,17 @@ def tuned_model():
         file.unlink(missing_ok=True)
 
 
-def run(monkeypatch, module, *argv) -> None:
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
-    module.main()
+def run(module, *argv) -> None:
+    with mock.patch.object(sys, "argv", ["command", *map(str, argv)]):
+        module.main()
 
 
-PASSES = Settings(attention_rows=4, compiled=False, pieces=8)
-
-
-@pytest.mark.parametrize("tuned", [Settings(0), Settings(3, draft_vocab=0), PASSES, TUNED])
-def test_reads_what_was_written(tmp_path, tuned):
-    file = tmp_path / "s.json"
-    settings.write(file, {"mlx": "1"}, "demo", tuned)
-    assert settings.read(file) == ({"mlx": "1"}, tuned)
-    assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
+def test_reads_what_was_written(tmp_path):
+    file, passes = tmp_path / "s.json", Settings(attention_rows=4, compiled=False, pieces=8)
+    for tuned in (Settings(0), Settings(3, draft_vocab=0), passes, TUNED):
+        settings.write(file, {"mlx": "1"}, "demo", tuned)
+        assert settings.read(file) == ({"mlx": "1"}, tuned)
+        assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
 
 
 def test_load_finds_settings_and_keeps_the_text(tuned_model):
@@ -64,12 +63,22 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     tuned_model(TUNED)
     model, _ = mlx_mtp.load(TRAINED)
     assert model.drafting.tuned == TUNED
+    assert timing_of(model).of_one.by_depth() == TUNED.seconds
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
     tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]
     assert tokens == plain(prompt, untuned, max_tokens=16)
+    for argument in (
+        {"mtp_bits": 4},
+        {"draft_head_bits": 8},
+        {"draft_vocab": 0},
+        {"settings": False},
+    ):  # each overrides
+        model, _ = mlx_mtp.load(TRAINED, **argument)
+        assert model.drafting.tuned is None, argument
+        assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
 
 
 def test_settings_of_one_process_are_not_for_several(tuned_model, caplog):
@@ -90,21 +99,16 @@ def test_attention_follows_settings(tuned_model):
     assert (drafting.compiled, drafting.pieces) == (False, 2)
 
 
-def test_depth_follows_settings_unless_given(tuned_model):
-    tuned_model(TUNED)
-    assert timing_of(mlx_mtp.load(TRAINED)[0]).of_one.by_depth() == TUNED.seconds
+def test_drafts_follow_settings_unless_given(tuned_model):
     for k in (0, 3):
         tuned_model(Settings(k))
         model, tokenizer = mlx_mtp.load(TRAINED)
         for asked, drafted in ((None, k), (2, 2)):
             *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
-        *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
-        assert last.drafted[0] >= 2  # the argument overrides
-        assert timing_of(model).of_one.seconds
-
-
-def test_draft_p_min_follows_settings_unless_given(tuned_model):
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
+    assert last.drafted[0] >= 2  # the argument overrides
+    assert timing_of(model).of_one.seconds
     tuned_model(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(TRAINED)
     for given, drafts in ((None, False), (0.0, True)):
@@ -122,27 +126,19 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_model):
     monkeypatch.setattr(benchmark, "measure", measure)
     for flags in ((), ("--settings", file)):
         with pytest.raises(SystemExit):
-            run(monkeypatch, benchmark, "--model", TRAINED, *flags)
+            run(benchmark, "--model", TRAINED, *flags)
     assert measured == [(TRAINED, None), (f"{TRAINED} with off", Settings(0))]
 
 
-@pytest.mark.parametrize("argument", [{"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}])
-def test_argument_overrides_settings(tuned_model, argument):
-    tuned_model(TUNED)
-    model, _ = mlx_mtp.load(TRAINED, **argument)
-    assert model.drafting.tuned is None
-    assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
-
-
-@pytest.mark.parametrize("part", ["checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"])
-def test_warns_of_settings_for_something_else(tuned_model, caplog, part):
-    file = tuned_model(TUNED, **{part: "another"})
-    with caplog.at_level(logging.WARNING):
-        model, _ = mlx_mtp.load(TRAINED)
-    assert model.drafting.tuned is None
-    assert f"{part} is " in caplog.text
-    assert "not another" in caplog.text
-    assert str(file) in caplog.text
+def test_warns_of_settings_for_something_else(tuned_model, caplog):
+    for part in ("checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"):
+        file = tuned_model(TUNED, **{part: "another"})
+        with caplog.at_level(logging.WARNING):
+            assert settings.find(True, [DATA / "dense"]) is None
+        said = caplog.text
+        assert all(words in said for words in (f"{part} is ", "not another", str(file)))
+        caplog.clear()
+    assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
 
 
 def test_each_checkpoint_has_its_key(tmp_path):
@@ -157,23 +153,11 @@ def test_each_checkpoint_has_its_key(tmp_path):
     assert len({settings.default_file(key) for key in keys}) == 5
 
 
-DAMAGED = [
-    "",
-    "{",
-    "[]",
-    "{}",
-    '{"key": {}, "settings": {"unknown": 1}}',
-    '{"key": {}, "settings": {"mtp_bits": "4"}}',
-    '{"key": {}, "settings": {"num_draft_tokens": null}}',
-    '{"key": {}, "settings": {"seconds": {"0": 0}}}',
-    '{"key": {}, "settings": {"seconds": [1]}}',
-    '{"key": {}, "settings": {"draft_p_min": "high"}}',
-    '{"key": {}, "settings": {"attention_rows": 0}}',
-    '{"key": {}, "settings": {"attention_rows": true}}',
-    '{"key": {}, "settings": {"pieces": 0}}',
-    '{"key": {}, "settings": {"compiled": 1}}',
-    '{"key": 5, "settings": {}}',
-]
+WRONG = [
+    '"unknown": 1', '"mtp_bits": "4"', '"num_draft_tokens": null', '"seconds": {"0": 0}', '"seconds": [1]', '"pieces": 0',
+    '"draft_p_min": "high"', '"attention_rows": 0', '"attention_rows": true', '"compiled": 1',
+]  # fmt: skip
+DAMAGED = ["", "{", "[]", "{}", '{"key": 5, "settings": {}}', *(f'{{"key": {{}}, "settings": {{{w}}}}}' for w in WRONG)]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -183,12 +167,9 @@ def test_rejects_a_damaged_file(tmp_path, text):
         settings.read(tmp_path / "s.json")
 
 
-def test_rejects_a_missing_file(tmp_path):
+def test_rejects_a_missing_file_and_a_model_without_its_head(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no settings file"):
         mlx_mtp.load(TRAINED, settings=tmp_path / "s.json")
-
-
-def test_settings_require_the_head(tmp_path):
     with pytest.raises(ValueError, match="settings require the MTP head"):
         mlx_mtp.load(TRAINED, mtp=False, settings=tmp_path / "s.json")
 
@@ -205,14 +186,10 @@ def test_settings_require_the_head(tmp_path):
         (["--check"], None),
     ],
 )
-def test_command_prints_the_settings(monkeypatch, capsys, tuned_model, flags, said):
+def test_command_prints_the_settings(capsys, tuned_model, flags, said):
     tuned_model(Settings(0))
-    command = ("--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags)
-    if flags == ["--check"]:
-        with pytest.raises(SystemExit, match="0"):
-            run(monkeypatch, generate, *command)
-    else:
-        run(monkeypatch, generate, *command)
+    with pytest.raises(SystemExit, match="0") if flags == ["--check"] else nullcontext():
+        run(generate, "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags)
     out, err = capsys.readouterr()
     assert err == ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
     if said == "off":
@@ -228,20 +205,17 @@ def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatc
     configure(head, model_type="qwen3_5_mtp")
     hub.publish("me/head", head)
     monkeypatch.setattr(tune, "tune", lambda *_, **__: [Measured(TUNED, [1.0])])
-    monkeypatch.setattr(
-        sys, "argv", ["mlx_mtp.benchmark", "--model", str(DATA / "dense"), "--mtp", "me/head", "--tune"]
-    )
-    benchmark.main()
+    run(benchmark, "--model", TRAINED, "--mtp", "me/head", "--tune")
     monkeypatch.chdir(tmp_path)
-    assert mlx_mtp.load(str(DATA / "dense"), mtp="me/head")[0].drafting.tuned == TUNED
-    assert mlx_mtp.load(str(DATA / "dense"))[0].drafting.tuned is None
+    assert mlx_mtp.load(TRAINED, mtp="me/head")[0].drafting.tuned == TUNED
+    assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
 
 
 def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(benchmark.tune, "tune", None)
     with pytest.raises(SystemExit) as e:
-        run(monkeypatch, benchmark, "--tune", tmp_path / "file" / "s.json")
+        run(benchmark, "--tune", tmp_path / "file" / "s.json")
     assert e.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 

@@ -31,80 +31,61 @@ def read(text: str, size: int, cut: bool = False) -> tuple[str, str]:
     return tuple("".join(e.text for e in events if isinstance(e, kind)) for kind in (Reasoning, Text))
 
 
-FENCED = "Like\n```html\n<think>\n</think>\n\nx\n```\nso."
-
-
 THOUGHTS = [
     ("Hm.\n", "\n\nYes."),
     ("The tag `</think>` ends it.\n", "Yes, `</think>`."),
     ("A tick `", "\n\nYes."),
-    (FENCED, "\n\nYes."),
+    ("Like\n```html\n<think>\n</think>\n\nx\n```\nso.", "\n\nYes."),
     ("~~~\n```\n</think>\n~~~\n", "Yes."),
     ("```\na\n```", "\nYes.\n```\nb\n```\n"),
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(("thought", "answer"), THOUGHTS)
-def test_a_quoted_tag_does_not_end_reasoning(thought, answer, size):
-    assert read(f"{thought}</think>{answer}", size) == (thought, answer)
-
-
-@pytest.mark.parametrize(("thought", "answer"), THOUGHTS)
-def test_a_grammar_begins_where_reasoning_ends(thought, answer):
-    text = f"{thought}</think>{answer}"
+def test_a_quoted_tag_does_not_end_reasoning_and_a_grammar_begins_where_it_ends(thought, answer):
+    text, end = f"{thought}</think>{answer}", len(thought) + len("</think>")
+    for size in (1, 2, 3, 7, 1000):
+        assert read(text, size) == (thought, answer), size
     found = [end_of_reasoning(text[:n], "</think>") for n in range(len(text) + 1)]
-    end = len(thought) + len("</think>")
     n = end + thought.endswith("`")  # then the next character tells
     assert found == [None] * n + [end] * (len(text) + 1 - n)
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end(size):
+def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
     thought = "So:\n```c\nint x;\n</think>"
-    assert read(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
-    assert read(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
-    assert read("So:\n```c\nint x = </think>;", size)[1] == ""
+    for size in (1, 3, 1000):
+        assert read(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
+        assert read(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
+        assert read("So:\n```c\nint x = </think>;", size)[1] == ""
 
 
 # What a request asks for
+
+
+OFF = {"enable_thinking": False}
+LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for effort in ("low", "medium", "max"))
 
 
 @pytest.mark.parametrize(
     ("module", "fields", "variables", "budget"),
     [
         (chat_completions, {}, {}, None),
-        (chat_completions, {"enable_thinking": False}, {"enable_thinking": False}, None),
-        (chat_completions, {"reasoning_effort": "none"}, {"enable_thinking": False}, None),
-        (chat_completions, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, None),
-        (chat_completions, {"reasoning_effort": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}, 1024),
-        (chat_completions, {"reasoning_effort": "max"}, {"enable_thinking": True, "reasoning_effort": "max"}, None),
+        (chat_completions, OFF, OFF, None),
+        (chat_completions, {"reasoning_effort": "none"}, OFF, None),
+        (chat_completions, {"reasoning_effort": "minimal"}, OFF, None),
+        (chat_completions, {"reasoning_effort": "low"}, LOW, 1024),
+        (chat_completions, {"reasoning_effort": "max"}, MAX, None),
         (chat_completions, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
-        (chat_completions, {"thinking_budget": 0}, {"enable_thinking": False}, 0),
-        (
-            chat_completions,
-            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
-            {"enable_thinking": False, "reasoning_effort": "high"},
-            None,
-        ),
-        (messages, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+        (chat_completions, {"thinking_budget": 0}, OFF, 0),
+        (chat_completions, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
+        (messages, {"thinking": {"type": "disabled"}}, OFF, None),
         (messages, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
-        (
-            messages,
-            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}},
-            {"enable_thinking": True, "reasoning_effort": "medium"},
-            8192,
-        ),
-        (responses, {"reasoning": {"effort": "none"}}, {"enable_thinking": False}, None),
-        (
-            responses,
-            {"reasoning": {"effort": "low", "summary": "auto"}},
-            {"enable_thinking": True, "reasoning_effort": "low"},
-            1024,
-        ),
+        (messages, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
+        (responses, {"reasoning": {"effort": "none"}}, OFF, None),
+        (responses, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_each_api_asks_for(module, fields, variables, budget):
     name = "input" if module is responses else "messages"
     _, request = module.read_request({name: ASK, **fields}, FLAGS)
@@ -144,9 +125,9 @@ def forced(tokenizer, thought: str, in_reasoning: bool = True) -> str:
     return tokenizer.decode(tokens)[len(tokenizer.decode([*prompt, *text])) :]
 
 
-@pytest.mark.parametrize(
-    ("thought", "end"),
-    [
+def test_what_ends_reasoning(loaded):
+    _, tokenizer = loaded
+    for thought, end in (
         ("Hm", "\n</think>\n\n"),
         ("Hm.\n", "</think>\n\n"),
         ("So:\n```c\nint x", "\n```\n</think>\n\n"),
@@ -154,17 +135,10 @@ def forced(tokenizer, thought: str, in_reasoning: bool = True) -> str:
         ("The `</think>` tag", "\n</think>\n\n"),
         ("The `</think>", "\n\n"),
         ("Hm.\n</think>\n\nYes", ""),
-    ],
-)
-def test_what_ends_reasoning(loaded, thought, end):
-    _, tokenizer = loaded
-    assert forced(tokenizer, thought) == end
-    if end:
-        assert read(f"{thought}{end}Yes.", 1)[1].strip() == "Yes."
-
-
-def test_a_model_that_does_not_think_is_let_alone(loaded):
-    _, tokenizer = loaded
+    ):
+        assert forced(tokenizer, thought) == end, thought
+        assert not end or read(f"{thought}{end}Yes.", 1)[1].strip() == "Yes.", thought
+    # A model that does not think is let alone.
     assert forced(tokenizer, "Yes, and", in_reasoning=False) == ""
     assert forced(tokenizer, "<think>\nHm", in_reasoning=False) == "\n</think>\n\n"
 
@@ -173,10 +147,10 @@ def test_a_model_that_does_not_think_is_let_alone(loaded):
 def test_drafts_change_nothing(loaded, budget):
     model, tokenizer = loaded
     prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, enable_thinking=True)
-    options = {"max_tokens": 24, "logits_processors": [make_budget(tokenizer, len(prompt), True, budget)]}
+    options = {"max_tokens": budget + 8, "logits_processors": [make_budget(tokenizer, len(prompt), True, budget)]}
     want = plain(prompt, model, **options)
     assert tokenizer.think_end_id in want[budget : budget + 2]
-    for depth in (0, 1, 3, "auto"):
+    for depth in (0, 3, "auto"):
         steps = mtp_generate_step(mx.array(prompt), model, num_draft_tokens=depth, **options)
         assert [token for token, _, _ in steps] == want
 

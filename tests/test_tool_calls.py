@@ -14,24 +14,25 @@ from tests.support.profiles import examples
 from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
 
 
-def pieces_of(text: str, sizes: list[int]) -> list[str]:
+def pieces_of(text: str, sizes) -> list[str]:
     """The text in pieces of these sizes, over and over."""
     pieces, i = [], 0
     while i < len(text):
-        n = sizes[len(pieces) % len(sizes)]
-        pieces.append(text[i : i + n])
-        i += n
+        pieces.append(text[i : i + sizes[len(pieces) % len(sizes)]])
+        i += len(pieces[-1])
     return pieces
 
 
 def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS) -> list:
-    """The events of a text, joined: content, or (name, JSON of the arguments, whether the call is complete)."""
+    """The events of a text, joined: content, or [name, JSON of the arguments, whether the call is complete]."""
     parser, found = ToolCallParser(schemas), []
-    events = [event for piece in pieces_of(text, list(sizes)) for event in parser.add(piece)] + parser.finish(cut)
+    events = [event for piece in pieces_of(text, sizes) for event in parser.add(piece)] + parser.finish(cut)
     for event in events:
         if isinstance(event, Text):
             assert event.text
-            found = [*found[:-1], found[-1] + event.text] if found and type(found[-1]) is str else [*found, event.text]
+            if not found or type(found[-1]) is list:
+                found.append("")
+            found[-1] += event.text
         elif isinstance(event, CallBegins):
             assert event.index == sum(type(f) is list for f in found)
             found.append([event.name, "", False])
@@ -75,12 +76,9 @@ words = st.text(max_size=8)
 strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join).filter(lambda s: not AMBIGUOUS.search(s))
 texts = strings | st.tuples(words, words).map(lambda around: f"{around[0]}\n{QUOTE}\n{around[1]}")
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
+integers, floats = st.integers(-(10**20), 10**20), st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | words,
+    st.none() | st.booleans() | integers | floats | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=6,
 )
@@ -88,8 +86,8 @@ objects = st.dictionaries(words, values, max_size=3)
 # A schema, and the values that it allows and that a text can tell apart.
 TYPED = [
     (STRING, texts),
-    (INTEGER, st.integers(-(10**20), 10**20)),
-    ({"type": "number"}, st.floats(allow_nan=False, allow_infinity=False) | st.integers()),
+    (INTEGER, integers),
+    ({"type": "number"}, floats | st.integers()),
     ({"type": "boolean"}, st.booleans()),
     ({"type": "null"}, st.none()),
     (OBJECT, objects),
@@ -102,13 +100,9 @@ TYPED = [
     ({}, st.booleans() | st.integers() | objects),
 ]
 
-
-contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5).map(
-    lambda s: "".join(s).strip()
-)
-contents = contents.filter(
-    lambda s: not re.search(r"^ {0,3}(```|~~~)", s, re.MULTILINE)
-)  # a code block would quote the calls
+BLOCK = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)  # of code, which would quote the calls
+contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5)
+contents = contents.map(lambda s: "".join(s).strip()).filter(lambda s: not BLOCK.search(s))
 
 
 @st.composite
@@ -140,26 +134,10 @@ def test_reads_what_the_template_writes(answer, sizes):
 # Any text
 
 PARTS = [
-    *TAGS,
-    "<function=",
-    "<parameter=",
-    "<parameter=a>",
-    "<parameter=value>",
-    ">",
-    "true",
-    "12",
-    '"',
-    "}",
-    "{",
-    "[",
-    "]",
-]
-PARTS += [
-    "<tool_call>\n<function=add>\n<parameter=a>\n",
-    "\n</parameter>\n",
-    "\n</parameter>\n</function>\n</tool_call>",
-]
-PARTS += ['<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n"]
+    *TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[", "]",
+    "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
+    '<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n",
+]  # fmt: skip
 
 
 @st.composite
@@ -193,9 +171,15 @@ def test_loses_nothing(texts, sizes, cut):
 
 
 def test_several_functions_in_one_block():
+    """And blocks on one line, and a call without its last tag."""
     text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n<function=now>\n</function>\n"
     text += "<function=write>\n<parameter=path>\nx\n</parameter>\n</function>\n</tool_call>"
     assert calls_of(text) == ("", [("add", {"a": 1}), ("now", {}), ("write", {"path": "x"})])
+    text = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
+    assert calls_of(text + text) == ("", [("add", {"a": 1, "b": 2})] * 2)
+    text = render("add", {"a": 1}).removesuffix("\n</tool_call>")
+    assert parse(text) == [["add", '{"a": 1}', True]]
+    assert parse(text, cut=True) == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
 
 
 @pytest.mark.parametrize(
@@ -257,12 +241,10 @@ def test_tags_in_a_value(value):
             assert calls_of(rendered("", calls))[1] == calls
 
 
-@pytest.mark.parametrize("value", ["<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"])
-def test_a_quotation_left_open_ends_with_the_text(value):
-    assert calls_of(render("write", {"path": "a", "content": value})) == (
-        "",
-        [("write", {"path": "a", "content": value})],
-    )
+def test_a_quotation_left_open_ends_with_the_text():
+    for value in ("<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"):
+        call = "write", {"path": "a", "content": value}
+        assert calls_of(render(*call)) == ("", [call])
 
 
 def test_a_key_comes_once():
@@ -270,24 +252,13 @@ def test_a_key_comes_once():
     assert calls_of(text) == ("", [("add", {"a": "1\n</parameter>\n<parameter=a>\n2"})])
 
 
-def test_tags_on_one_line():
-    text = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
-    assert calls_of(text + text) == ("", [("add", {"a": 1, "b": 2})] * 2)
-
-
-def test_text_ends_without_the_last_tag():
-    text = render("add", {"a": 1}).removesuffix("\n</tool_call>")
-    assert parse(text) == [["add", '{"a": 1}', True]]
-    assert parse(text, cut=True) == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
-
-
-@pytest.mark.parametrize("n", range(51, 90))
-def test_cut_call_keeps_its_beginning(n):
-    text = render("write", {"path": "src", "content": "one two"})[:n]
-    ((name, arguments, is_complete),) = parse(text, cut=True)
-    assert (name, is_complete) == ("write", False)
-    written = text.partition("<parameter=path>\n")[2]
-    assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
+def test_cut_call_keeps_its_beginning():
+    whole = render("write", {"path": "src", "content": "one two"})
+    for n in range(51, 90):
+        ((name, arguments, is_complete),) = parse(whole[:n], cut=True)
+        assert (name, is_complete) == ("write", False)
+        written = whole[:n].partition("<parameter=path>\n")[2]
+        assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
 
 
 def test_strings_come_as_they_are_written():
@@ -305,55 +276,29 @@ def types(schema, defs=None):
     return Schema({"properties": {"p": schema}, "$defs": defs or {}}).types_of_property("p")
 
 
+NUMBER, BOOLEAN, ARRAY, MAYBE = {"type": "number"}, {"type": "boolean"}, {"type": "array"}, {"type": ["string", "null"]}
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "want"),
     [
-        (INTEGER, "12345678901234567890", 12345678901234567890),
-        (INTEGER, " 7\n", 7),
-        (INTEGER, "7.0", 7),
-        (INTEGER, "1e3", 1000),
-        (INTEGER, "0e999999999", 0),
-        (INTEGER, "7.5", "7.5"),
-        (INTEGER, "abc", "abc"),
-        (INTEGER, "1e400", "1e400"),
-        (INTEGER, "9" * 5000, "9" * 5000),
-        (INTEGER, "1_000", "1_000"),
-        (INTEGER, "None", None),
-        ({"type": "number"}, "1e400", "1e400"),
-        ({"type": "number"}, "NaN", "NaN"),
-        ({"type": "number"}, "-1.5e-3", -0.0015),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
-        ({"type": "boolean"}, "yes", "yes"),
-        (STRING, "null", "null"),
-        (STRING, " 5 ", " 5 "),
-        ({"type": ["string", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, "nullable", "nullable"),
-        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
-        ({"oneOf": [STRING, {"type": "array"}]}, "[1]", [1]),
+        (INTEGER, "12345678901234567890", 12345678901234567890), (INTEGER, " 7\n", 7), (INTEGER, "7.0", 7),
+        (INTEGER, "1e3", 1000), (INTEGER, "0e999999999", 0), (INTEGER, "7.5", "7.5"), (INTEGER, "abc", "abc"),
+        (INTEGER, "1e400", "1e400"), (INTEGER, "9" * 5000, "9" * 5000), (INTEGER, "1_000", "1_000"),
+        (INTEGER, "None", None), (NUMBER, "1e400", "1e400"), (NUMBER, "NaN", "NaN"), (NUMBER, "-1.5e-3", -0.0015),
+        (BOOLEAN, "True", True), (BOOLEAN, "false", False), (BOOLEAN, "yes", "yes"), (STRING, "null", "null"),
+        (STRING, " 5 ", " 5 "), (MAYBE, "null", None), (MAYBE, "None", None), (MAYBE, "nullable", "nullable"),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, "5", 5), ({"oneOf": [STRING, ARRAY]}, "[1]", [1]),
         ({"allOf": [{"type": ["string", "integer"]}, INTEGER]}, "5", 5),
-        ({"type": "string", "nullable": True}, "null", None),
-        ({"enum": ["1", "2"]}, "1", "1"),
-        ({"enum": [1, "auto"]}, "1", 1),
-        ({"const": True}, "True", True),
-        ({"type": "int"}, "5", 5),
-        (OBJECT, '{"a": 1}', {"a": 1}),
-        (OBJECT, "{'a': True, 'b': (1, None)}", {"a": True, "b": [1, None]}),
-        (OBJECT, '{"a": "b\nc"}', {"a": "b\nc"}),
-        (OBJECT, '{"a": 1e400, "b": NaN}', {"a": "1e400", "b": "NaN"}),
-        (OBJECT, "{'a': 1e400}", "{'a': 1e400}"),
-        (OBJECT, "{1,2}", "{1,2}"),
-        (OBJECT, "[1]", "[1]"),
-        (OBJECT, "{" * 100_000, "{" * 100_000),
-        ({"type": "array"}, "[" * 100_000, "[" * 100_000),
-        ({"type": "array"}, "[" + "-" * 100_000 + "1]", "[" + "-" * 100_000 + "1]"),
-        ({"type": "array"}, "(1, 2)", [1, 2]),
-        ({}, "5", 5),
-        ({"description": "anything"}, '{"a": null}', {"a": None}),
-        (True, "text", "text"),
-        ({"$ref": "#/$defs/n"}, "5", 5),
-        ({"$ref": "#/nowhere"}, "text", "text"),
+        ({"type": "string", "nullable": True}, "null", None), ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "auto"]}, "1", 1), ({"const": True}, "True", True), ({"type": "int"}, "5", 5),
+        (OBJECT, '{"a": 1}', {"a": 1}), (OBJECT, "{'a': True, 'b': (1, None)}", {"a": True, "b": [1, None]}),
+        (OBJECT, '{"a": "b\nc"}', {"a": "b\nc"}), (OBJECT, '{"a": 1e400, "b": NaN}', {"a": "1e400", "b": "NaN"}),
+        (OBJECT, "{'a': 1e400}", "{'a': 1e400}"), (OBJECT, "{1,2}", "{1,2}"), (OBJECT, "[1]", "[1]"),
+        (OBJECT, "{" * 100_000, "{" * 100_000), (ARRAY, "[" * 100_000, "[" * 100_000), (ARRAY, "(1, 2)", [1, 2]),
+        (ARRAY, "[" + "-" * 100_000 + "1]", "[" + "-" * 100_000 + "1]"), ({}, "5", 5),
+        ({"description": "anything"}, '{"a": null}', {"a": None}), (True, "text", "text"),
+        ({"$ref": "#/$defs/n"}, "5", 5), ({"$ref": "#/nowhere"}, "text", "text"),
         ({"$ref": "#/$defs/loop"}, "text", "text"),
     ],
     ids=lambda x: str(x)[:40],
@@ -373,18 +318,8 @@ def test_parameters_without_a_schema_are_strings():
 def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
-    for schema in (
-        "x",
-        5,
-        None,
-        [],
-        {"type": 5},
-        {"type": [{}]},
-        {"anyOf": 5},
-        {"enum": {}},
-        {"$ref": 5},
-        {"properties": 5},
-    ):
+    lists = {"type": [{}]}, {"anyOf": 5}, {"enum": {}}
+    for schema in ("x", 5, None, [], {"type": 5}, {"$ref": 5}, {"properties": 5}, *lists):
         assert "string" in types(schema)
         assert Schema(schema).types_of_property("p")
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -35,22 +35,13 @@ class Group:
 
     def __init__(self, *deeds: str, shares: int = 3, beat: float = BEAT, patience: float = PATIENCE):
         self.processes, self.files = [], []
-        environment = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
+        env = {**os.environ, "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}  # rank 0's address
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=launch.ROOT, env=env)
         for rank, deed in enumerate(deeds):
             ours, theirs = socket.socketpair()
-            words = [theirs.fileno(), rank, len(deeds), beat, patience, deed]
-            command = [sys.executable, "-m", f"{RANKS}.watched", *map(str, words)]
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    pass_fds=[theirs.fileno()],
-                    cwd=launch.ROOT,
-                    env=environment,
-                )
-            )
+            words = map(str, [theirs.fileno(), rank, len(deeds), beat, patience, deed])
+            command = [sys.executable, "-m", f"{RANKS}.watched", *words]
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], **options))
             theirs.close()
             ours.settimeout(TIMEOUT)
             with ours:
@@ -78,12 +69,8 @@ class Group:
         """(exit statuses, lines on stderr, lines on stdout) of ranks that end by themselves"""
         processes = self.processes if ranks is None else [self.processes[r] for r in ranks]
         outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
-        errors = [line for _, err in outputs for line in err.splitlines()]
-        return (
-            [process.returncode for process in processes],
-            errors,
-            [line for out, _ in outputs for line in out.splitlines()],
-        )
+        out, errors = ([line for text in texts for line in text.splitlines()] for texts in zip(*outputs))
+        return [process.returncode for process in processes], errors, out
 
     def __enter__(self) -> "Group":
         return self
@@ -96,19 +83,35 @@ class Group:
             file.close()
 
 
-CULPRITS = pytest.mark.parametrize(
-    ("size", "culprit"), [(2, 1), (3, 0), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((2, 0), (4, 2)))]
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def died(rank):
+    return f"mlx_mtp: error: Rank {rank} ({HOST}) has died."
+
+
+@pytest.mark.parametrize(
+    ("deeds", "culprit"),
+    [
+        (["wait"] * 2, 1),
+        (["wait"] * 3, 0),
+        slow(["wait"] * 2, 0),
+        slow(["wait"] * 4, 2),
+        (["wait", "leave"], 0),  # while the others are at the end
+        (["leave", "wait"], 1),
+        (["die", "fail"], 0),  # as a collective does, whose peer is lost
+        (["fail", "die"], 1),
+    ],
+    ids=str,
 )
-
-
-@CULPRITS
-def test_a_rank_that_is_killed_ends_the_others_with_one_line_that_names_it(size, culprit):
-    with Group(*["wait"] * size) as group:
-        group.kill(culprit, signal.SIGKILL)
+def test_a_rank_that_is_killed_ends_the_others_with_one_line_that_names_it(deeds, culprit):
+    with Group(*deeds, beat=WINDOW if "die" in deeds else BEAT) as group:
+        if "die" not in deeds:
+            group.kill(culprit, signal.SIGKILL)
         statuses, errors, out = group.end()
-    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
-    assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(size)]
-    assert out == []
+    assert (errors, out) == ([died(culprit)], [])
+    assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(len(deeds))]
 
 
 def test_the_others_are_told_before_they_end():
@@ -119,46 +122,57 @@ def test_the_others_are_told_before_they_end():
     assert statuses == [1, 1, -signal.SIGKILL]
 
 
-def test_a_rank_that_is_stopped_ends_the_others_and_is_killed():
+def test_ranks_that_do_not_answer_end_the_others_unless_they_hold_pythons_lock():
+    """Where a rank is stopped, where a machine stands still, and where a rank takes longer than the patience."""
     cases = [(2, 1), (3, 0), *([(2, 0), (4, 2)] if LONG else [])]
+    holding = ("hold the lock", "leave"), ("leave", "hold the lock")
     with ExitStack() as stack:
-        groups = [stack.enter_context(Group(*["wait"] * size, patience=SHORT)) for size, _ in cases]
-        for group, (_, culprit) in zip(groups, cases):
+
+        def groups(*all_deeds):
+            return [stack.enter_context(Group(*deeds, patience=SHORT)) for deeds in all_deeds]
+
+        stopped, still = groups(*(["wait"] * size for size, _ in cases)), groups(*[["wait", "wait"]] * 2)
+        for group, (_, culprit) in zip(stopped, cases):
             group.kill(culprit, signal.SIGSTOP)
-        for group, (size, culprit) in zip(groups, cases):
-            statuses, (error,), _ = group.end()
-            what = f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been stopped for "
-            assert error.startswith(what)
-            assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(size)]
-
-
-def test_a_machine_that_stands_still_ends_the_others_and_its_rank_when_it_goes_on():
-    with ExitStack() as stack:
-        groups = [stack.enter_context(Group("wait", "wait", patience=SHORT)) for _ in range(2)]
-        stopped = [(group.watcher(rank), group.processes[rank].pid) for rank, group in enumerate(groups)]
-        for pid in itertools.chain(*stopped):
+        standing = [(group.watcher(rank), group.processes[rank].pid) for rank, group in enumerate(still)]
+        for pid in itertools.chain(*standing):
             os.kill(pid, signal.SIGSTOP)
-        for culprit, group in enumerate(groups):
+        held = groups(*holding)
+        for group, (size, culprit) in zip(stopped, cases):
+            statuses, (error,), _ = group.end()
+            assert error.startswith(
+                f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been stopped for "
+            )
+            assert statuses == [-signal.SIGKILL if rank == culprit else 1 for rank in range(size)]
+        for culprit, group in enumerate(still):
             statuses, (error,), _ = group.end([1 - culprit])
             assert statuses == [1]
-            what = f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been silent for "
-            assert error.startswith(what)
-            for pid in reversed(stopped[culprit]):  # a rank that still stands is killed
+            assert error.startswith(f"mlx_mtp: error: Rank {culprit} ({HOST}) does not answer: it has been silent for ")
+            for pid in reversed(standing[culprit]):  # a rank that still stands is killed
                 os.kill(pid, signal.SIGCONT)
             assert group.end([culprit])[0] == [1]
+        assert [group.end()[:2] for group in held] == [([0, 0], [])] * 2
 
 
-@CULPRITS
-def test_an_exception_ends_the_others_which_say_whose_it_was(size, culprit):
-    deeds = ["wait"] * size
-    deeds[culprit] = "fail"
+@pytest.mark.parametrize(
+    ("deeds", "culprit", "error"),
+    [
+        (["wait", "fail"], 1, "ValueError: no weights"),
+        (["fail", "wait", "wait"], 0, "ValueError: no weights"),
+        slow(["fail", "wait"], 0, "ValueError: no weights"),
+        slow(["wait", "wait", "fail", "wait"], 2, "ValueError: no weights"),
+        (["wait", "exit 2"], 1, "SystemExit: 2"),
+    ],
+    ids=str,
+)
+def test_an_exception_ends_the_others_which_say_whose_it_was(deeds, culprit, error):
     with Group(*deeds) as group:
         statuses, errors, out = group.end()
-    assert statuses == [1] * size
+    assert statuses == [2 if deed == "exit 2" else 1 for deed in deeds]
     assert [e for e in errors if e.startswith("mlx_mtp")] == [
-        f"mlx_mtp: error: Rank {culprit} ({HOST}) has failed: ValueError: no weights"
+        f"mlx_mtp: error: Rank {culprit} ({HOST}) has failed: {error}"
     ]
-    assert errors.count("ValueError: no") == 1  # its own traceback
+    assert errors.count("ValueError: no") == deeds.count("fail")  # its own traceback
     assert out == []
 
 
@@ -170,16 +184,6 @@ def test_an_exception_that_all_ranks_raise_is_their_own():
     assert not any(e.startswith("mlx_mtp") for e in errors)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_death_is_named_although_the_others_fail_of_it(culprit):
-    deeds = ["fail", "fail"]  # as a collective does, whose peer is lost
-    deeds[culprit] = "die"
-    with Group(*deeds, beat=WINDOW) as group:
-        statuses, errors, _ = group.end()
-    assert statuses[1 - culprit] == 1
-    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
-
-
 @pytest.mark.parametrize("deeds", [("leave", "sleep"), ("sleep", "exit"), ("leave", "leave", "sleep", "exit")])
 def test_ranks_wait_for_each_other_at_the_end(deeds):
     with Group(*deeds) as group:
@@ -188,46 +192,17 @@ def test_ranks_wait_for_each_other_at_the_end(deeds):
     assert out == ["whole"] * (len(deeds) - deeds.count("exit"))
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_is_lost_while_the_others_are_at_the_end_is_missed(culprit):
-    deeds = ["leave", "leave"]
-    deeds[culprit] = "wait"
-    with Group(*deeds) as group:
-        group.kill(culprit, signal.SIGKILL)
-        statuses, errors, out = group.end()
-    assert statuses[1 - culprit] == 1
-    assert errors == [f"mlx_mtp: error: Rank {culprit} ({HOST}) has died."]
-    assert out == []
-
-
-def test_a_nonzero_exit_ends_the_others():
-    with Group("wait", "exit 2") as group:
-        statuses, errors, _ = group.end()
-    assert statuses == [1, 2]
-    assert errors == [f"mlx_mtp: error: Rank 1 ({HOST}) has failed: SystemExit: 2"]
-
-
-def test_a_rank_that_holds_pythons_lock_is_not_lost_however_long_it_takes():
-    with ExitStack() as stack:
-        deeds = ("hold the lock", "leave"), ("leave", "hold the lock")  # for longer than the patience
-        groups = [stack.enter_context(Group(*both, patience=SHORT)) for both in deeds]
-        assert [group.end()[:2] for group in groups] == [([0, 0], [])] * 2
-
-
 def test_a_rank_that_holds_pythons_lock_is_killed_when_another_one_is_lost():
     with Group("hold the lock for ever", "wait") as group:
         group.files[0].readline()  # it holds the lock
         group.kill(1, signal.SIGKILL)
-        statuses, errors, _ = group.end()
-    assert statuses == [-signal.SIGKILL, -signal.SIGKILL]
-    assert errors == [f"mlx_mtp: error: Rank 1 ({HOST}) has died."]
+        assert group.end()[:2] == ([-signal.SIGKILL, -signal.SIGKILL], [died(1)])
 
 
 def test_a_death_is_seen_although_a_process_of_its_own_lives_on():
     with Group("wait", "fork and wait") as group:
         group.kill(1, signal.SIGKILL)
-        statuses, errors, _ = group.end([0])
-    assert (statuses, errors) == ([1], [f"mlx_mtp: error: Rank 1 ({HOST}) has died."])
+        assert group.end([0])[:2] == ([1], [died(1)])
 
 
 def test_a_rank_does_not_go_on_unwatched():
@@ -235,10 +210,7 @@ def test_a_rank_does_not_go_on_unwatched():
         os.kill(group.watcher(1), signal.SIGKILL)
         statuses, errors, _ = group.end()
     assert statuses == [1, 1]
-    assert sorted(errors) == [
-        f"mlx_mtp: error: Rank 1 ({HOST}) has died.",
-        f"mlx_mtp: error: The watcher of rank 1 ({HOST}) has died.",
-    ]
+    assert sorted(errors) == [died(1), f"mlx_mtp: error: The watcher of rank 1 ({HOST}) has died."]
 
 
 def test_ranks_that_cannot_connect_say_so():
@@ -280,39 +252,47 @@ def test_strangers_are_turned_away():
         assert group.end() == ([0, 0], [], ["whole"] * 2)
 
 
+@contextmanager
+def watched(parent):
+    """A watcher of rank 0, its pipes to its rank and to the other rank's watcher."""
+    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
+    with rank, own, other, link:
+        yield Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, parent), rank, other
+
+
+def fault_of_1(seconds):
+    """Rank 1's watcher says that it has died, found so many seconds before."""
+    return json.dumps(["fault", 1, f"Rank 1 ({HOST}) has died.", False, seconds]).encode() + b"\n"
+
+
 @pytest.mark.parametrize(("seconds", "first"), [(1.0, 1), (-1.0, 0)])
 def test_the_first_of_two_deaths_is_named_once(capsys, seconds, first):
     """As where ``mlx.launch`` ends a rank because another has died."""
-    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
-    with other:
+    with watched(-1) as (watcher, rank, other):
         rank.close()
-        fault = ["fault", 1, f"Rank 1 ({HOST}) has died.", False, seconds]  # found so many seconds before
-        other.sendall(json.dumps(fault).encode() + b"\n")
-        watcher = Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, -1)
-        with own, pytest.raises(Fault, match=f"^Rank 0 [(]{HOST}[)] has died.$") as found:
+        other.sendall(fault_of_1(seconds))
+        with pytest.raises(Fault, match=f"^Rank 0 [(]{HOST}[)] has died.$") as found:
             watcher.watch()
         other.shutdown(socket.SHUT_WR)
         watcher.end(found.value)
         told = [json.loads(line) for line in other.makefile()]
     assert [rank for kind, rank, *_ in told if kind == "fault"][-1] == first
     # Rank 1's watcher says so of rank 0.
-    assert capsys.readouterr().err == (f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n" if first == 1 else "")
+    assert capsys.readouterr().err == (f"{died(1)}\n" if first == 1 else "")
 
 
 def test_a_rank_that_fails_and_is_then_ended_is_not_the_cause(capsys):
     """The other one died before, but its watcher says so last."""
-    (rank, own), (other, link) = socket.socketpair(), socket.socketpair()
-    with other:
+    with watched(os.getppid()) as (watcher, rank, other):
         rank.sendall(b'["failed", "RuntimeError: recv"]\n')
-        watcher = Watcher(Link(own, 0, HOST), [Link(link, 1, HOST)], WINDOW, PATIENCE, os.getppid())
-        with own, pytest.raises(Fault, match="has failed: RuntimeError: recv") as found:
+        with pytest.raises(Fault, match="has failed: RuntimeError: recv") as found:
             watcher.watch()
         rank.close()
-        other.sendall(json.dumps(["fault", 1, f"Rank 1 ({HOST}) has died.", False, 1.0]).encode() + b"\n")
+        other.sendall(fault_of_1(1.0))
         other.shutdown(socket.SHUT_WR)
         watcher.parent = -1  # it has ended
         watcher.end(found.value)
-    assert capsys.readouterr().err == f"mlx_mtp: error: Rank 1 ({HOST}) has died.\n"
+    assert capsys.readouterr().err == f"{died(1)}\n"
 
 
 @pytest.mark.parametrize("deed", ["kill", *(pytest.param(d, marks=pytest.mark.slow) for d in ("stop", "fail"))])

@@ -61,7 +61,7 @@ DEEDS = {
     "sleep": lambda: time.sleep(0.5),
     "hold the lock": lambda: hold_the_lock(10),
     "hold the lock for ever": lambda: hold_the_lock(600),
-    "fork and wait": lambda: (os.fork() or (time.sleep(2), os._exit(0)), wait()),
+    "fork and wait": lambda: (os.fork() or (time.sleep(1), os._exit(0)), wait()),
 }
 
 if __name__ == "__main__":
