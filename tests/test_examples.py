@@ -5,11 +5,11 @@ import re
 import tomllib
 from pathlib import Path
 
-import mlx.core as mx
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.checkpoints import tensors
 from tests.support.models import DATA
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +24,8 @@ def shown(notebook) -> str:
 
 
 def pictures(notebook) -> list[str]:
-    return [
-        o.data["image/png"] for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})
-    ]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
 @pytest.mark.slow
@@ -37,9 +36,8 @@ def test_notebook_runs_and_shows_what_is_committed():
     for text, short in briefly.items():  # its figures are not looked at
         (cell,) = (cell for cell in fresh.cells if text in cell.source)
         cell.source = cell.source.replace(text, short)
-    fresh.cells.insert(
-        0, nbformat.v4.new_code_cell("import mlx_mtp.benchmark.parts\nmlx_mtp.benchmark.parts.N_CALLS = 1")
-    )
+    once = "import mlx_mtp.benchmark.parts\nmlx_mtp.benchmark.parts.N_CALLS = 1"
+    fresh.cells.insert(0, nbformat.v4.new_code_cell(once))
     beside = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(fresh, timeout=300, kernel_name="python3", resources=beside).execute()  # raises where a cell does
     assert shown(fresh).count("the same tokens: True") == 2
@@ -50,26 +48,18 @@ def test_notebook_runs_and_shows_what_is_committed():
     assert len(pictures(fresh)) == len(pictures(committed)) == 3
 
 
-def test_notebook_was_run_in_order_and_shows_no_paths():
+def test_notebook_was_run_in_order_and_shows_what_it_says():
     committed = nbformat.read(NOTEBOOK, as_version=4)
-    code = [cell for cell in committed.cells if cell.cell_type == "code"]
+    code, text = [cell for cell in committed.cells if cell.cell_type == "code"], shown(committed)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not re.search(r"/(root|home|Users|tmp|usr)/", NOTEBOOK.read_text())
     assert not any(o.output_type == "stream" and o.name == "stderr" for cell in code for o in cell.outputs)
-
-
-def test_notebook_names_its_extra():
-    first = nbformat.read(NOTEBOOK, as_version=4).cells[0].source
-    (extra,) = re.findall(r"pip install -e '\.\[(\w+)\]'", first)
+    accepted, copied = map(int, re.search(r"(\d+) of (\d+) copied drafts accepted", text).groups())
+    assert 0.9 * copied < accepted > 100
+    assert text.count("the same tokens: True") == 2
+    (extra,) = re.findall(r"pip install -e '\.\[(\w+)\]'", committed.cells[0].source)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "mlx-mtp[plot]" in extras[extra]
-
-
-def test_notebook_shows_code_that_comes_back_from_the_prompt():
-    committed = nbformat.read(NOTEBOOK, as_version=4)
-    accepted, copied = map(int, re.search(r"(\d+) of (\d+) copied drafts accepted", shown(committed)).groups())
-    assert 0.9 * copied < accepted > 100
-    assert shown(committed).count("the same tokens: True") == 2
 
 
 def test_readme_names_every_example():
@@ -79,10 +69,7 @@ def test_readme_names_every_example():
 
 
 def test_captions_take_the_place_of_tensors_of_the_demo():
-    demo = mx.load(str(DEMO / "model.safetensors"))
-    trained = mx.load(str(DATA / "captions" / "model.safetensors")) | mx.load(
-        str(DATA / "captions" / "head.safetensors")
-    )
+    demo, trained = tensors(DEMO), tensors(DATA / "captions")
     replaced = {name: w for name, w in trained.items() if not name.startswith("model.visual.")}
     assert {name for name in demo if name.startswith("mtp.")} < replaced.keys() <= demo.keys()
     assert all(w.shape == demo[name].shape and w.dtype == demo[name].dtype for name, w in replaced.items())
@@ -90,10 +77,8 @@ def test_captions_take_the_place_of_tensors_of_the_demo():
 
 def test_special_tokens_of_captions_take_the_place_of_bytes_that_no_text_has():
     config = json.loads((DATA / "captions" / "config.json").read_text())
-    before, after = (
-        json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-        for folder in (DEMO, DATA / "captions")
-    )
+    files = (folder / "tokenizer.json" for folder in (DEMO, DATA / "captions"))
+    before, after = (json.loads(file.read_text(encoding="utf-8"))["model"] for file in files)
     new = {token: i for token, i in after["vocab"].items() if token not in before["vocab"]}
     ids = [config[f"{name}_id"] for name in ("video_token", "vision_start_token", "vision_end_token", "image_token")]
     assert new == dict(zip(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"], ids))

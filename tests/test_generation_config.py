@@ -1,9 +1,7 @@
 """The sampling of a model where neither a flag nor a request says it."""
 
-import io
 import json
 import logging
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import mlx_mtp
 from mlx_mtp.chat.__main__ import main
 from mlx_mtp.checkpoint.generation_config import FILE, Sampling, sampling_defaults
 from mlx_mtp.server.engine.admission import Admission
+from tests.support.commands import run_command
 from tests.support.engine import Engine
 from tests.support.models import TRAINED
 
@@ -54,30 +53,23 @@ def test_what_is_given_comes_before_the_advice(tmp_path, advice, given, sampling
 
 
 def test_without_a_file_it_is_greedy(tmp_path):
-    assert sampling_defaults(str(tmp_path), {}) == Sampling()
+    assert sampling_defaults(str(tmp_path), {}) == sampling_defaults(str(mlx_mtp.DEMO), {}) == Sampling()
     assert str(Sampling()) == "temperature 0"
     assert str(SAMPLED) == "temperature 0.8, top_p 0.95, top_k 20"
 
 
-def test_the_demo_is_greedy():
-    assert sampling_defaults(str(mlx_mtp.DEMO), {}) == Sampling()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_wrong_value_is_told_with_its_file(tmp_path):
+    for text, message in [
         ('{"temperature": "hot"}', "temperature must be a number of 0 or more, not 'hot': correct it, or give --temp."),
         ('{"temperature": Infinity}', "temperature must be a number of 0 or more, not inf"),
-        ('{"top_p": 1.5}', r"top_p must be a number from 0 to 1, not 1.5: correct it, or give --top-p."),
+        ('{"top_p": 1.5}', "top_p must be a number from 0 to 1, not 1.5: correct it, or give --top-p."),
         ('{"top_k": 2.5}', "top_k must be a number of 0 or more, not 2.5"),
         ('{"min_p": true}', "min_p must be a number from 0 to 1, not True"),
         ("{", "is not JSON"),
-    ],
-)
-def test_a_wrong_value_is_told_with_its_file(tmp_path, text, message):
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(ValueError, match=f"{FILE}.*{message}"):
-        sampling_defaults(str(tmp_path), {})
+    ]:
+        (tmp_path / FILE).write_text(text)
+        with pytest.raises(ValueError, match=f"{FILE}.*{message}"):
+            sampling_defaults(str(tmp_path), {})
 
 
 def test_ranks_sample_as_rank_0_says(tmp_path):
@@ -93,25 +85,20 @@ def test_ranks_sample_as_rank_0_says(tmp_path):
 # The chat
 
 
-def chat(monkeypatch, capsys, *flags) -> str:
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.chat", "--mtp", "-m", "20", *flags])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def read(path):"))
-    main()
-    return capsys.readouterr().out
-
-
-def test_the_chat_samples_as_advised(monkeypatch, capsys, tmp_path):
+def test_the_chat_samples_as_advised(capsys, tmp_path):
     model = advising(tmp_path / "model", QWEN)
 
     def said(*flags):
-        out = chat(monkeypatch, capsys, "--num-draft-tokens", "2", *flags)
+        """(the sampling that is told, the answer)"""
+        flags = ("--mtp", "-m", 20, "--num-draft-tokens", 2, *flags)
+        _, out, _ = run_command(main, capsys, *flags, stdin="def read(path):")
         return out.partition("[INFO] Sampling: ")[2].partition(".\n")[0], out.partition(">> ")[2].partition("\n[")[0]
 
-    greedy, seeded = said("--model", TRAINED), ("--seed", "3")
-    sampled = said("--model", TRAINED, *seeded, "--temp", "0.8", "--top-p", "0.95", "--top-k", "20")
+    greedy, seeded = said("--model", TRAINED), ("--seed", 3)
+    sampled = said("--model", TRAINED, *seeded, "--temp", 0.8, "--top-p", 0.95, "--top-k", 20)
     assert said("--model", model, *seeded) == sampled
     assert sampled[0] == str(SAMPLED)
-    assert said("--model", model, *seeded, "--temp", "0")[1] == greedy[1] != sampled[1]
+    assert said("--model", model, *seeded, "--temp", 0)[1] == greedy[1] != sampled[1]
 
 
 # The server
@@ -135,15 +122,13 @@ def test_requests_without_sampling_have_the_models(tmp_path, used, caplog):
     model, other = advising(tmp_path / "model", QWEN), advising(tmp_path / "other", {"temperature": 0.6})
     flags = ["--mtp", "--model", model, "--serve-model", other, "--min-p", "0.01"]
     with caplog.at_level(logging.INFO), Engine(*flags) as engine:
-        texts = [
-            engine.ask(ASKED, max_tokens=8, **body).tokens
-            for body in (
-                {"seed": 7},
-                {"seed": 7, **{k: v for k, v in QWEN.items() if k in asdict(Sampling())}},
-                {"temperature": 0, "top_k": 3},
-                {"model": other, "seed": 1},
-            )
+        bodies = [
+            {"seed": 7},
+            {"seed": 7, **{k: v for k, v in QWEN.items() if k in asdict(Sampling())}},
+            {"temperature": 0, "top_k": 3},
+            {"model": other, "seed": 1},
         ]
+        texts = [engine.ask(ASKED, max_tokens=8, **body).tokens for body in bodies]
     assert texts[0] == texts[1]
     sampled = Sampling(0.8, 0.95, 20, 0.01)
     assert used == [sampled, sampled, Sampling(0, 0.95, 3, 0.01), Sampling(0.6, min_p=0.01)]

@@ -3,7 +3,6 @@
 What all families have in common is tested with the others': ``FAMILIES`` in ``support/models.py`` has a pack.
 """
 
-import json
 import re
 import shutil
 
@@ -19,16 +18,15 @@ from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import Stage
-from mlx_mtp.convert import convert
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.models.shard import check_shard
 from tests.support.batches import run
-from tests.support.checkpoints import configure, edit, tensors, write
+from tests.support.checkpoints import config_of, configure, converted, drop, edit, parameters, tensors, write_tiny
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config, tiny_model
+from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config
 from tests.support.published import ARCHITECTURES
 
 VOCAB = {"vocab_size": 512}  # of the tokenizer
@@ -37,25 +35,21 @@ VOCAB = {"vocab_size": 512}  # of the tokenizer
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """A dense checkpoint in bfloat16."""
-    model = tiny_model("qwen3_5", dtype=mx.bfloat16, **WIDE, **VOCAB)
-    folder = tmp_path_factory.mktemp("original") / "Qwen3.8-tiny"
-    return write(folder, tiny_config("qwen3_5", **WIDE, **VOCAB), dict(tree_flatten(model.parameters())))
+    return write_tiny(tmp_path_factory.mktemp("original") / "Qwen3.8-tiny", "qwen3_5", mx.bfloat16, **WIDE, **VOCAB)
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """Its pack, without a head, as packs are published."""
-    weights = dict(tree_flatten(tiny_model(PACK, dtype=mx.float16, **VOCAB).parameters()))
-    folder = tmp_path_factory.mktemp("bare") / "Ternary-Bonsai-tiny"
-    return write(folder, tiny_config(PACK, **VOCAB), {n: w for n, w in weights.items() if "mtp." not in n})
+    folder = write_tiny(tmp_path_factory.mktemp("bare") / "Ternary-Bonsai-tiny", PACK, mx.float16, **VOCAB)
+    drop(folder, lambda name: "mtp." in name)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def grafted(original, bare, tmp_path_factory):
     """The pack with the head."""
-    folder = tmp_path_factory.mktemp("grafted") / "out"
-    convert(str(bare), str(folder), graft_mtp_from=str(original), skip_check=True)
-    return folder
+    return converted(bare, tmp_path_factory.mktemp("grafted") / "out", graft_mtp_from=str(original), skip_check=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +65,13 @@ def text(models):
 
 
 @pytest.fixture
-def accepted(monkeypatch):
-    """The model is random."""
+def pack(hub, original, bare, tmp_path, monkeypatch):
+    """The pack, whose card names its original. The model is random."""
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.8)
+    hub.publish("Qwen/original", original)
+    folder = shutil.copytree(bare, tmp_path / "pack")
+    (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")
+    return folder
 
 
 # The text
@@ -102,7 +100,7 @@ def test_rows_are_mlx_lms(models, text):
 
 
 def test_all_but_states_and_signs_is_in_float16(models):
-    dtypes = {name: p.dtype for name, p in tree_flatten(models[0].parameters())}
+    dtypes = {name: p.dtype for name, p in parameters(models[0]).items()}
     assert {dtypes.pop(n) for n in [*dtypes] if n.endswith((".signs", ".A_log"))} == {mx.float32}
     assert {dtypes.pop(n) for n in [*dtypes] if n[:-6] + "scales" in dtypes and n.endswith("weight")} == {mx.uint32}
     assert set(dtypes.values()) == {mx.float16}
@@ -111,16 +109,12 @@ def test_all_but_states_and_signs_is_in_float16(models):
 # The head
 
 
-def test_the_head_is_found_by_the_card(hub, original, bare, grafted, tmp_path, accepted):
-    hub.publish("Qwen/original", original)
-    folder = shutil.copytree(bare, tmp_path / "pack")
-    (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")
-    model = mlx_mtp.load(str(folder), mtp="auto")[0]
+def test_the_head_is_found_by_the_card(pack, bare, models):
+    model = mlx_mtp.load(str(pack), mtp="auto")[0]
     assert model.fetched_head.source == "Qwen/original"
-    of_graft = mlx_mtp.load(str(grafted))[0]
-    assert arrays_equal(model.mtp.parameters(), of_graft.mtp.parameters())
     named = mlx_mtp.load(str(bare), mtp=str(model.fetched_head.folder))[0]  # --mtp HEAD
-    assert arrays_equal(named.mtp.parameters(), of_graft.mtp.parameters())
+    for one in (model, named):
+        assert arrays_equal(one.mtp.parameters(), models[0].mtp.parameters())
 
 
 @pytest.mark.parametrize("name", ["prism-ml/Ternary-Bonsai-2-27B-mlx-2bit", "me/bonsai-2-27b", "Bonsai_2_27B-chat"])
@@ -140,11 +134,9 @@ def test_the_catalog_has_the_size_of_the_pack():
 
 
 def test_a_head_of_another_size_does_not_fit(bare, tmp_path):
-    other = tiny_model("qwen3_5", dtype=mx.bfloat16, **WIDE | VOCAB | {"intermediate_size": 256})
-    config = tiny_config("qwen3_5", **WIDE | VOCAB | {"intermediate_size": 256})
-    folder = write(tmp_path / "other", config, dict(tree_flatten(other.parameters())))
+    other = write_tiny(tmp_path / "other", "qwen3_5", mx.bfloat16, **WIDE | VOCAB | {"intermediate_size": 256})
     with pytest.raises(ValueError, match="intermediate_size is 256, not 128"):
-        convert(str(bare), str(tmp_path / "out"), graft_mtp_from=str(folder), skip_check=True)
+        converted(bare, tmp_path / "out", graft_mtp_from=str(other), skip_check=True)
 
 
 def report(folder) -> dict[str, str]:
@@ -159,18 +151,15 @@ def test_inspect(bare, grafted):
     assert report(grafted)["--mtp"] == "ready"
 
 
-def test_fit(hub, original, bare, tmp_path, capsys):
+def test_fit(pack, tmp_path, capsys):
     """The head that was fetched learns."""
-    hub.publish("Qwen/original", original)
-    folder = shutil.copytree(bare, tmp_path / "pack")
-    (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")
     # In float32 MLX's CPU backend takes a tenth of the time.
-    edit(folder, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))
+    edit(pack, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))
     (tmp_path / "prompts").write_text("\n---\n".join(f"prompt {i}" for i in range(10)))
     options = dict(drafts=1, answers=1, max_tokens=3, temp=0.0, iters=6, steps_per_eval=6, learning_rate=1e-2)
     mx.disable_compile()  # or the CPU backend runs a C++ compiler for each kernel
     try:
-        fit(str(folder), str(tmp_path / "out"), prompts=tmp_path / "prompts", **options)
+        fit(str(pack), str(tmp_path / "out"), prompts=tmp_path / "prompts", **options)
     finally:
         mx.enable_compile()
     first, lowest = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())
@@ -180,20 +169,18 @@ def test_fit(hub, original, bare, tmp_path, capsys):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("-q",), ("--dequantize",), ("--dtype", "bfloat16"), ("--no-mtp",), ("--mtp-bits", "4")]
-)
-def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys, flags):
-    target = tmp_path / "out"
+def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys):
     message = f"{grafted} is packed, and nothing in a model of type {PACK} can be converted"
-    status, _, err = run_command(main, capsys, "--hf-path", grafted, "--mlx-path", target, *flags)
-    assert (status, err.count("\n"), message in err, target.exists()) == (2, 1, True, False)
+    for flags in ("", "-q", "--dequantize", "--dtype bfloat16", "--no-mtp", "--mtp-bits 4"):
+        command = ("--hf-path", grafted, "--mlx-path", tmp_path / "out", *flags.split())
+        status, _, err = run_command(main, capsys, *command)
+        assert (status, err.count("\n"), message in err) == (2, 1, True), flags
+        assert not (tmp_path / "out").exists()
 
 
 def test_ranks_have_layers_of_their_own_but_no_parts_of_layers(models):
-    with pytest.raises(
-        ValueError, match=rf"type {PACK} cannot be split among processes.* use a pipeline \(--pipeline\)"
-    ):
+    message = rf"type {PACK} cannot be split among processes.* use a pipeline \(--pipeline\)"
+    with pytest.raises(ValueError, match=message):
         check_shard(models[0], 2)
 
 
@@ -202,36 +189,21 @@ def test_fewer_bits_of_the_output_layer_are_refused(grafted):
         mlx_mtp.load(str(grafted), draft_head_bits=2)
 
 
-def of_schema_3(config):
-    config["schema_version"] = 3
-
-
-def with_a_bias(config):
-    config["modules"].append({"path": "model.norm", "block": 0, "embedding": False, "dtype": "float16"})
-
-
-def of_four_bits(config):
-    config["quantization"]["bits"] = 4
-
-
-def without_a_manifest(config):
-    del config["modules"]
+NORM = {"path": "model.norm", "block": 0, "embedding": False, "dtype": "float16"}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (of_schema_3, "Unsupported Hadamard pack: schema 3"),
-        (with_a_bias, "Unknown or unsupported packed module: model.norm"),
-        (of_four_bits, "require 2-bit affine weights"),
-        (without_a_manifest, "missing its packed module manifest"),
+        (lambda config: config | {"schema_version": 3}, "Unsupported Hadamard pack: schema 3"),
+        (lambda config: config["modules"].append(NORM) or config, "Unknown or unsupported packed module: model.norm"),
+        (lambda config: config["quantization"].update(bits=4) or config, "require 2-bit affine weights"),
+        (lambda config: config | {"modules": []}, "missing its packed module manifest"),
     ],
 )
 def test_packs_that_mlx_lm_refuses(grafted, tmp_path, change, message):
     folder = shutil.copytree(grafted, tmp_path / "pack")
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    configure(folder, **config, **({} if "modules" in config else {"modules": []}))
+    configure(folder, **change(config_of(folder)))
     with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
         mlx_mtp.load(str(folder))
     assert re.search(message, report(folder)["--mtp"])
@@ -259,7 +231,7 @@ def test_damaged_packs(grafted, tmp_path, change, message):
 def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
     weights = Stage(range(1, 2), []).own(tensors(grafted))
     assert SIGNS not in weights
-    model = skeleton(json.loads((grafted / "config.json").read_text()), "pack")
+    model = skeleton(config_of(grafted), "pack")
     assert model.sanitize(dict(weights)).keys() >= {name for name in weights if "layers.1." in name}
     del weights[SIGNS.replace("layers.0", "layers.1")]
     with pytest.raises(ValueError, match=r"Missing Hadamard sign vector: .*layers\.1"):
@@ -276,5 +248,5 @@ def test_the_model_type_tells_the_family(name, data, tmp_path):
     folder = shutil.copytree(DATA / data, tmp_path / name)
     configure(folder, architectures=[f"{name.partition('-')[0]}ForConditionalGeneration"], _name_or_path=f"org/{name}")
     model = mlx_mtp.load(str(folder))[0]
-    assert type(model).__module__ == f"mlx_mtp.models.{json.loads((folder / 'config.json').read_text())['model_type']}"
+    assert type(model).__module__ == f"mlx_mtp.models.{config_of(folder)['model_type']}"
     assert report(folder)["--mtp"] == "ready"

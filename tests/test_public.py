@@ -17,19 +17,8 @@ PACKAGE = Path(mlx_mtp.__file__).parent
 ROOT = Path(__file__).parents[1]
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
 SHARED = {"cli", "files", "prompts"}  # by the commands
-LIBRARY = {
-    "batch",
-    "caches",
-    "checkpoint",
-    "decoding",
-    "distributed",
-    "drafts",
-    "images",
-    "memory",
-    "models",
-    "pacing",
-    "prompt_store",
-} | {"sampling", "text"}
+LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
+LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     "distributed": set(),
@@ -111,42 +100,22 @@ def test_no_import_cycle():
 
 def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
     files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")]
-    found = {
-        name for file in files for name in re.findall(r"^(?:from|import) (tests[.\w]*)", file.read_text(), re.MULTILINE)
-    }
+    text = "\n".join(file.read_text() for file in files)
+    found = re.findall(r"^(?:from|import) (tests[.\w]*)", text, re.MULTILINE)
     assert found
     assert all(name.startswith("tests.support.") for name in found)
 
 
 def test_public_names():
-    assert mlx_mtp.__all__ == [
-        "DEMO",
-        "MAX_DRAFT_TOKENS",
-        "BatchGenerator",
-        "BatchResponse",
-        "Depth",
-        "DraftCounts",
-        "GenerationResponse",
-        "MTPModule",
-        "PromptStore",
-        "__version__",
-        "batch_generate",
-        "convert",
-        "generate",
-        "load",
-        "make_grammar",
-        "make_prompt_cache",
-        "make_sampler",
-        "mtp_generate_step",
-        "stream_generate",
-    ]
+    names = (
+        "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPModule PromptStore"
+    )
+    names += " __version__ batch_generate convert generate load make_grammar make_prompt_cache make_sampler"
+    assert mlx_mtp.__all__ == [*names.split(), "mtp_generate_step", "stream_generate"]
+    assert (PACKAGE / "py.typed").exists()
     assert mlx_mtp.DEMO.is_dir()
     assert mlx_mtp.MAX_DRAFT_TOKENS == 8
     assert all(callable(getattr(mlx_mtp, name)) for name in mlx_mtp.__all__[2:] if name != "__version__")
-
-
-def test_type_hints_are_shipped():
-    assert (PACKAGE / "py.typed").exists()
 
 
 def test_generate_is_a_function_in_any_order_of_imports():

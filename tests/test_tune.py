@@ -38,41 +38,30 @@ def test_recommends_what_nothing_beats(rounds):
 
 
 @pytest.mark.parametrize(
-    ("measured", "best"),
+    ("others", "best", "parts"),
     [
-        ([(OFF, 1, 1), (AUTO, 0.99, 1.2)], OFF),  # within the spread
-        ([(OFF, 1, 1), (AUTO, 1.01, 1.2)], AUTO),
-        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.65)], AUTO),  # which follows a text of another kind
-        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], FIXED[1]),
-        ([(OFF, 1, 1), (AUTO, 0.9, 0.95), (FIXED[0], 0.8, 0.9)], OFF),
-        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (CHEAPER[0], 1.58, 1.9), (CHEAPER[2], 1.61, 1.7)], CHEAPER[2]),
-    ],
-)
-def test_recommends(measured, best):
-    assert recommend([Measured(s, list(ratios)) for s, *ratios in measured]).settings is best
-
-
-@pytest.mark.parametrize(
-    ("measured", "parts"),
-    [
-        (
-            [(OFF, 1, 1), (AUTO, 0.99, 1.2)],
-            [f"Not {AUTO}", "(1.09 against 1.00)", "0.99, is not above 1.00", "the spread"],
-        ),
-        (
-            [(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.66)],
+        # Within the spread
+        ([(AUTO, 0.99, 1.2)], OFF, [f"Not {AUTO}", "(1.09 against 1.00)", "0.99, is not above 1.00", "the spread"]),
+        ([(AUTO, 1.01, 1.2)], AUTO, []),
+        (  # auto follows a text of another kind
+            [(AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.66)],
+            AUTO,
             [f"Not {FIXED[1]}", "(1.64 against 1.55)", "1.62, is not 5% above 1.60", "does not adapt"],
         ),
-        ([(OFF, 1, 1), (AUTO, 1.01, 1.2)], []),
-        ([(OFF, 1, 1), (AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], []),
+        ([(AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], FIXED[1], []),
+        ([(AUTO, 0.9, 0.95), (FIXED[0], 0.8, 0.9)], OFF, None),
+        ([(AUTO, 1.5, 1.6), (CHEAPER[0], 1.58, 1.9), (CHEAPER[2], 1.61, 1.7)], CHEAPER[2], None),
     ],
 )
-def test_says_why_it_does_not_recommend_the_fastest(measured, parts):
-    measured = [Measured(s, list(ratios)) for s, *ratios in measured]
-    why = reason(measured, recommend(measured))
-    assert (why is None) == (not parts)
-    assert all(part in (why or "") for part in parts), why
-    assert show(measured).endswith(f"Recommended: {recommend(measured).settings}" if why is None else f"\n{why}")
+def test_recommends_and_says_why_not_the_fastest(others, best, parts):
+    measured = [Measured(s, list(ratios)) for s, *ratios in [(OFF, 1, 1), *others]]
+    recommended = recommend(measured)
+    assert recommended.settings is best
+    if parts is not None:
+        why = reason(measured, recommended)
+        assert (why is None) == (not parts)
+        assert all(part in (why or "") for part in parts), why
+        assert show(measured).endswith(f"Recommended: {best}" if why is None else f"\n{why}")
 
 
 def test_combines_forms_that_gained():
@@ -101,11 +90,8 @@ def test_tries_only_cheaper_forms(tmp_path):
 
 @pytest.mark.parametrize(
     ("whole", "grouped", "faster"),
-    [
-        ([2.0, 2.1], [1.8, 1.9], True),
-        ([2.0, 2.1], [1.8, 2.05], False),  # within the spread
-        ([2.0, 2.1], [2.2, 2.3], False),
-    ],
+    [([2.0, 2.1], [1.8, 1.9], True), ([2.0, 2.1], [1.8, 2.05], False), ([2.0, 2.1], [2.2, 2.3], False)],
+    ids=["faster", "within the spread", "slower"],
 )
 def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
     model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=32), []
@@ -122,16 +108,7 @@ def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
     assert asked == [(ways.CONTEXT, [Way(), Way(attention_rows=5)], 2)]
 
 
-@pytest.mark.parametrize(
-    ("times", "best"),
-    [
-        ({Way(): [2.0, 2.1]}, Way()),
-        ({Way(): [2.0, 2.1], Way(compiled=False): [1.8, 1.9]}, Way(compiled=False)),
-        ({Way(): [2.0, 2.1], Way(pieces=4): [1.8, 2.05]}, Way()),  # within the spread
-        ({Way(): [2.0, 2.1], Way(pieces=4): [1.8, 1.9], Way(pieces=8): [1.5, 1.6]}, Way(pieces=8)),
-    ],
-)
-def test_runs_passes_the_way_that_is_faster(monkeypatch, times, best):
+def test_runs_passes_the_way_that_is_faster(monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
 
     def time_ways(model, prompt, windows, every, repeat):
@@ -140,7 +117,14 @@ def test_runs_passes_the_way_that_is_faster(monkeypatch, times, best):
         return {(n, way): times.get(way, [9.0, 9.0]) for n in windows for way in every}
 
     monkeypatch.setattr(ways, "time_ways", time_ways)
-    assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == best
+    for others, best in (
+        ({}, Way()),
+        ({Way(compiled=False): [1.8, 1.9]}, Way(compiled=False)),
+        ({Way(pieces=4): [1.8, 2.05]}, Way()),  # within the spread
+        ({Way(pieces=4): [1.8, 1.9], Way(pieces=8): [1.5, 1.6]}, Way(pieces=8)),
+    ):
+        times = {Way(): [2.0, 2.1], **others}
+        assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == best
 
 
 def test_times_ways_in_turn(monkeypatch):
