@@ -6,7 +6,6 @@
 The rate of a position counts the drafts whose predecessors were accepted, with its standard error.
 """
 
-import argparse
 import math
 from collections import deque
 from typing import get_args
@@ -17,6 +16,7 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp.prompts import PYTHON
 from mlx_mtp.sampling.sampler import AcceptanceName
+from scripts.flags import script_parser
 
 FILTERS = {"top_p": 0.95, "top_k": 20}
 
@@ -43,12 +43,9 @@ def show(counts: mlx_mtp.DraftCounts) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The acceptance rate of sampled drafts.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO), help="Local directory or repo (default: the demo).")
-    parser.add_argument("--temps", type=float, nargs="+", default=[0.5, 0.7, 1.0], help="Temperatures.")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 3], help="Drafts in a step (default: 1 3).")
-    parser.add_argument("--max-tokens", "-m", type=int, default=256, help="Tokens for each prompt (default: 256).")
-    args = parser.parse_args()
+    depths = ([1, 3], "Drafts in a step.")
+    flags = dict(temps=([0.5, 0.7, 1.0], "Temperatures."), depths=depths, max_tokens=(256, "Tokens for each prompt."))
+    args = script_parser(__doc__, model=str(mlx_mtp.DEMO), **flags).parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     prompts = [mx.array(tokenizer.encode(text)) for text in PYTHON]
     print("temp  filters                 depth  acceptance  rate by position")

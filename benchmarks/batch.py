@@ -8,7 +8,6 @@ In a round all runs generate at once in one process and take turns of 16 tokens 
 figures are. The time to the first token does not count: the prompts are prefilled before.
 """
 
-import argparse
 import inspect
 import statistics
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from benchmarks.timing import Seconds, ratios, time_in_turns
+from scripts.flags import script_parser
 from tests.support.scripted import Scripted
 
 TURN = 16  # tokens of each prompt
@@ -57,16 +57,12 @@ def measure(runs: dict[Any, Callable[[], Iterator]], batch: int, max_tokens: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Several sequences at once, with MTP and in mlx-lm.")
-    parser.add_argument("--repeat", type=int, default=9, help="Rounds (default: 9).")
-    parser.add_argument("--max-tokens", type=int, default=128, help="Tokens of each prompt (default: 128).")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="Sizes of the batch.")
-    parser.add_argument("--num-draft-tokens", nargs="+", default=["0", "1", "2", "auto"])
-    parser.add_argument("--wrong", action="store_true", help="Use a head that is always wrong.")
-    parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--seeded", action="store_true", help="Give each prompt a seed of its own; requires --temp.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
-    args = parser.parse_args()
+    flags = dict(repeat=(9, "Rounds."), max_tokens=(128, "Tokens of each prompt."), temp=0.0, model=str(mlx_mtp.DEMO))
+    flags |= dict(batch=([1, 2, 4, 8], "Sizes of the batch."), num_draft_tokens=["0", "1", "2", "auto"])
+    flags |= dict(
+        wrong=(False, "Use a head that is always wrong."), seeded=(False, "Give each prompt a seed of its own.")
+    )
+    args = script_parser(__doc__, **flags).parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     drafting: Any = Scripted(model, [], lambda i: False) if args.wrong else model
     depths = [d if d == "auto" else int(d) for d in args.num_draft_tokens]

@@ -10,7 +10,6 @@ copies. "decoding" compares the times from the first token of a request to its l
 tells how precise the figures are.
 """
 
-import argparse
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from benchmarks.timing import ratios, spread, take_turns
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.prompts import PYTHON
+from scripts.flags import script_parser
 from tests.support.server_process import Server, serve
 
 
@@ -64,21 +64,17 @@ def run(server: Server, at_once: int, max_tokens: int, num_draft_tokens: str, nu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the speed of two versions of mlx_mtp.")
-    parser.add_argument("old", type=Path, help="A src folder.")
-    parser.add_argument("new", type=Path, help="Another.")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1], help="Requests at once (default: 1).")
-    parser.add_argument("--num-draft-tokens", nargs="+", default=["0", "1", "2", "3", "4", "auto"])
-    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Tokens of a request (default: 128).")
-    parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    parser.add_argument("--model", default=str(DEMO))
+    flags = dict(at_once=([1], "Requests at once."), num_draft_tokens=["0", "1", "2", "3", "4", "auto"])
+    flags |= dict(max_tokens=(128, "Tokens of a request."), repeat=(5, "Rounds."), model=str(DEMO))
+    parser = script_parser(__doc__, **flags)
+    parser.add_argument("src", type=Path, nargs=2, help="Two src folders: of the old version, and of the new one.")
     args = parser.parse_args()
     kinds = [(n, k) for n in args.at_once for k in args.num_draft_tokens]
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
         versions = [
             stack.enter_context(serve(log.with_name(name), "--mtp", "--model", args.model, src=src.resolve()))
-            for name, src in (("old", args.old), ("new", args.new))
+            for name, src in zip(("old", "new"), args.src)
         ]
         runs = {
             (kind, i): partial(run, server, kind[0], args.max_tokens, kind[1], count())

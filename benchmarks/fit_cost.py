@@ -6,8 +6,6 @@ The head, the embedding and the output layer of a shape are made with random wei
 tokens. The backbone, which each token goes through once, is not made: its share is given as operations.
 """
 
-import argparse
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -19,6 +17,7 @@ from mlx_mtp.fit.loss import DraftLoss
 from mlx_mtp.fit.recording import TOP_K, bytes_per_token
 from mlx_mtp.fit.training import make_trainable
 from mlx_mtp.models import model_module
+from scripts.flags import script_parser
 
 
 def model_of(shape):
@@ -85,12 +84,9 @@ def report(name, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="What fitting a head costs at the shapes of published models.")
+    flags = dict(batch_size=1, length=(32, "Tokens of a text."), drafts=4)
+    parser = script_parser(__doc__, repeat=(2, "Steps to time; 0 computes the sizes alone."), **flags)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.8b-bf16", "4b-4bit"])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--length", type=int, default=32, help="Tokens of a text (default: 32).")
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=2, help="Steps to time; 0 computes the sizes alone (default: 2).")
     args = parser.parse_args()
     for name in args.shapes:
         report(name, args)

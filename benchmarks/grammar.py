@@ -7,7 +7,6 @@ The demo has not learned JSON, so its values mean nothing; keys, punctuation and
 prompt without a grammar. All runs take turns, and the time to the first token does not count.
 """
 
-import argparse
 import statistics
 import time
 from functools import partial
@@ -18,6 +17,7 @@ import mlx.core as mx
 import mlx_mtp
 from benchmarks.timing import take_turns
 from mlx_mtp.decoding.loop import plain_generate_step
+from scripts.flags import script_parser
 
 PROMPT = '"""An order."""\nORDER = '
 ITEM = {
@@ -46,11 +46,7 @@ FREE = "free: "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="JSON of a schema with drafts.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
-    parser.add_argument("--max-tokens", "-m", type=int, default=256)
-    parser.add_argument("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    args = parser.parse_args()
+    args = script_parser(__doc__, model=str(mlx_mtp.DEMO), max_tokens=256, repeat=(5, "Rounds.")).parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     prompt, counts = mx.array(tokenizer.encode(PROMPT)), {}
 

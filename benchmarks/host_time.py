@@ -8,7 +8,6 @@ Building is the CPU time of this thread; evaluating is that of the whole process
 many operations, where Metal has one kernel: ``--one-kernel`` puts a few operations in its place.
 """
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.layers.compiled import n_traces
 from mlx_mtp.layers.mtp import run_head
+from scripts.flags import script_parser
 
 TINY = {
     **COMMON, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4,
@@ -115,12 +115,8 @@ def measure(model: Any, repeat: int) -> tuple[dict[tuple[str, bool], list[tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the host time of passes, compiled and not.")
-    parser.add_argument("--repeat", type=int, default=20, help="Steps that are timed (default: 20).")
-    parser.add_argument(
-        "--one-kernel", action="store_true", help="Replace the recurrence by as few operations as on Metal."
-    )
-    args = parser.parse_args()
+    one_kernel = (False, "Replace the recurrence by as few operations as on Metal.")
+    args = script_parser(__doc__, repeat=(20, "Steps that are timed."), one_kernel=one_kernel).parse_args()
     if args.one_kernel:
         for name in ("mlx_lm.models.qwen3_5", "mlx_mtp.layers.gated_delta", "mlx_mtp.caches.recurrent"):
             patch(f"{name}.gated_delta_update", one_kernel).start()

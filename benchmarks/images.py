@@ -7,7 +7,6 @@ For each picture the model writes a caption, greedily, with plain mlx-lm and wit
 an image's rows of the tower as embeddings, as in vLLM; "not seen" leaves its rows of the image out, as llama.cpp does.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Collection
@@ -23,17 +22,16 @@ from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import ImagePrompt, read_images
+from scripts.flags import script_parser
 
 NOT_SEEN = "images not seen"
 RUNS = ("images seen", NOT_SEEN)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Drafts behind images.")
+    parser = script_parser(__doc__, num_draft_tokens=2, max_tokens=24)
     parser.add_argument("--model", required=True, help="A checkpoint with a vision tower.")
     parser.add_argument("--images", required=True, type=Path, help="Pictures, with captions.json.")
-    parser.add_argument("--num-draft-tokens", type=int, default=2)
-    parser.add_argument("--max-tokens", "-m", type=int, default=24)
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     captions = json.loads((args.images / "captions.json").read_text())  # the prompt, and what each picture shows

@@ -7,7 +7,6 @@ so that each exchange (a sum over both) takes so much longer. Plain mlx-lm and M
 processes. "parts allow" is the ratio that the measured parts allow: see src/mlx_mtp/benchmark/parts.py.
 """
 
-import argparse
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from benchmarks.timing import take_turns
 from mlx_mtp.benchmark import parts, runs
 from mlx_mtp.distributed.ranks import Ranks
 from mlx_mtp.distributed.watch import watch
+from scripts.flags import script_parser
 from tests.support.launch import free_ports
 
 # Of MLX's ring: in a sum over two processes one message each way follows upon another.
@@ -87,10 +88,10 @@ def launch(n: int, delay: float, options: list[str]) -> dict[str, Any]:
     return json.loads(outputs[0])
 
 
-def measure(args: argparse.Namespace, group: mx.distributed.Group) -> dict[str, Any]:
+def measure(args: Namespace, group: mx.distributed.Group) -> dict[str, Any]:
     """The speeds of both runs, and what the parts allow."""
     model, tokenizer = mlx_mtp.load(args.model, tensor_group=group if group.size() > 1 else None, settings=False)
-    prompt = mx.array(tokenizer.encode(inspect.getsource(argparse))[: args.prompt_tokens])
+    prompt = mx.array(tokenizer.encode(inspect.getsource(inspect))[: args.prompt_tokens])
 
     def generate(run: runs.Run) -> runs.Generation:
         generation = runs.generate(model, prompt, args.max_tokens, run)
@@ -113,14 +114,9 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 1, 5], help="Milliseconds, of an exchange.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=64, help="Tokens of a run (default: 64).")
-    parser.add_argument("--repeat", type=int, default=5, help="Turns (default: 5).")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    flags = dict(delays=([0.0, 0.1, 1.0, 5.0], "Milliseconds, of an exchange."), model=str(mlx_mtp.DEMO))
+    flags |= dict(prompt_tokens=256, max_tokens=(64, "Tokens of a run."), repeat=(5, "Turns."))
+    args = script_parser(__doc__, measure=(False, "Be one of the processes."), **flags).parse_args()
     if args.measure:
         group = mx.distributed.init()
         with watch(Ranks(group) if group.size() > 1 else None):

@@ -8,7 +8,6 @@ Then a client hangs up while its prompt is prefilled: how long the server goes o
 is a step of its own.
 """
 
-import argparse
 import http.client
 import json
 import statistics
@@ -23,6 +22,7 @@ from mlx_lm.utils import load_tokenizer
 
 from benchmarks.timing import seconds, spread
 from mlx_mtp.checkpoint.load import DEMO
+from scripts.flags import script_parser
 from tests.support.server_process import ROOT, Server, serve
 
 STREAMS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(3)]
@@ -109,10 +109,7 @@ def prompt_of(tokenizer, n: int, first: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a long prompt does to running answers.")
-    parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--model", default=str(DEMO))
+    parser = script_parser(__doc__, tokens=4000, repeat=3, model=str(DEMO))
     parser.add_argument("flags", nargs="*", help="Further flags of the server, behind --.")
     args = parser.parse_args()
     tokenizer, folder = load_tokenizer(args.model), Path(tempfile.mkdtemp())

@@ -7,7 +7,6 @@ The cost is the time of one pass of the head over one token, with its output lay
 each figure is a median. The corpus is ranked as by ``mlx_mtp draft_vocab``.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.layers.draft_lm_head import DraftLMHead, quantize_head
 from mlx_mtp.prompts import PYTHON
+from scripts.flags import script_parser
 
 SIZES = {"0.8B": "0.8b-bf16", "4B": "4b-4bit", "27B": "27b-4bit"}  # of SHAPES
 ROWS = 32768
@@ -101,12 +101,10 @@ def measure_acceptance(files: list[Path], max_tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a draft vocabulary gains and what it costs.")
+    flags = dict(max_tokens=(256, "Tokens of each text."), rows=(ROWS, "Size of the draft vocabulary."))
+    parser = script_parser(__doc__, repeat=(10, "Drafts with each vocabulary."), **flags)
     parser.add_argument("--acceptance", nargs="+", type=Path, metavar="FILE", help="The corpus to rank by.")
-    parser.add_argument("--max-tokens", type=int, default=256, help="Tokens of each text (default: 256).")
     parser.add_argument("--shapes", nargs="+", choices=SIZES, default=["0.8B"], help="Models (default: 0.8B).")
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"Size of the draft vocabulary (default: {ROWS}).")
-    parser.add_argument("--repeat", type=int, default=10, help="Drafts with each vocabulary (default: 10).")
     args = parser.parse_args()
     if args.acceptance:
         measure_acceptance(args.acceptance, args.max_tokens)

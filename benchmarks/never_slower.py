@@ -11,7 +11,6 @@ In a round all runs generate at once in one process and take turns of 64 tokens.
 is printed; "plain again" tells how precise they are. The time to the first token does not count.
 """
 
-import argparse
 import inspect
 import random
 import statistics
@@ -28,6 +27,7 @@ from benchmarks.timing import ratios, time_in_turns
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, repeated_share
 from mlx_mtp.decoding.loop import plain_generate_step
 from mlx_mtp.prompts import PYTHON, nine_kinds
+from scripts.flags import script_parser
 from tests.support.scripted import Scripted
 
 AGAIN = "plain again"
@@ -87,12 +87,8 @@ def kinds() -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The speed of auto beside plain decoding and the best fixed depth.")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--only", default="", help="Run only the cases whose name contains this.")
-    parser.add_argument("--kinds", action="store_true", help="Run the nine kinds of request, in the demo's own words.")
-    args = parser.parse_args()
+    flags = dict(repeat=3, max_tokens=512, only=("", "Run only the cases whose name contains this."))
+    args = script_parser(__doc__, kinds=(False, "Run the nine kinds of request."), **flags).parse_args()
     fixed = (PLAIN,) if args.kinds else FIXED  # the kinds ask about copies alone: half the time
     print(f"{'':26}------ head alone, auto ------    ---- with copies, auto ---    plain   text")
     print(f"{'case':26}to plain  low to high  to best of     to plain   to head alone   again  repeats")

@@ -7,7 +7,6 @@ Each text is read once, with the cuts of a prompt. Then it is fetched from memor
 the system has in its cache by then.
 """
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from mlx_mtp import PromptStore
 from mlx_mtp.cli.display import table
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.cuts import choose_cuts
+from scripts.flags import script_parser
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,11 +60,8 @@ def measure(model: Any, tokens: list[int], repeat: int) -> tuple[int, float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how long restoring a text takes, beside reading it.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--repeat", type=int, default=3, help="Of restoring (default: 3).")
-    args = parser.parse_args()
+    flags = dict(model=str(mlx_mtp.DEMO), tokens=[4096, 16384], repeat=(3, "Of restoring."))
+    args = script_parser(__doc__, **flags).parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     read(model, text(tokenizer, args.tokens[0]), PromptStore(model, 0))  # what is compiled is compiled
     rows = [["tokens", "MB", "reading", "from memory", "ratio", "from disk", "ratio"]]

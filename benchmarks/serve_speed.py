@@ -7,7 +7,6 @@ cost of a second stream is the longest time between two steps of the first while
 before, in steps of plain decoding. Greedy, the demo.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import mlx_mtp
 from benchmarks.timing import ratios, spread, take_turns
+from scripts.flags import script_parser
 from tests.support.server_process import Server, serve
 
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(8)]
@@ -58,11 +58,8 @@ def cost_of_second(ours: Server, stock: Server, prompt: str, n: int) -> tuple[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the server's speed.")
-    parser.add_argument("--repeat", type=int, default=5, help="Rounds, up to 8 (default: 5).")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO))
-    args = parser.parse_args()
+    flags = dict(repeat=(5, "Rounds, up to 8."), max_tokens=256, model=str(mlx_mtp.DEMO))
+    args = script_parser(__doc__, **flags).parse_args()
     n, logs = args.max_tokens, Path(tempfile.mkdtemp())
     flags = ("--model", args.model, "--prompt-cache-size", "1")
     model, tokenizer = mlx_mtp.load(args.model)
@@ -70,10 +67,7 @@ def main() -> None:
     def in_process(n: int, prompt: str) -> list[float]:
         return [time.perf_counter() for _ in mlx_mtp.stream_generate(model, tokenizer, prompt, n)]
 
-    with (
-        serve(logs / "ours", "--mtp", *flags) as ours,
-        serve(logs / "stock", *flags, module="mlx_lm.server") as stock,
-    ):
+    with serve(logs / "ours", "--mtp", *flags) as ours, serve(logs / "stock", *flags, module="mlx_lm.server") as stock:
         for warm in (in_process, partial(stream, ours)):
             warm(n, "import os\n")
         one = [speed(stream(ours, n, p)) / speed(in_process(n, p)) for p in PROMPTS[: args.repeat]]

@@ -9,7 +9,6 @@ what no text before began with, however long ago. What is beyond it is given in 
 and in messages of the session's mean length.
 """
 
-import argparse
 import inspect
 import json
 import random
@@ -29,6 +28,7 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.server.api.chat_completions import read_request
 from mlx_mtp.server.arguments import check, make_parser
+from scripts.flags import script_parser
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve
 from tests.support.tool_texts import MARKS, talk
@@ -206,9 +206,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a server prefills of the prompts of sessions.")
-    parser.add_argument("--turns", type=int, default=20, help="The most turns of a session (default: 20).")
-    args = parser.parse_args()
+    args = script_parser(__doc__, turns=(20, "The most turns of a session.")).parse_args()
     rows = [["", "prompts", "least", "with mlx-lm's", "share", "messages", "with ours", "share", "messages"]]
     with tempfile.TemporaryDirectory() as name:
         model = Path(shutil.copytree(DEMO, Path(name) / "model"))

@@ -7,7 +7,6 @@ The tower is random. Without ``--published`` it is one for the demo: 4 layers of
 of the larger Qwen3.5: 27 layers of 1152 with heads of 72. Memory is the peak above the weights.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ import mlx_mtp
 from benchmarks.timing import seconds
 from mlx_mtp.cli.display import table
 from mlx_mtp.images.tower import VisionArgs, VisionTower
+from scripts.flags import script_parser
 
 DEMO_TOWER = {"depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4}
 CHUNK = 2048  # tokens prefilled in a pass
@@ -60,13 +60,9 @@ def row(megapixels: float, tower: VisionTower, model, repeat: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The vision tower's time and memory.")
-    parser.add_argument("--model", default=str(mlx_mtp.DEMO), help="Whose prompts are read (default: the demo).")
-    parser.add_argument("--published", action="store_true", help="The tower of the larger Qwen3.5.")
-    parser.add_argument("--megapixels", type=float, nargs="+", default=[0.25, 1, 4])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="The tower's.")
-    parser.add_argument("--repeat", type=int, default=2, help="Runs, of which the fastest counts (default: 2).")
-    options = parser.parse_args()
+    flags = dict(model=(str(mlx_mtp.DEMO), "Whose prompts are read."), megapixels=[0.25, 1.0, 4.0])
+    flags |= dict(dtype=("bfloat16", "The tower's."), repeat=(2, "Runs, of which the fastest counts."))
+    options = script_parser(__doc__, published=(False, "The tower of the larger Qwen3.5."), **flags).parse_args()
     model, _ = mlx_mtp.load(options.model)
     args = VisionArgs(
         **({} if options.published else DEMO_TOWER), out_hidden_size=model.model.embed_tokens(mx.array([0])).shape[-1]

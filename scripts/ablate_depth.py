@@ -6,13 +6,13 @@
 Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mlx_mtp.pacing import depth, rates, step_times
+from scripts.flags import script_parser
 from tests.support.depth_simulation import LONG, cases, ratio
 
 # Each constant at the value at which it does nothing, or next to nothing.
@@ -58,10 +58,10 @@ def measure(n_seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Depth's speed without each of its constants, on simulated machines.")
-    parser.add_argument("--seeds", type=int, default=24, help="of a long text; three times as many of a short one")
-    parser.add_argument("--only", default="", help="only the constants whose name contains this")
-    args = parser.parse_args()
+    only = ("", "Only the constants whose name contains this.")
+    args = script_parser(
+        __doc__, seeds=(24, "Of a long text; three times as many of a short one."), only=only
+    ).parse_args()
     print("| without | value | worst auto/plain | mean | worst auto/best | mean | bounds missed |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     print(f"| nothing | |{measure(args.seeds)}", flush=True)

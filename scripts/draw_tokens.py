@@ -36,9 +36,8 @@ def generate() -> list[tuple[str, str]]:
     """(text, source) of each token that the demo generates."""
     model, tokenizer = load(str(DEMO), settings=False)
     responses = stream_generate(model, tokenizer, PROMPT, **OPTIONS)
-    return [
-        (tokenizer.decode([r.token]), r.source) for r in responses
-    ]  # r.text loses the space that a text begins with
+    # r.text loses the space that a text begins with.
+    return [(tokenizer.decode([r.token]), r.source) for r in responses]
 
 
 def pieces(tokens: Iterable[tuple[str, str]]) -> Iterator[tuple[int, int, str, str]]:

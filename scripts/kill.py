@@ -6,7 +6,6 @@
 Exit status 1 where it is otherwise.
 """
 
-import argparse
 import random
 import shutil
 import signal
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
+from scripts.flags import script_parser
 from scripts.serve_many import ask, plain_text, random_request
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve
@@ -37,7 +38,7 @@ def start_conversion(source: Path, target: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def kill_conversions(args: argparse.Namespace, folder: Path, rng: random.Random) -> None:
+def kill_conversions(args: Namespace, folder: Path, rng: random.Random) -> None:
     tic = time.perf_counter()
     start_conversion(args.model, folder / "undisturbed").wait()
     took = time.perf_counter() - tic
@@ -57,7 +58,7 @@ def kill_conversions(args: argparse.Namespace, folder: Path, rng: random.Random)
         print(f"{how.name} after {moment:.2f} s: {outcome}" + (", a temporary folder is left" if parts else ""))
 
 
-def kill_servers(args: argparse.Namespace, folder: Path, rng: random.Random) -> int:
+def kill_servers(args: Namespace, folder: Path, rng: random.Random) -> int:
     """Two servers answer requests, and at each moment one of them is killed; then files of the folder are damaged, and another
     one starts. After every tenth moment the other one ends as well, and the index is damaged.
 
@@ -144,12 +145,8 @@ def damage(file: Path, rng: random.Random) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill conversions, or servers, at random moments.")
-    parser.add_argument("--servers", action="store_true", help="Servers that share a --prompt-cache-dir.")
-    parser.add_argument("--moments", type=int, default=20)
-    parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    servers = (False, "Servers that share a --prompt-cache-dir.")
+    args = script_parser(__doc__, servers=servers, moments=20, model=DEMO, seed=0).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         kill = kill_servers if args.servers else kill_conversions
         sys.exit(bool(kill(args, Path(folder), random.Random(args.seed))))

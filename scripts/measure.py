@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,9 +59,7 @@ def overall(output: str) -> str:
 
 def columns(output: str) -> str:
     """A Markdown table of lines whose cells are two spaces apart. What is beyond the columns belongs to the last one."""
-    lines = [
-        [cell.strip() for cell in line.strip().split("  ") if cell.strip()] for line in output.strip().splitlines()
-    ]
+    lines = [re.split(" {2,}", line.strip()) for line in output.strip().splitlines()]
     head, n = lines[0], len(lines[0])
     rows = [[*cells[: n - 1], ", ".join(cells[n - 1 :])] for cells in lines[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * n, *rows))
@@ -145,16 +144,13 @@ def demo_digest() -> str:
 def header(commands: Sequence[str]) -> str:
     """What an output is of: one line for each fact."""
     machine = describe_machine()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    mlx, mlx_lm = map(importlib.metadata.version, ("mlx", "mlx-lm"))
+    parts = "{chip}, {cores} cores, {memory_gb:.0f} GB, {os}, MLX on the {device}"
     facts = {
-        "machine": f"{machine['chip']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB, {machine['os']}, MLX on the "
-        f"{machine['device'].upper()}",
+        "machine": parts.format(**machine | {"device": machine["device"].upper()}),
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "versions": f"mlx {importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}, mlx-mtp "
-        f"{__version__}",
+        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
+        "versions": f"mlx {mlx}, mlx-lm {mlx_lm}, mlx-mtp {__version__}",
         "demo": demo_digest(),
     }
     return "\n".join([*(f"{key}: {value}" for key, value in facts.items()), *(f"command: {c}" for c in commands)])
@@ -211,9 +207,7 @@ def write_page() -> str:
 def demo_rows() -> list[str]:
     """The demo's rows of the README's table: the default settings, from the reports in docs/results."""
     rows = []
-    for file in sorted(
-        (ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda file: len(file.name)
-    ):  # 4 bits last
+    for file in sorted((ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda f: len(f.name)):  # 4 bits last
         results = read_results(file)
         section = "the-demo-with-a-4-bit-backbone" if "4bit" in file.name else "the-demo-head-and-copies-apart"
         model, ratio = f"{DEMO_ROW}, {results['model']['backbone']}", f"{results['runs'][AUTO]['ratio']:.2f}"
@@ -256,9 +250,7 @@ def main() -> None:
     sections = [s for s in read_sections() if s.commands]
     names = [s.name for s in sections]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"Sections: {', '.join(names)}.")
-    parser.add_argument(
-        "--again", action="store_true", help="Also what was measured with this demo and these commands."
-    )
+    parser.add_argument("--again", action="store_true", help="Also what was measured with this demo and commands.")
     parser.add_argument("--write", action="store_true", help="Measure nothing: write from the outputs that are kept.")
     args = parser.parse_args()
     chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]

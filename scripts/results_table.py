@@ -5,7 +5,6 @@
 Each file is what ``mlx_mtp benchmark --model M --report FILE`` wrote on one machine.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from mlx_mtp.benchmark.results_file import RUNS, describe, markdown, read_result
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
 from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import save
+from scripts.flags import script_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- table: scripts/results_table.py -->\n", "<!-- end -->\n"
-COLORS = {
-    "head alone, best depth": "#9dbfdd",
-    "head alone, auto": "#2563a8",
-    "copies alone": "#d9d9d9",
-    "both, auto": "#2e8b57",
-}
+COLORS = {"head alone, best depth": "#9dbfdd", "head alone, auto": "#2563a8", "copies alone": "#d9d9d9"}
+COLORS |= {"both, auto": "#2e8b57"}
 
 
 def read_all(folder: Path) -> list[dict[str, Any]]:
@@ -58,9 +54,8 @@ def draw(machines: Sequence[Mapping[str, Any]]) -> Any:
     for i, (name, color) in enumerate(COLORS.items()):
         places = [j + i * height for j in range(len(machines))]
         axes.barh(places, [ratios(results)[name] for results in machines], height, color=color, label=name)
-    axes.set_yticks(
-        [j + 0.4 - height / 2 for j in range(len(machines))], ["\n".join(describe(results)) for results in machines]
-    )
+    labels = ["\n".join(describe(results)) for results in machines]
+    axes.set_yticks([j + 0.4 - height / 2 for j in range(len(machines))], labels)
     axes.invert_yaxis()
     axes.axvline(1, color="#6b7280", linewidth=1.5)
     axes.set_xlabel("speed, plain mlx-lm = 1")
@@ -77,11 +72,7 @@ def ratios(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the table and the plot of docs/results.md.")
-    parser.add_argument(
-        "--docs", type=Path, default=DOCS, help="The folder of results.md and results/ (default: docs)."
-    )
-    args = parser.parse_args()
+    args = script_parser(__doc__, docs=(DOCS, "The folder of results.md and results/.")).parse_args()
     with one_line_errors("results_table.py"):
         machines = read_all(args.docs / "results")
         page = args.docs / "results.md"

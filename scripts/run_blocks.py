@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,17 +32,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from examples.captions import make_checkpoint
 from mlx_mtp import load
 from mlx_mtp.checkpoint.catalog import published
-from tests.support.checkpoints import configure, edit, no_head
+from tests.support.checkpoints import configure, drop, edit, no_head
 from tests.support.hub_stand_in import Hub
+from tests.support.pages import PAGES, ROOT, Block, blocks
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/**/*.md", "convert/*.md", "examples/*.md")
-    for page in sorted(ROOT.glob(pattern))
-    if page.name != "measurements.md"  # scripts/measure.py runs those
-]
-BLOCK = re.compile(r"^(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVER = re.compile(r"^(mlx\.launch .*)?mlx_mtp[. ]server (?!.*--print-config)", re.MULTILINE)
 # Measuring, fitting and long answers take minutes: the same commands for a short time.
 SHORT = """
@@ -70,29 +62,6 @@ FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "ORIGINAL_REPO", "REPO
 TEXTS = ("LONG_TEXT", "FILES", "edit_this_file.txt", "src/main.py")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A code block of a page; ``note`` is the comment above it."""
-
-    page: Path
-    line: int
-    note: str
-    language: str
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    @property
-    def is_run(self) -> bool:
-        return self.language in ("sh", "python") and not self.note.startswith(("not run: ", "test"))  # .ci/run tests
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [Block(page, text[: m.start()].count("\n") + 1, m[1] or "", m[2], m[3]) for m in BLOCK.finditer(text)]
-
-
 def make_models(folder: Path) -> dict[str, Path]:
     """A checkpoint with everything, one without head and tower, one with a worse head, and a head alone."""
     full = make_checkpoint(folder / "full")
@@ -103,11 +72,11 @@ def make_models(folder: Path) -> dict[str, Path]:
     (full / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|video_pad|>"}))
     bare = shutil.copytree(full, folder / "bare")
     no_head(bare)
-    edit(bare, lambda w: [w.pop(name) for name in list(w) if name.startswith("model.visual.")])
+    drop(bare, lambda name: name.startswith("model.visual."))
     changed = shutil.copytree(full, folder / "changed")
     edit(changed, add_noise)
     drafter = shutil.copytree(full, folder / "drafter")
-    edit(drafter, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
+    drop(drafter, lambda name: not name.startswith("mtp."))
     configure(drafter, model_type="qwen3_5_mtp")
     return {"full": full, "bare": bare, "changed": changed, "drafter": drafter}
 
@@ -174,14 +143,8 @@ class Runner:
             return self.start(block.code)
         command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
         code = block.code if block.language == "python" else SHORT + block.code
-        with subprocess.Popen(
-            [*command, code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **self.options(),
-        ) as process:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen([*command, code], text=True, **pipes, **self.options()) as process:
             try:
                 output, _ = process.communicate("y\n", timeout=600)  # the answer where a command asks
             except subprocess.TimeoutExpired:
@@ -196,9 +159,8 @@ class Runner:
         self.stop()
         log = self.project / "server.log"
         with log.open("wb") as file:
-            self.server = subprocess.Popen(
-                ["bash", "-c", code], stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self.options()
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            self.server = subprocess.Popen(["bash", "-c", code], **streams, **self.options())
         for _ in range(1200):
             if self.server.poll() is not None:
                 return f"the server ended\n{log.read_text()[-3000:]}"

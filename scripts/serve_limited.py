@@ -10,7 +10,6 @@ without a limit that has one request at a time. Exit status 1 where a text diffe
 memory goes more than 5 % beyond the limit.
 """
 
-import argparse
 import base64
 import inspect
 import json
@@ -27,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 
 from examples.captions import make_checkpoint
+from scripts.flags import script_parser
 from tests.support.server_process import ROOT, Server, serve
 
 PICTURES = ROOT / "tests" / "data" / "captions"
@@ -83,13 +83,11 @@ def cgroup(limit: float) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve much with little memory.")
-    parser.add_argument("--streams", type=int, default=30, help="Requests at once (default: 30).")
-    parser.add_argument("--longest", type=int, default=4000, help="Characters of the longest prompt (default: 4000).")
-    parser.add_argument("--spare", type=int, default=64, help="MB above those of the loaded model (default: 64).")
-    parser.add_argument("--cgroup", action="store_true", help="Limit the memory by a cgroup as well.")
-    parser.add_argument("--address-space", action="store_true", help="Limit the address space as well.")
-    args = parser.parse_args()
+    flags = dict(streams=(30, "Requests at once."), longest=(4000, "Characters of the longest prompt."))
+    flags |= dict(
+        spare=(64, "MB above those of the loaded model."), cgroup=(False, "Limit the memory by a cgroup as well.")
+    )
+    args = script_parser(__doc__, address_space=(False, "Limit the address space as well."), **flags).parse_args()
     folder = Path(tempfile.mkdtemp())
     model, asked = make_checkpoint(folder / "model"), bodies(args.streams, args.longest)
     flags = ["--mtp", "--temp", "0", "--model", str(model), "--chat-template", TEMPLATE]

@@ -10,7 +10,6 @@ midway. The text of greedy and of seeded requests is compared with mlx-lm's own 
 loss or leak.
 """
 
-import argparse
 import inspect
 import random
 import signal
@@ -26,6 +25,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 import mlx_mtp
+from scripts.flags import script_parser
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
 
@@ -118,17 +118,10 @@ def soak(server: Server, n: int, rng: random.Random, at_once: int) -> tuple[int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare many requests at once with single runs.")
-    add = parser.add_argument
-    add("--requests", type=int, default=200)
-    add("--soak", type=int, default=1000, help="Further requests, to find leaks (default: 1000).")
-    add("--model", default=str(mlx_mtp.DEMO))
-    add("--longest", type=int, default=2000, help="Characters of the longest prompt (default: 2000).")
-    add("--at-once", type=int, default=8, help="Requests at once (default: 8).")
-    add("--ranks", type=int, default=1, help="Processes that run the model together (default: 1).")
-    add("--restarts", type=int, default=0, help="Of the server, on one --prompt-cache-dir (default: 0).")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    flags = dict(requests=200, soak=(1000, "Further requests, to find leaks."), model=str(mlx_mtp.DEMO), seed=0)
+    flags |= dict(longest=(2000, "Characters of the longest prompt."), at_once=(8, "Requests at once."))
+    flags |= dict(ranks=(1, "Processes that run the model together."), restarts=(0, "Of the server, on one folder."))
+    args = script_parser(__doc__, **flags).parse_args()
     rng = random.Random(args.seed)
     model, tokenizer = mlx_mtp.load(args.model)
     bodies = dict(enumerate(random_request(rng, args.longest) for _ in range(args.requests)))

@@ -74,12 +74,8 @@ class Fake:
     def __init__(self, page: Page):
         self.page, self.bodies, self.status, self.parts = page, [], 200, []
         page.route(CHAT, self._answer)
-        page.route(
-            "**/v1/models",
-            lambda route: route.fulfill(
-                json={"data": [{"id": "org/name"}, {"id": "/a/folder", "takes_images": False}]}
-            ),
-        )
+        models = {"data": [{"id": "org/name"}, {"id": "/a/folder", "takes_images": False}]}
+        page.route("**/v1/models", lambda route: route.fulfill(json=models))
         page.reload()
         expect(page.locator("#model option")).to_have_text(["org/name", "folder"])
 
@@ -93,14 +89,10 @@ class Fake:
     def say(self, text: str, finish: str = "stop", thoughts: str = "") -> None:
         """The next answers."""
         self.status = 200
-        sources = ["model", "head", "copies", "grammar"]
-        size = max(1, len(text) // 12)
-        cut = [text[i : i + size] for i in range(0, len(text), size)]
+        sources, size = ["model", "head", "copies", "grammar"], max(1, len(text) // 12)
         deltas: list[Any] = [{"reasoning": thoughts}] if thoughts else []
-        deltas += [{"content": piece} for piece in cut]
-        choices: list[Any] = [
-            {"delta": d, "sources": [sources[i % 4]], "finish_reason": None} for i, d in enumerate(deltas)
-        ]
+        deltas += [{"content": text[i : i + size]} for i in range(0, len(text), size)]
+        choices = [{"delta": d, "sources": [sources[i % 4]], "finish_reason": None} for i, d in enumerate(deltas)]
         choices.append({"delta": {}, "sources": [], "finish_reason": finish})
         drafts = {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 1}
         usage = {
@@ -111,9 +103,21 @@ class Fake:
         self.parts = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
 
 
-def ask(page: Page, question: str) -> None:
+def send(page: Page, question: str) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
+
+
+def ask(page: Page, question: str) -> None:
+    """Until the answer is complete."""
+    send(page, question)
+    wait(page)
+
+
+def press(page: Page, name: str) -> None:
+    """A button that asks for an answer, until that is complete."""
+    page.get_by_role("button", name=name).click()
+    wait(page)
 
 
 def wait(page: Page) -> None:
@@ -138,7 +142,6 @@ def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     page.fill("#max-tokens", "30")
     page.click("#show-settings")
     ask(page, BEGINNING)
-    wait(page)
     figures = page.locator("footer")
     for words in ("30 tokens", "tokens/s", "acceptance", "drafted", "copied", "prompt"):
         expect(figures).to_contain_text(words)
@@ -146,13 +149,12 @@ def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
         expect(page.locator(f".answer .text .{source}").first).to_be_visible()
     expect(page.locator(".answer .buttons")).to_contain_text("Stopped at the limit of 30 tokens:Continue")
     shot("demo")
-    page.get_by_role("button", name="Continue").click()
-    wait(page)
+    press(page, "Continue")
     expect(page.locator(".answer .text").last).to_contain_text("return True")
     assert page.locator(".answer .buttons", has_text="Stopped").count() == 0
     page.click("#show-settings")
     page.fill("#max-tokens", "2000")
-    ask(page, ENDLESS)
+    send(page, ENDLESS)
     page.click("#stop")
     expect(page.locator(".answer .buttons").nth(1)).to_contain_text("Stopped.")
     wait(page)
@@ -162,7 +164,6 @@ def rendered_text(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say(MARKDOWN, thoughts="The question asks for two ways.")
     ask(page, "How do I read a file?")
-    wait(page)
     assert page.locator("details").get_attribute("open") is None
     expect(page.locator("summary")).to_have_text("Thoughts")
     shot("tokens")
@@ -181,7 +182,6 @@ def hostile_answer(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say(HOSTILE, thoughts=HOSTILE)
     ask(page, HOSTILE)
-    wait(page)
     for view in ("Tokens", "Text"):
         show_as(page, view)
         bad = (
@@ -200,18 +200,16 @@ def hostile_answer(page: Page, shot: Callable[..., None]) -> None:
 def failed_question(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.status = 500
-    ask(page, "This one fails.")
+    send(page, "This one fails.")
     expect(page.get_by_role("alert").filter(has_text="The model has no room.")).to_be_visible()
     shot("error")
     fake.say("Fine.")
     ask(page, "This one works.")
-    wait(page)
     assert fake.bodies[-1]["messages"] == [{"role": "user", "content": "This one works."}]
-    page.get_by_role("button", name="Try again").click()
-    wait(page)
+    press(page, "Try again")
     assert fake.bodies[-1]["messages"] == [{"role": "user", "content": "This one fails."}]
     fake.status = 401
-    ask(page, "With no key.")
+    send(page, "With no key.")
     expect(page.locator("#key")).to_be_focused()
     expect(page.locator("#notice")).to_contain_text("API key")
 
@@ -227,37 +225,29 @@ def turns(page: Page, shot: Callable[..., None]) -> None:
     page.uncheck("#thinking")
     fake.say("one two ", finish="length", thoughts="hm")
     ask(page, "Count.")
-    wait(page)
     body = fake.bodies[-1]
     assert (body["temperature"], body["top_p"], body["max_tokens"], body["enable_thinking"]) == (0.7, 0.9, 4, False)
     start = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count."}]
     assert body["messages"] == start
     fake.say("three")
-    page.get_by_role("button", name="Continue").click()
-    wait(page)
+    press(page, "Continue")
     assert fake.bodies[-1]["messages"] == [*start, {"role": "assistant", "content": "one two ", "reasoning": "hm"}]
     expect(page.locator(".answer > .text")).to_have_text("one two three")
-    page.get_by_role("button", name="Regenerate").click()
-    wait(page)
+    press(page, "Regenerate")
     assert fake.bodies[-1]["messages"] == start
     expect(page.locator(".answer > .text")).to_have_text("three")
     ask(page, "More.")
-    wait(page)
-    assert fake.bodies[-1]["messages"] == [
-        *start,
-        {"role": "assistant", "content": "three"},
-        {"role": "user", "content": "More."},
-    ]
+    more = [{"role": "assistant", "content": "three"}, {"role": "user", "content": "More."}]
+    assert fake.bodies[-1]["messages"] == [*start, *more]
     page.get_by_role("button", name="Edit the question").first.click()
     expect(page.locator("#question")).to_have_value("Count.")
     expect(page.locator("#editing")).to_be_visible()
     shot("edit")
     ask(page, "Count down.")
-    wait(page)
     assert fake.bodies[-1]["messages"] == [start[0], {"role": "user", "content": "Count down."}]
     assert page.locator(".question").count() == 1
     page.fill("#temperature", "3")
-    ask(page, "Too warm.")
+    send(page, "Too warm.")
     assert page.locator(".question").count() == 1, "a field that is not valid was sent"
     expect(page.locator("#temperature")).to_be_focused()
     shot("settings")
@@ -270,7 +260,7 @@ def images(page: Page, shot: Callable[..., None]) -> None:
     page.select_option("#model", "/a/folder")
     expect(page.get_by_text("Add image")).to_be_hidden()
     page.set_input_files("#files", picture)
-    ask(page, "Which colour?")
+    send(page, "Which colour?")
     expect(page.locator("#notice")).to_have_text("This model takes no images: remove them from the question.")
     assert not fake.bodies
     page.get_by_role("button", name="Remove image 1").click()
@@ -290,7 +280,6 @@ def images(page: Page, shot: Callable[..., None]) -> None:
     shot("images")
     page.get_by_role("button", name="Remove image 1").click()
     ask(page, "Which colour?")
-    wait(page)
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     question = [picture, {"type": "text", "text": "Which colour?"}]
     assert fake.bodies[-1]["messages"] == [{"role": "user", "content": question}]
@@ -302,11 +291,9 @@ def history(page: Page, shot: Callable[..., None]) -> None:
     fake = Fake(page)
     fake.say("First answer.")
     ask(page, "First question")
-    wait(page)
     page.click("#new-chat")
     assert page.locator("article").count() == 0
     ask(page, "Second question")
-    wait(page)
     page.reload()
     page.get_by_role("button", name="First question").click()
     expect(page.locator(".answer > .text")).to_have_text("First answer.")
@@ -335,7 +322,6 @@ def history(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#chats li")).to_have_count(1)
     page.get_by_role("button", name="Second question").click()
     ask(page, "Its next")
-    wait(page)
     assert len(fake.bodies[-1]["messages"]) == 3
 
 
@@ -348,7 +334,6 @@ def no_storage(page: Page, shot: Callable[..., None]) -> None:
     Fake(page).say("Here.")
     expect(page.locator("#notice")).to_have_text("The browser could not save the chats: indexedDB is off")
     ask(page, "Are you there?")
-    wait(page)
     expect(page.locator(".answer > .text")).to_have_text("Here.")
     page.click("#show-settings")
     page.uncheck("#thinking")
@@ -361,7 +346,6 @@ def keyboard(page: Page, shot: Callable[..., None]) -> None:
     fake.say(MARKDOWN)
     show_as(page, "Text")
     ask(page, "A question")
-    wait(page)
     page.click("#show-settings")
     nameless = page.evaluate(
         """() => [...document.querySelectorAll("button, input, select, textarea")].filter((e) =>
@@ -390,7 +374,7 @@ def progress(page: Page, shot: Callable[..., None]) -> None:
           signal.addEventListener("abort", () => stream.error(signal.reason));
         } })); }"""
     )
-    ask(page, "A long prompt")
+    send(page, "A long prompt")
     expect(page.locator(".reading")).to_have_text(" Processing the prompt: 1,024 of 4,000 tokens", use_inner_text=True)
     assert page.locator("progress").evaluate("(bar) => bar.value / bar.max") == 0.256
     shot("progress")
@@ -398,25 +382,15 @@ def progress(page: Page, shot: Callable[..., None]) -> None:
     wait(page)
     expect(page.locator(".answer .buttons")).to_contain_text("Stopped.")
     page.reload()
-    page.route(
-        CHAT, lambda r: r.fulfill(content_type="text/event-stream", body=": keepalive 1024/4000\n\n", status=200)
-    )
-    ask(page, "One that breaks off")
+    broken = {"content_type": "text/event-stream", "body": ": keepalive 1024/4000\n\n", "status": 200}
+    page.route(CHAT, lambda r: r.fulfill(**broken))
+    send(page, "One that breaks off")
     expect(page.locator(".error")).to_contain_text("closed the connection before the end")
 
 
-CHECKS = (
-    no_storage,
-    answer_of_the_demo,
-    rendered_text,
-    hostile_answer,
-    failed_question,
-    turns,
-    images,
-    history,
-    keyboard,
-    progress,
-)
+CHECKS = [
+    no_storage, answer_of_the_demo, rendered_text, hostile_answer, failed_question, turns, images, history, keyboard, progress
+]  # fmt: skip
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 800}},
     "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 800}},
@@ -431,9 +405,7 @@ def opened(browser: Browser, url: str, errors: list[str], **look: Any) -> Iterat
     page = context.new_page()
     page.on("pageerror", lambda e: errors.append(f"an error of a script: {e}"))
     page.on("console", lambda m: errors.append(m.text) if "Content Security Policy" in m.text else None)
-    page.on(
-        "request", lambda r: None if r.url.startswith((url, "data:", "blob:")) else errors.append(f"it asks {r.url}")
-    )
+    page.on("request", lambda r: errors.extend([f"it asks {r.url}"] * (not r.url.startswith((url, "data:", "blob:")))))
     page.goto(url)
     expect(page.locator("#model option")).not_to_have_count(0)
     yield page
@@ -473,10 +445,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="Write pictures to this folder: light, dark and narrow.")
     args = parser.parse_args()
     log = Path(tempfile.mkdtemp()) / "server.log"
-    with (
-        serve_here(log, "--mtp", "--num-draft-tokens", "1", "--copy-drafts", "4") as server,
-        sync_playwright() as playwright,
-    ):
+    flags = ("--mtp", "--num-draft-tokens", "1", "--copy-drafts", "4")
+    with serve_here(log, *flags) as server, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=args.browser, args=FLAGS)
         found = failures(browser, server.url.removesuffix("v1"), args.pictures)
         browser.close()

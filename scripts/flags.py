@@ -1,0 +1,25 @@
+"""The flags of scripts and benchmarks."""
+
+import argparse
+from typing import Any
+
+
+def script_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
+    """
+    Args:
+        doc (str): The docstring of the program, whose first line the help shows.
+        flags (Any): The default of each flag, or (the default, the help). Values have its type, and are several where it
+          is a list; ``False`` is a switch.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    for name, flag in flags.items():
+        default, text = flag if isinstance(flag, tuple) else (flag, "")
+        names = [f"--{name.replace('_', '-')}", *["-m"] * (name == "max_tokens")]
+        if default is False:
+            parser.add_argument(*names, action="store_true", help=text)
+        else:
+            is_list = isinstance(default, list)
+            kind, shown = type(default[0] if is_list else default), " ".join(map(str, default)) if is_list else default
+            options: dict[str, Any] = {"nargs": "+"} if is_list else {}
+            parser.add_argument(*names, type=kind, default=default, help=f"{text} (default: {shown})", **options)
+    return parser
