@@ -184,20 +184,17 @@ def test_schemas_of_a_wrong_shape_are_refused(server, strict):  # more in test_s
         assert ask(fine)[0] == 200, fine
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"properties": 5}, "response_format: schema.properties is not an object"),
-        ({"type": "array", "uniqueItems": True}, "response_format: schema.uniqueItems cannot be enforced"),
-        ({"x-guidance": 5}, "response_format: x-guidance is an object, not 5"),
-        ({"multipleOf": 10**9 + 7, "type": "integer"}, "response_format: multipleOf: the least common multiple"),
-    ],
-)
-def test_schemas_of_answers_are_refused(server, schema, message):
-    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
-    status, answer = server.request("/v1/chat/completions", {"messages": ASK, "response_format": asked})
-    assert status == 400
-    assert answer["error"]["message"].startswith(message)
+def test_schemas_of_answers_are_refused(server):
+    for message, schema in (
+        ("schema.properties is not an object", {"properties": 5}),
+        ("schema.uniqueItems cannot be enforced", {"type": "array", "uniqueItems": True}),
+        ("x-guidance is an object, not 5", {"x-guidance": 5}),
+        ("multipleOf: the least common multiple", {"multipleOf": 10**9 + 7, "type": "integer"}),
+    ):
+        body = {"messages": ASK, "response_format": json_schema(schema)}
+        status, answer = server.request("/v1/chat/completions", body)
+        assert status == 400, schema
+        assert answer["error"]["message"].startswith(f"response_format: {message}")
 
 
 @pytest.mark.parametrize("where", ["parameter", "top", "answer"])
@@ -288,52 +285,42 @@ def tokenizer(tagged):
     return tagged[1]
 
 
-def allows(tokenizer, text: str) -> bool:
+def allows(tokenizer, text: str, tools: list[dict] = TOOLS) -> bool:
     """Whether a text is one of the grammar of the calls, to its end."""
-    lark = CallGrammar(tokenizer, TOOLS).lark
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
-    return mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens) == len(tokens)
+    matcher = mlx_mtp.make_grammar(tokenizer, lark=CallGrammar(tokenizer, tools).lark).matcher
+    return matcher.try_consume_tokens(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_allowed"),
-    [
-        (render("add", {"a": 1, "b": 2}), True),
-        ("\n\n" + render("add", {"a": 1}), True),
-        (render("write", {"path": "/a b", "content": "x\n</tool_call>\n<parameter=content>\n\n"}), True),
-        (render("now", {}), True),
-        (render("set", {"value": None, "options": {"a": [1]}}), True),
-        (render("add", {"a": 1, "b": 2}) + "\n" + render("now", {}), True),
-        (render("pick", {"color": "red", "n": 3}), True),
-        (render("pick", {"color": "blue", "n": 3}), False),
-        (render("pick", {"color": "red"}), False),
-        (render("pick", {"color": "red", "n": 12}), False),
-        (render("add", {"a": "x", "b": 2}), False),
-        (render("remove", {}), False),
-        ("I call nothing.", False),
-        (render("now", {}) + " Done.", False),
-        ("", False),
-    ],
-    ids=lambda x: str(x)[12:50],
-)
-def test_calls_as_qwen3_5_writes_them(tokenizer, text, is_allowed):
-    assert allows(tokenizer, text) == is_allowed
+ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
+CALLS = [
+    ADD, f"\n\n{ADD}", render("write", {"path": "/a b", "content": "x\n</tool_call>\n<parameter=content>\n\n"}), NOW,
+    render("set", {"value": None, "options": {"a": [1]}}), f"{ADD}\n{NOW}", render("pick", {"color": "red", "n": 3}),
+]  # fmt: skip
+NO_CALLS = [
+    render("pick", {"color": "blue", "n": 3}), render("pick", {"color": "red"}), render("pick", {"color": "red", "n": 12}),
+    render("add", {"a": "x", "b": 2}), render("remove", {}), "I call nothing.", f"{NOW} Done.", "",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "is_allowed"),
-    [
+def in_json(name: str, arguments) -> str:
+    """A call as Qwen3-Next writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_the_grammar_of_calls(monkeypatch, tokenizer):
+    """As Qwen3.5 writes them, and as Qwen3-Next does."""
+    assert [text for text in CALLS if not allows(tokenizer, text)] == []
+    assert [text for text in NO_CALLS if allows(tokenizer, text)] == []
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    for name, arguments, is_allowed in (
         ("pick", {"color": "red", "n": 3}, True),
         ("now", {}, True),
         ("write", {"path": "a", "content": '"\n</b>'}, True),
         ("pick", {"color": "blue", "n": 3}, False),
         ("remove", {}, False),
-    ],
-)
-def test_calls_as_qwen3_next_writes_them(monkeypatch, tokenizer, name, arguments, is_allowed):
-    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    assert allows(tokenizer, text) == is_allowed
+    ):
+        assert allows(tokenizer, in_json(name, arguments)) == is_allowed, (name, arguments)
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
@@ -343,28 +330,21 @@ def test_calls_of_other_models_cannot_be_required(tokenizer):
         structured_output.make_output_grammar(other, request, False)
 
 
-@pytest.mark.parametrize(
-    ("schema", "texts", "others"),
-    [
-        ({"$ref": "#/$defs/Size"}, ["S", "L"], ["XL", '"S"']),
-        ({"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}, ["S", "null"], ["XL", "0"]),
+def test_values_follow_their_schemas(tokenizer):
+    """More in test_schema.py: there the tags are tokens."""
+    size = {"$ref": "#/$defs/Size"}
+    for schema, texts, others in (
+        (size, ["S", "L"], ["XL", '"S"']),
+        ({"anyOf": [size, {"type": "null"}]}, ["S", "null"], ["XL", "0"]),
         ({"enum": ["a", 1, None]}, ["a", "1", "null"], ["b", "2"]),
-        ({"const": "a"}, ["a"], ["b"]),
-        ({"enum": [1, 2]}, ["1"], ["3", "a"]),
-        ({"type": "array", "items": {"$ref": "#/$defs/Size"}}, ['["S", "L"]'], ['["XL"]', "S"]),
+        ({"type": "array", "items": size}, ['["S", "L"]'], ['["XL"]', "S"]),
         ({"type": ["string", "null"]}, ["null", "any text"], []),
-        ({}, ["any text"], []),
-    ],
-    ids=str,
-)
-def test_values_follow_their_schemas(tokenizer, schema, texts, others):
-    size = {"type": "string", "enum": ["S", "L"]}
-    parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": {"Size": size}}
-    lark = CallGrammar(tokenizer, [{"name": "f", "parameters": parameters}]).lark
-    for text in (*texts, *others):
-        tokens = tokenizer.encode(render("f", {"x": text}), add_special_tokens=False)
-        n = mlx_mtp.make_grammar(tokenizer, lark=lark).matcher.try_consume_tokens(tokens)
-        assert (n == len(tokens)) == (text in texts), text
+    ):
+        definitions = {"Size": {"type": "string", "enum": ["S", "L"]}}
+        parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": definitions}
+        for text in (*texts, *others):
+            is_allowed = allows(tokenizer, render("f", {"x": text}), [{"name": "f", "parameters": parameters}])
+            assert is_allowed == (text in texts), (schema, text)
 
 
 # Strict tools, where the model may call
@@ -389,45 +369,38 @@ def is_left(tokenizer, grammar, text: str) -> bool:
     return mx.all(mx.stack(rows) == 0).item()
 
 
-@pytest.mark.parametrize(
-    ("text", "is_allowed"),
-    [
-        ("", True),
-        ("A `<tool_call>` and a <tool_call>\nin prose.", True),
-        (FENCED, True),
-        (RED, True),
-        (f"Yes.\n\n{RED}\n{render('add', {'a': 'x', 'z': [1]})}\n", True),
-        (f"{FENCED}\n{RED}", True),
-        (BLUE, False),
-        (f"Yes.\n\n{RED}\n{BLUE}", False),
-        (f"{FENCED}\n{BLUE}", False),
-        (RED[:-20], False),
-        (render("remove", {}), False),
-        ("Yes.\n<tool_call>\nis a tag.", False),
-    ],
-    ids=lambda x: str(x)[-40:],
-)
-def test_strict_calls(tokenizer, text, is_allowed):
+LEFT = [
+    "", "A `<tool_call>` and a <tool_call>\nin prose.", FENCED, RED, f"{FENCED}\n{RED}",
+    f"Yes.\n\n{RED}\n{render('add', {'a': 'x', 'z': [1]})}\n",
+]  # fmt: skip
+REFUSED = [
+    BLUE,
+    f"Yes.\n\n{RED}\n{BLUE}",
+    f"{FENCED}\n{BLUE}",
+    RED[:-20],
+    render("remove", {}),
+    "Yes.\n<tool_call>\nis a tag.",
+]
+
+
+@pytest.mark.parametrize("thought", ["", f"Hm.\n{BLUE}\n```\n</think>\n```\n</think>\n\n"], ids=["", "thinking"])
+def test_strict_calls(tokenizer, thought):
     """The text is free where it does not call, and calls of other tools are free in their arguments."""
-    assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed
-    thought = f"Hm.\n{BLUE}\n```\n</think>\n```\n"
-    grammar = strict_grammar(tokenizer, in_reasoning=True)
-    assert is_left(tokenizer, grammar, f"{thought}</think>\n\n{text}") == is_allowed
+    for text in (*LEFT, *REFUSED):
+        grammar = strict_grammar(tokenizer, in_reasoning=thought != "")
+        assert is_left(tokenizer, grammar, thought + text) == (text in LEFT), text
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "is_allowed"),
-    [
+def test_strict_calls_in_json(monkeypatch, tokenizer):
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    for name, arguments, is_allowed in (
         ("pick", {"color": "red", "n": 3}, True),
         ("pick", {"color": "blue", "n": 3}, False),
         ("add", {"a": "x"}, True),
         ("add", 1, False),
-    ],
-)
-def test_strict_calls_in_json(monkeypatch, tokenizer, name, arguments, is_allowed):
-    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    text = f"Yes.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed
+    ):
+        text = f"Yes.\n{in_json(name, arguments)}"
+        assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed, (name, arguments)
 
 
 def test_drafts_change_nothing_of_strict_calls(tagged):
@@ -445,7 +418,7 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
     want = plain(prompt, model, **options())
     calls = tokenizer.decode(want).removeprefix("Yes.\n").removeprefix("<tool_call>\n")
     assert calls.startswith(tuple(f"<function={tool['name']}>\n" for tool in STRICT))
-    for depth in (1, 3, "auto"):
+    for depth in (1, "auto"):
         assert mtp(prompt, model, num_draft_tokens=depth, **options()) == want
 
 

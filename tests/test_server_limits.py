@@ -148,13 +148,13 @@ def test_a_body_that_never_ends_is_answered(server, monkeypatch):
 # Connections
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
-def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch, sent):
+def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch):
     """uvicorn alone waits for it for ever."""
     monkeypatch.setattr(connections, "IDLE", 0.05)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s, suppress(ConnectionError):
-        s.sendall(sent)  # it may be closed already
-        assert s.recv(65536) == b""
+    for sent in (b"", b"GET / HT"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s, suppress(ConnectionError):
+            s.sendall(sent)  # it may be closed already
+            assert s.recv(65536) == b""
 
 
 def test_a_head_behind_an_answer_that_never_ends_closes_its_connection(server, monkeypatch):
@@ -162,26 +162,20 @@ def test_a_head_behind_an_answer_that_never_ends_closes_its_connection(server, m
     connection.request("GET", "/health")
     connection.getresponse().read()
     monkeypatch.setattr(connections, "IDLE", 0.5)  # from the next answer on
-    connection.sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT")
-    answer = b""
     with connection.sock as s:
-        while chunk := s.recv(65536):
-            answer += chunk
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT")
+        answer = b"".join(iter(lambda: s.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch):
     monkeypatch.setattr(connections, "IDLE", 0.3)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as s:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as s, suppress(ConnectionError):
         for byte in b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100_000:
-            try:
-                s.sendall(bytes([byte]))
+            s.sendall(bytes([byte]))
+            with suppress(TimeoutError):
                 if s.recv(1) == b"":
                     break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
         else:
             pytest.fail("the connection is open")
 
@@ -246,30 +240,23 @@ def test_no_room_is_made_of_requests_that_wait_for_their_answer():
     assert clients.closed == [2]
     first.cycle = SimpleNamespace(response_complete=True)
     first._wait()  # behind its answer, it is the one that waits since the shortest time
-    clients.connect(5, None)
-    clients.connect(6, None)
-    assert clients.closed == [2, 3, 4]
-    clients.connect(7, None)
+    for number in (5, 6, 7):
+        clients.connect(number, None)
     assert clients.closed == [2, 3, 4, 1]
-
-
-def test_making_room_looks_at_no_connection_twice():
     clients = Clients()
     for i in range(500):
         clients.connect(i, ANSWERED if i % 2 else None)
     assert clients.closed == [*range(0, 500, 2)]
-    assert clients.n_asked == len(clients.closed)
+    assert clients.n_asked == len(clients.closed)  # no connection is looked at twice
 
 
 def test_running_out_of_files_is_one_line(caplog):
     log, rate_limit = logging.getLogger("uvicorn.error"), RateLimit()
+    context = {"message": "socket.accept()", "exception": OSError(24, "Too many open files")}
     log.addFilter(rate_limit)
     try:
-        loop = SimpleNamespace(default_exception_handler=None)
         for _ in range(100):
-            connections._log_exception(
-                loop, {"message": "socket.accept()", "exception": OSError(24, "Too many open files")}
-            )
+            connections._log_exception(SimpleNamespace(default_exception_handler=None), context)
     finally:
         log.removeFilter(rate_limit)
     assert [r.getMessage() for r in caplog.records] == ["A connection cannot be accepted: Too many open files."]

@@ -26,49 +26,44 @@ def server(tmp_path_factory, model):
         assert "Traceback" not in s.log.read_text()
 
 
-def say(server, text: str, thinking: bool = False, tools=TOOLS, **body) -> dict:
-    """The choice of an answer, which must be the same in a stream."""
+def body_of(text: str, thinking: bool = False, **options) -> dict:
     kwargs = {"say": text, "enable_thinking": thinking}
-    messages = body.pop("messages", [{"role": "user", "content": "a"}])
-    body = {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 900, **body}
-    if tools is not None:
-        body["tools"] = tools
+    return {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": kwargs,
+        "max_tokens": 900,
+        **options,
+    }
+
+
+def say(server, text: str, thinking: bool = False, **options) -> dict:
+    """The choice of an answer, which must be the same in a stream."""
+    body = body_of(text, thinking, tools=TOOLS, **options)
     status, answer = server.request(CHAT, body)
     assert status == 200, answer
     choice = answer["choices"][0]
-    streamed = joined(chunks_of(server, body))
     ids = [call.pop("id") for call in choice["message"].get("tool_calls", [])]
     assert len({*ids}) == len(ids)
-    assert streamed == choice
+    assert joined(server.stream(CHAT, body)) == choice
     return choice
 
 
-def chunks_of(server, body: dict) -> list[dict]:
-    status, text = server.request(CHAT, {**body, "stream": True})
-    assert status == 200, text
-    *chunks, last = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert last == "[DONE]"
-    return [json.loads(chunk)["choices"][0] for chunk in chunks]
-
-
-def joined(chunks: list[dict]) -> dict:
+def joined(chunks) -> dict:
     """What a client makes of the chunks."""
     message = {"role": "assistant", "content": ""}
-    for chunk in chunks:
-        delta = chunk["delta"]
-        for key in ("content", "reasoning", "reasoning_content"):
-            if key in delta:
-                message[key] = message.get(key, "") + delta[key]
+    for (choice,) in (chunk["choices"] for chunk in chunks):
+        delta = choice["delta"]
+        for key in {"content", "reasoning", "reasoning_content"} & delta.keys():
+            message[key] = message.get(key, "") + delta[key]
         for call in delta.get("tool_calls", []):
             calls = message.setdefault("tool_calls", [])
             if "id" in call:
-                assert call["index"] == len(calls)
-                assert call["function"]["arguments"] == ""
+                assert (call["index"], call["function"]["arguments"]) == (len(calls), "")
                 calls.append({key: call[key] for key in ("type", "function")})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     message["content"] = message["content"] or None
-    return {"index": 0, "finish_reason": chunks[-1]["finish_reason"], "message": message}
+    return {"index": 0, "finish_reason": choice["finish_reason"], "message": message}
 
 
 def calls_in(choice: dict) -> list[tuple[str, dict]]:
@@ -110,10 +105,9 @@ def test_cut_call_keeps_what_was_written(server):
 
 
 def test_arguments_come_token_by_token(server):
-    text = render("write", {"content": "import os\n" * 20})
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 900}
-    chunks = chunks_of(server, {**body, "chat_template_kwargs": {"say": text, "enable_thinking": False}})
-    pieces = [c["delta"]["tool_calls"][0]["function"]["arguments"] for c in chunks if "tool_calls" in c["delta"]]
+    body = body_of(render("write", {"content": "import os\n" * 20}), tools=TOOLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT, body)]
+    pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
     assert len(pieces) > 20
     assert max(map(len, pieces)) < 20
 

@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.decoding import assert_cache_of, mtp, plain
 from tests.support.models import tiny_model
@@ -31,13 +30,7 @@ OPTIONS = {
     "exact": lambda: dict(exact=True),
     "quantized": lambda: dict(kv_bits=8, kv_group_size=32, quantized_kv_start=len(PROMPT) + 3),
 }
-DRAFTS = {
-    "default": {},
-    "copies": dict(num_draft_tokens=0, copy_drafts=16),
-    "drafts and copies": dict(num_draft_tokens=3, copy_drafts=16),
-    "drafts": dict(num_draft_tokens=3),
-    "plain": dict(num_draft_tokens=0),
-}
+COPIES, BOTH = dict(num_draft_tokens=0, copy_drafts=16), dict(num_draft_tokens=3, copy_drafts=16)
 
 
 @cache
@@ -59,53 +52,44 @@ def after(model, tokens, kv):
     if not kv:
         return plain([*tokens, 7, 2], model, max_tokens=4)
     theirs = stock.make_prompt_cache(model)
-    assert (
-        plain(PROMPT, model, max_tokens=len(tokens) - len(PROMPT), prompt_cache=theirs, **kv) == tokens[len(PROMPT) :]
-    )
+    own = plain(PROMPT, model, max_tokens=len(tokens) - len(PROMPT), prompt_cache=theirs, **kv)
+    assert own == tokens[len(PROMPT) :]
     return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
 
 
-CASES = [  # others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``
-    *((kind, "drafts and copies", None) for kind in OPTIONS),
-    ("rejection", "copies", 6),
-]
+# Others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``.
+CASES = [*((kind, BOTH, None) for kind in OPTIONS), ("rejection", COPIES, 6)]
 
 
 @pytest.mark.parametrize(
     "stops", [pytest.param((2, 9), id="some stops"), pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops")]
 )
-@pytest.mark.parametrize(("kind", "drafts", "draft_rows"), CASES)
+@pytest.mark.parametrize(("kind", "drafts", "draft_rows"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows, stops):
     model, options = model_of(draft_rows), OPTIONS[kind]()
-    truth = plain(
-        PROMPT, model, max_tokens=max(stops) + 40, **{k: v for k, v in options.items() if k not in ("exact", "sampler")}
-    )
+    own = {name: value for name, value in options.items() if name not in ("exact", "sampler")}
+    truth = plain(PROMPT, model, max_tokens=max(stops) + 40, **own)
     script_copies(monkeypatch, [PROMPT + truth], lambda i: i % 7 != 0)
     kv = {name: value for name, value in options.items() if "kv" in name}
     for n in stops:
-        prompt_cache, counts = make_prompt_cache(model), DraftCounts()
-        steps = mtp_generate_step(
-            mx.array(PROMPT),
-            model,
-            max_tokens=-1,
-            prompt_cache=prompt_cache,
-            counts=counts,
-            **DRAFTS[drafts],
-            **options,
-        )
+        prompt_cache = make_prompt_cache(model)
+        asked = dict(max_tokens=-1, prompt_cache=prompt_cache, **drafts, **options)
+        steps = mtp_generate_step(mx.array(PROMPT), model, **asked)
         tokens = PROMPT + [next(steps)[0] for _ in range(n)]
         elsewhere(steps.close)
         assert_cache_of(model, prompt_cache, len(tokens))
         want = after(model, tokens, kv)
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache), **kv) == want
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
-    assert drafts != "copies" or "sampler" in options or sum(counts.copies_accepted) > 3
 
 
-@pytest.mark.parametrize(("drafts", "n"), [("default", 1), *((drafts, 9) for drafts in DRAFTS)])
+@pytest.mark.parametrize(
+    ("drafts", "n"),
+    [({}, 1), ({}, 9), (COPIES, 9), (BOTH, 9), (dict(num_draft_tokens=3), 9), (dict(num_draft_tokens=0), 9)],
+    ids=str,
+)
 def test_a_turn_goes_on_in_another_thread(drafts, n):
-    model, options = model_of(), DRAFTS[drafts]
-    prompt_cache = make_prompt_cache(model)
-    tokens = PROMPT + elsewhere(mtp, PROMPT, model, max_tokens=n, prompt_cache=prompt_cache, **options)
-    got = elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **options)
+    model, prompt_cache = model_of(), make_prompt_cache(model_of())
+    tokens = PROMPT + elsewhere(mtp, PROMPT, model, max_tokens=n, prompt_cache=prompt_cache, **drafts)
+    got = elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **drafts)
     assert got == after(model, tokens, {})

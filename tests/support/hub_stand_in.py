@@ -60,13 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_HEAD(self):
-        self.answer()
-
     def do_GET(self):
-        self.answer()
-
-    def answer(self):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
@@ -88,48 +82,42 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "revision":
             self.send_json({"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]})
         elif kind == "tree":
-            self.send_json(
-                [{"type": "file", "path": f, "size": p.stat().st_size, "oid": _oid(p)} for f, p in files.items()]
-            )
+            sizes = {f: {"size": p.stat().st_size, "oid": _oid(p)} for f, p in files.items()}
+            self.send_json([{"type": "file", "path": f, **size} for f, size in sizes.items()])
         elif match[3] in files:
             self.send_file(match[3], files[match[3]], commit)
         else:
-            self.fail(404, "EntryNotFound", commit)
+            self.fail(404, "EntryNotFound", {"X-Repo-Commit": commit})
 
-    def fail(self, status, code, commit=None):
+    do_HEAD = do_GET
+
+    def head(self, status, length, headers):
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", f"{code} (stand-in)")
-        if commit:
-            self.send_header("X-Repo-Commit", commit)
-        self.send_header("Content-Length", "0")
+        for name, value in {"Content-Length": length, **headers}.items():
+            self.send_header(name, str(value))
         self.end_headers()
+
+    def fail(self, status, code, headers={}):  # noqa: B006
+        self.head(status, 0, {"X-Error-Code": code, "X-Error-Message": f"{code} (stand-in)", **headers})
 
     def send_json(self, value):
         body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.head(200, len(body), {"Content-Type": "application/json"})
         self.body("api", body)
 
     def send_file(self, name, file, commit):
-        size = file.stat().st_size
-        start, stop = 0, size
+        data, headers = (
+            file.read_bytes(),
+            {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
+        )
+        size = stop = len(data)
         if asked := self.hub.gives_parts and self.headers.get("Range"):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
-            start, stop = int(first), min(int(last) + 1 if last else size, size)
-        self.send_response(206 if asked else 200)
-        if asked:
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-        self.send_header("Content-Length", str(stop - start))
-        self.send_header("ETag", f'"{_oid(file)}"')
-        self.send_header("X-Repo-Commit", commit)
-        self.send_header("Accept-Ranges", "bytes")
-        self.end_headers()
-        with file.open("rb") as f:
-            f.seek(start)
-            self.body(name, f.read(stop - start), breakable=True)
+            stop = min(int(last) + 1 if last else size, size)
+            data = data[int(first) : stop]
+            headers["Content-Range"] = f"bytes {first}-{stop - 1}/{size}"
+        self.head(206 if asked else 200, len(data), headers)
+        self.body(name, data, breakable=True)
 
     def body(self, name, data, breakable=False):
         if self.command == "HEAD":

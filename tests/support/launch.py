@@ -18,22 +18,17 @@ LAUNCH = Path(sys.executable).parent / "mlx.launch"
 _ports = count(31000 + os.getpid() % 1000 * 8, 8)  # the next launch's first one
 
 
-def command(n: int, *program: str) -> list[str]:
-    """The command line that runs a program in ``n`` processes of this machine."""
-    return [str(LAUNCH), "-n", str(n), "--backend", "ring", "--starting-port", str(next(_ports)), "--", *program]
-
-
 def run(n: int, *program: str, timeout: float = 120, stdin: str = "") -> subprocess.CompletedProcess:
     """Run a program in ``n`` processes; after ``timeout`` seconds all of them are killed.
 
     ``mlx.launch`` passes ``stdin`` to each, and never ends it. Its own exit status is always 0.
     """
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    local = ["-n", str(n), "--backend", "ring", "--starting-port", str(next(_ports))]
     read_end, open_end = os.pipe()  # it stays open: mlx.launch spins once its input has ended
     os.write(open_end, stdin.encode())
-    pipes = {"stdin": read_end, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options = {"cwd": ROOT, "env": env, "text": True, "start_new_session": True}
-    process = subprocess.Popen(command(n, *program), **options, **pipes)
+    options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True, "start_new_session": True}
+    options |= {"stdin": read_end, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([str(LAUNCH), *local, "--", *program], **options)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,10 @@ class Server:
     def request(self, path: str, body=None, headers=None, method=None, timeout=60) -> tuple[int, Any]:
         """(status, content); a body that is a dictionary is sent as JSON, and content that is JSON is parsed."""
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
             connection.request(method or ("GET" if raw is None else "POST"), path, raw, headers or {})
             response = connection.getresponse()
             text = response.read().decode()
-        finally:
-            connection.close()
         try:
             return response.status, json.loads(text)
         except ValueError:
@@ -63,8 +60,8 @@ class Server:
         Raises:
             RuntimeError: The request is refused, or the stream breaks off.
         """
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)  # much may run beside it
-        try:
+        # Much may run beside it.
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)) as connection:
             connection.request("POST", path, json.dumps(body | {"stream": True}))
             response = connection.getresponse()
             if response.status != 200:
@@ -75,8 +72,6 @@ class Server:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
             raise RuntimeError("The stream breaks off.")
-        finally:
-            connection.close()
 
     def resources(self) -> dict[str, int]:
         """The numbers of /proc/PID/status: VmRSS and the like in KB, Threads."""
