@@ -89,6 +89,7 @@ def test_message_thinks_within_its_budget(server, claude):
     for _ in range(2):  # the second time behind a cached prompt
         answer = claude.messages.create(model="default_model", max_tokens=30, messages=ASK, thinking=thinking)
         thought.append(answer.content[0].thinking)
+    assert answer.usage.cache_read_input_tokens > 0
     assert thought[0] == thought[1]
     body = {"input": "a", "max_output_tokens": 30, "thinking_budget": 9}
     _, answer = server.request("/v1/responses", body)

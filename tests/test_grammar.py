@@ -2,19 +2,17 @@
 
 import json
 import re
-from functools import partial
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from mlx_mtp import BatchGenerator, DraftCounts, make_grammar, make_sampler
-from mlx_mtp.text.grammar import Beginning, ForcedTokens, Grammar
-from mlx_mtp.text.reasoning import end_of_reasoning
+from mlx_mtp.text.grammar import ForcedTokens
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
+from tests.support.grammars import grammar_of
 from tests.support.models import model_of
 from tests.support.profiles import examples
 from tests.support.ways import alone_and_beside_others, every_way, generate
@@ -32,32 +30,6 @@ PROPERTIES = {
     "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "minItems": 1, "maxItems": 3},
 }
 PERSON = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}
-
-
-class Letters:
-    """A tokenizer of given tokens, of which the first ends a text. It takes the longest that fit."""
-
-    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
-
-    def __init__(self, tokens: list[str]):
-        self.tokens = [token.encode() for token in tokens]
-
-    def __call__(self, text: bytes) -> list[int]:
-        found = []
-        while text:
-            token = max((t for t in self.tokens if text.startswith(t)), key=len, default=b"")
-            if not token:
-                break
-            found.append(self.tokens.index(token))
-            text = text[len(token) :]
-        return found
-
-
-def grammar_of(tokens: list[str], lark: str, after: str = "") -> Grammar:
-    tokenizer = LLTokenizer(TokenizerWrapper(Letters(tokens)))
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return Grammar(matcher, Beginning(tokenizer, partial(end_of_reasoning, end=after)) if after else None)
 
 
 def until_end(tokens, end=0):
@@ -122,9 +94,9 @@ def test_what_is_forced_is_drafted(monkeypatch):
     assert counts.n_drafted == sum(counts.forced)
 
 
-def test_grammars_of_one_schema_keep_track_of_their_own_texts(demo):
+def test_grammars_of_one_schema_keep_track_of_their_own_texts(trained):
     """And a copy is at the beginning."""
-    first, second = (make_grammar(demo[1], json_schema=PERSON) for _ in range(2))
+    first, second = (make_grammar(trained[1], json_schema=PERSON) for _ in range(2))
     begin = first.forced([])
     assert first.forced(begin) != begin
     assert second.forced([]) == first.copy().forced([]) == begin
@@ -148,8 +120,8 @@ def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones():
     assert mx.array_equal(grammar(mx.array(PROMPT), logits), logits)
 
 
-def test_json_of_a_schema(demo):
-    model, tokenizer = demo
+def test_json_of_a_schema(trained):
+    model, tokenizer = trained
     prompt, texts = tokenizer.encode("person = "), set()
     for depth in (0, 3):
         options = dict(num_draft_tokens=depth, logits_processors=[make_grammar(tokenizer, json_schema=PERSON)])
@@ -163,8 +135,8 @@ def test_json_of_a_schema(demo):
     assert json.dumps(person, ensure_ascii=False) == text
 
 
-def test_behind_the_tag_there_may_be_white_space(demo):
-    tokenizer = demo[1]
+def test_behind_the_tag_there_may_be_white_space(trained):
+    tokenizer = trained[1]
     for space in ("", "\n", "\n\n", " ", "\n\n "):
         grammar = make_grammar(tokenizer, regex="a+", after="```")
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in ("b ", "```", space, "aa")]
@@ -172,8 +144,8 @@ def test_behind_the_tag_there_may_be_white_space(demo):
         assert grammar.taken, space
 
 
-def test_a_quoted_tag_is_not_where_it_begins(demo):
-    tokenizer = demo[1]
+def test_a_quoted_tag_is_not_where_it_begins(trained):
+    tokenizer = trained[1]
     grammar = make_grammar(tokenizer, regex="a+", after="</think>")
     thought = tokenizer.encode("é `</think>` and\n```\n</think>\nx\n```\n", add_special_tokens=False)
     end, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("</think>\n", "aa"))
@@ -185,8 +157,8 @@ def test_a_quoted_tag_is_not_where_it_begins(demo):
     assert grammar.forced(tokens[: n - 1]) == []  # a draft is rejected
 
 
-def test_regular_expressions_and_larks(demo):
-    model, tokenizer = demo
+def test_regular_expressions_and_larks(trained):
+    model, tokenizer = trained
     for options, expected in (({"regex": r"a/b\/[0-9]{3}"}, "a/b/"), ({"lark": 'start: "yes" | "no"'}, ("yes", "no"))):
         options = dict(max_tokens=12, logits_processors=[make_grammar(tokenizer, **options)])
         tokens = until_end(mtp(tokenizer.encode("x = "), model, **options), tokenizer.eos_token_id)
@@ -199,11 +171,11 @@ def test_regular_expressions_and_larks(demo):
         assert matcher.is_accepting(), regex
 
 
-def test_rules_within_rules_do_not_end_the_process(demo):
+def test_rules_within_rules_do_not_end_the_process(trained):
     """llguidance calls itself for each, and a thread's stack is not endless."""
     rules = [f'r{i}: "a" r{i + 1}' for i in range(5000)]
-    grammar = make_grammar(demo[1], lark="\n".join(["start: r0", *rules, 'r5000: "b"']))
-    assert demo[1].decode(grammar.forced([])) == "a" * 5000 + "b"
+    grammar = make_grammar(trained[1], lark="\n".join(["start: r0", *rules, 'r5000: "b"']))
+    assert trained[1].decode(grammar.forced([])) == "a" * 5000 + "b"
 
 
 def alternatives(n):
@@ -233,9 +205,9 @@ def alternatives(n):
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_rejects_what_is_no_grammar(demo, options, message):
+def test_rejects_what_is_no_grammar(trained, options, message):
     with pytest.raises(ValueError, match=message):
-        make_grammar(demo[1], **options)
+        make_grammar(trained[1], **options)
 
 
 @alone_and_beside_others

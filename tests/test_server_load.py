@@ -29,9 +29,8 @@ from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
 from tests.support.scripted_server import fail
-from tests.support.server_process import serve_here
 
-CHAT, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+TEXT_PATH = "/v1/completions"
 TEMPLATE = (
     "{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content }}{% endfor %}<|endoftext|>"
     "{% if add_generation_prompt %}assistant\n{% endif %}"
@@ -43,21 +42,21 @@ TURNS = ["Read a file.", "Now a list of files.", "And a dictionary of them, by n
 # Prompt caches
 
 
-def test_agents_in_turn_read_only_what_is_new(tmp_path):
+def test_agents_in_turn_read_only_what_is_new():
     """Ten places, which mlx-lm has, are too few for four agents."""
-    with serve_here(tmp_path / "log", "--mtp", "--model", TRAINED, "--chat-template", TEMPLATE) as s:
+    flags = "--mtp", "--num-draft-tokens", "0", "--model", TRAINED, "--chat-template", TEMPLATE
+    with Engine(*flags) as engine:
         texts = [[{"role": "system", "content": agent}] for agent in AGENTS]
         seen = [0] * len(AGENTS)  # the length of each one's last prompt
         for turn in TURNS:
             for agent, messages in enumerate(texts):
                 messages.append({"role": "user", "content": turn})
-                status, answer = s.request(CHAT, {"messages": messages, "max_tokens": 2})
-                assert status == 200, answer
-                messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
-                usage = answer["usage"]
+                answer = engine.ask(messages, max_tokens=2)
+                content = engine.frontend.models.tokenizer.decode(answer.tokens)
+                messages.append({"role": "assistant", "content": content})
                 # The last token of a prompt is not in its cache: generation begins with it.
-                assert usage["prompt_tokens_details"]["cached_tokens"] >= seen[agent] - 1
-                seen[agent] = usage["prompt_tokens"]
+                assert answer.n_cached >= seen[agent] - 1
+                seen[agent] = len(answer.prompt)
 
 
 KEY = ("a model", None)

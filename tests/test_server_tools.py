@@ -154,7 +154,7 @@ PARTS = [
 def test_whatever_a_model_says_arrives(server):
     """Every word, in a stream as without, and calls that are calls."""
     rng = random.Random(0)
-    for _ in range(500 if LONG else 10):
+    for _ in range(500 if LONG else 6):
         parts = [rng.choice([f"w{i}w", rng.choice(PARTS), rng.choice(PARTS)]) for i in range(rng.randint(1, 12))]
         text, limit = "".join(parts)[:1000], rng.choice([1000, 1000, rng.randint(1, 60)])
         choice = say(server, text, thinking=rng.random() < 0.5, max_tokens=limit)

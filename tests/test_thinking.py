@@ -13,7 +13,6 @@ from mlx_mtp.text.answer import QwenReader, Reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
-from tests.support.engine import Engine
 from tests.support.tool_texts import make_model
 
 FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
@@ -104,13 +103,8 @@ def test_a_template_that_knows_of_efforts_needs_no_budget_for_them():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder):
-    return load(str(folder), mtp=True)
+def loaded(tmp_path_factory):
+    return load(str(make_model(tmp_path_factory.mktemp("model") / "model")), mtp=True)
 
 
 def forced(tokenizer, thought: str, in_reasoning: bool = True) -> str:
@@ -153,12 +147,3 @@ def test_drafts_change_nothing(loaded, budget):
     for depth in (0, 3, "auto"):
         steps = mtp_generate_step(mx.array(prompt), model, num_draft_tokens=depth, **options)
         assert [token for token, _, _ in steps] == want
-
-
-def test_the_server_keeps_to_it_also_behind_a_cached_prompt(folder):
-    with Engine("--model", str(folder), "--mtp") as engine:
-        first, second = (engine.ask(ASK, max_tokens=30, thinking_budget=7) for _ in range(2))
-    assert (first.n_cached, first.tokens) == (0, second.tokens)
-    assert second.n_cached > 0
-    _, tokenizer = load(str(folder))
-    assert tokenizer.think_end_id in first.tokens[7:9]
