@@ -144,8 +144,8 @@ def test_behind_the_tag_there_may_be_white_space(trained):
         assert grammar.taken, space
 
 
-def test_a_quoted_tag_is_not_where_it_begins(trained):
-    tokenizer = trained[1]
+def test_a_quoted_tag_is_not_where_it_begins(demo):
+    tokenizer = demo[1]
     grammar = make_grammar(tokenizer, regex="a+", after="</think>")
     thought = tokenizer.encode("é `</think>` and\n```\n</think>\nx\n```\n", add_special_tokens=False)
     end, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("</think>\n", "aa"))
