@@ -7,22 +7,14 @@ from mlx_lm.models import base
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
 from mlx_mtp.layers.attention import fused_queries
-from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
+from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, filled, mtp, plain
 from tests.support.models import FAMILIES, deep_model
 
 # The layer is the same in all of them.
 FAMILY = pytest.mark.parametrize(
     "family", ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])]
 )
-WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def filled(model, bits=None):
-    """The caches of the prompt."""
-    caches = model.make_cache()
-    model(PROMPT[None], cache=caches)
-    return [c.to_quantized(32, bits) if bits and hasattr(c, "to_quantized") else c for c in caches]
 
 
 def verify(model, bits, n, rows, **options):

@@ -11,24 +11,13 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
-from tests.support.decoding import mtp
+from tests.support.decoding import PROMPT, WINDOW, filled, mtp
 from tests.support.models import FAMILIES, arrays_equal, deep_model
 from tests.support.profiles import LONG
-
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-WINDOW = [8, 9, 7, 9, 3, 2, 3, 8, 4]
 
 
 def tokens(ids):
     return mx.array([ids])
-
-
-def filled(model, prompt=PROMPT):
-    cache = model.make_cache()
-    if prompt:
-        model(tokens(prompt), cache=cache)
-        mx.eval([c.state for c in cache])
-    return cache
 
 
 def kept(cache):
@@ -44,17 +33,17 @@ FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16
 @pytest.mark.parametrize("prompt", [pytest.param([], marks=pytest.mark.slow), PROMPT], ids=["empty", "filled"])
 def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
     model = deep_model(family, dtype=dtype)
-    before = filled(model, prompt)
+    before = filled(model, prompt=prompt)
     wanted = {}  # after n tokens: their logits, what the cache then holds, the logits of one more
     for n in range(1, 10):
         theirs = copy.deepcopy(before)
-        want = model(tokens(WINDOW[:n]), cache=theirs)
+        want = model(WINDOW[None, :n], cache=theirs)
         wanted[n] = want, kept(theirs), model(tokens([7]), cache=copy.deepcopy(theirs))
     for n_tokens in range(1, 10) if LONG else (1, 2, 3, 6, 9):
         for n_confirmed in sorted({1, min(2, n_tokens), n_tokens}):
             for n in range(n_confirmed, n_tokens + 1):
                 ours = copy.deepcopy(before)
-                logits = model(tokens(WINDOW[:n_tokens]), cache=ours, n_confirmed=n_confirmed)
+                logits = model(WINDOW[None, :n_tokens], cache=ours, n_confirmed=n_confirmed)
                 rollback(ours, len(prompt), n)
                 want, held, follow_up = wanted[n]
                 assert arrays_equal(kept(ours), held)
@@ -66,7 +55,7 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
 def test_rollback_multiplies_with_no_weight(monkeypatch):
     model = deep_model("qwen3_5")
     cache = filled(model)
-    model(tokens(WINDOW), cache=cache, n_confirmed=1)
+    model(WINDOW[None, :9], cache=cache, n_confirmed=1)
     mx.eval([c.state for c in cache])
 
     def refuse(*_):
@@ -84,18 +73,18 @@ def test_windows():
     model = deep_model("qwen3_5")
     cache = filled(model)
     theirs = [stock.ArraysCache(size=2) if l.is_linear else stock.KVCache() for l in model.layers]
-    model(tokens(PROMPT), cache=theirs)
+    model(PROMPT[None], cache=theirs)
     assert arrays_equal(kept(cache), kept(theirs))
     assert [type(c).__name__ for c in cache] == [type(c).__name__ for c in theirs]
     for n in (1, 3, 4):
-        model(tokens(WINDOW[:4]), cache=cache, n_confirmed=1)
+        model(WINDOW[None, :4], cache=cache, n_confirmed=1)
         rollback(cache, cache[1].offset - 4, n)
         assert cache[0].window is cache[2].window is None
     with pytest.raises(ValueError, match="nothing to roll back"):
         rollback(cache, cache[1].offset - 1, 1)
-    model(tokens(WINDOW[:4]), cache=cache, n_confirmed=2)
+    model(WINDOW[None, :4], cache=cache, n_confirmed=2)
     with pytest.raises(ValueError, match="was not finished"):
-        model(tokens(WINDOW[:2]), cache=cache, n_confirmed=1)
+        model(WINDOW[None, :2], cache=cache, n_confirmed=1)
     for n in (0, 1, 5, -1):
         with pytest.raises(ValueError, match="Cannot keep"):
             cache[0].rollback(n)
@@ -112,14 +101,14 @@ def test_windows():
 def test_mlx_lm_saves_and_loads_a_prompt_cache(family, tmp_path):
     model, file = deep_model(family), str(tmp_path / "cache.safetensors")
     cache = make_prompt_cache(model)
-    _, hidden = model(tokens(PROMPT), cache=cache, return_hidden=True)
-    model.mtp_forward(hidden[:, :-1], tokens(PROMPT[1:]), cache[-2])
+    _, hidden = model(PROMPT[None], cache=cache, return_hidden=True)
+    model.mtp_forward(hidden[:, :-1], PROMPT[None, 1:], cache[-2])
     cache[-1][0], cache[-1][1] = hidden[:, -1:], mx.array(len(PROMPT))
     save_prompt_cache(file, cache)
     loaded = load_prompt_cache(file)
     open_prompt_cache(model, loaded)
     assert len(loaded) == len(cache)
-    a, b = (model(tokens(WINDOW), cache=c, n_confirmed=1) for c in (cache, loaded))
+    a, b = (model(WINDOW[None, :9], cache=c, n_confirmed=1) for c in (cache, loaded))
     assert mx.array_equal(a, b)
     for c in (cache, loaded):
         rollback(c[:-2], len(PROMPT), 3)
@@ -132,7 +121,7 @@ def test_head_begins_after_tokens_it_lacks(family):
     model = deep_model(family)
     begun = make_prompt_cache(model)
     mtp([1, 2, 3], model, max_tokens=2, prompt_cache=begun)
-    model(tokens(PROMPT), cache=begun)
+    model(PROMPT[None], cache=begun)
     for cache, n in ((model.make_cache(), 0), (filled(model), len(PROMPT)), (begun, 5 + len(PROMPT))):
         open_prompt_cache(model, cache)
         assert len(cache) == len(model.layers) + 2

@@ -19,10 +19,9 @@ from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.layers.passes import Pass
 from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
-from tests.support.decoding import PROMPT, mtp
+from tests.support.decoding import PROMPT, WINDOW, mtp
 from tests.support.models import FAMILIES, PACK, arrays_equal, deep_model, tiny_model, trace_anew
 
-WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
 # Each takes kernels of its own, for each of which the CPU backend runs a C++ compiler once on a machine.
 SLOW_FORMS = [

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models import gated_delta, switch_layers
 
 from mlx_mtp.caches.recurrent import ArraysCache, rollback
-from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.decoding import PROMPT, filled, mtp, one_by_one, plain
 from tests.support.models import FAMILIES, arrays_equal, model_of, round_otherwise, tiny_model
 
 WINDOW = mx.array([8, 9, 7, 9, 3])
@@ -18,17 +18,6 @@ def quantized(family):
     model = tiny_model(family, 1)
     nn.quantize(model, 32, 4)
     return model
-
-
-def filled(model):
-    prompt_cache = model.make_cache()
-    model(PROMPT[None], cache=prompt_cache)
-    mx.eval([c.state for c in prompt_cache])
-    return prompt_cache
-
-
-def one_by_one(model, prompt_cache, tokens=WINDOW):
-    return mx.concatenate([model(token[None, None], cache=prompt_cache) for token in tokens], axis=1)
 
 
 # Where MLX may choose a kernel by the number of rows
@@ -73,7 +62,7 @@ def test_products_have_the_shapes_of_plain_decoding(monkeypatch, family, make, c
     model, seen = make(family), []
     monkeypatch.setattr(model.drafting, "compiled", False)  # a trace calls nothing
     for run in (
-        lambda cache: one_by_one(model, cache),
+        lambda cache: one_by_one(model, cache, WINDOW),
         lambda cache: model(WINDOW[None], cache=cache, n_confirmed=1, exact=True),
         lambda cache: model(WINDOW[None], cache=cache, n_confirmed=1),
     ):
@@ -98,7 +87,7 @@ def other_kernels(monkeypatch):
 def test_exact_bits_where_kernels_round_differently(family, other_kernels):
     """And after rolling back, the state of plain decoding."""
     model = model_of(family)
-    want = one_by_one(model, filled(model))
+    want = one_by_one(model, filled(model), WINDOW)
     assert not mx.array_equal(model(WINDOW[None], cache=filled(model)), want)
     for n_confirmed in (1, 2, 5):
         for n in range(n_confirmed, 6):

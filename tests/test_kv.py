@@ -11,10 +11,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
-from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.decoding import PROMPT, WINDOW, filled, mtp, one_by_one, plain
 from tests.support.models import tiny_model
 
-WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4])
 B, KV_HEADS, HEAD_DIM = 1, 2, 64
 
 
@@ -56,20 +55,13 @@ def test_window_over_a_quantized_cache(family, bits):
     """Four queries to a key-value head; also after going back, when the cache has rows beyond its offset."""
     model = tiny_model(family, 3, num_attention_heads=8, num_key_value_heads=2)
 
-    def quantized():
-        cache = model.make_cache()
-        model(PROMPT[None], cache=cache)
-        return [c.to_quantized(group_size=32, bits=bits) if hasattr(c, "to_quantized") else c for c in cache]
-
-    def one_by_one(cache, tokens):
-        return mx.concatenate([model(token[None, None], cache=cache) for token in tokens], axis=1)
-
-    want, close = one_by_one(quantized(), WINDOW), dict(rtol=1e-3, atol=1e-3)
+    window = WINDOW[:9]
+    want, close = one_by_one(model, filled(model, bits), window), dict(rtol=1e-3, atol=1e-3)
     for n_kept in (2, 7):
-        ours = quantized()
-        assert mx.allclose(model(WINDOW[None], cache=ours, n_confirmed=1), want, **close)
+        ours = filled(model, bits)
+        assert mx.allclose(model(window[None], cache=ours, n_confirmed=1), want, **close)
         rollback(ours, len(PROMPT), n_kept)
-        assert mx.allclose(one_by_one(ours, WINDOW[n_kept:]), want[:, n_kept:], **close)
+        assert mx.allclose(one_by_one(model, ours, window[n_kept:]), want[:, n_kept:], **close)
     if family == "qwen3_5":
         for start in (0, 17):
             options = dict(max_tokens=40, kv_bits=bits, kv_group_size=32, quantized_kv_start=start)

@@ -98,8 +98,6 @@ def test_greedy_turns_match_mlx_lm(data):
 SAMPLED = {
     "rejection": lambda: dict(sampler=mlx_mtp.make_sampler(temp=1.0, top_p=0.9)),
     "match": lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.3)),
-    "penalties": lambda: dict(logits_processors=make_logits_processors(repetition_penalty=1.4, presence_penalty=0.3)),
-    "in order": lambda: dict(logits_processors=[type("Same", (), {"__call__": lambda self, t, x: x})()]),
 }
 
 

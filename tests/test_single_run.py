@@ -12,8 +12,8 @@ import math
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,7 @@ from mlx_mtp.decoding.head_cache import HeadCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.batches import Fault, Faulty, Text
 from tests.support.decoding import assert_goes_on, mtp, plain
-from tests.support.models import FAMILIES, TRAINED, tiny_model
+from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies
 
@@ -107,46 +107,15 @@ class Ask:
         assert copies is None or len(counts.copied) <= {"auto": 16, "off": 0}.get(copies, copies)
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """
-    Args:
-        asks (List[Ask]): The sequences.
-        refused (Dict[int, Dict[str, Any]]): Calls of ``insert`` that are refused, by step; in a batch.
-        close (str): How a sequence that leaves is closed, one of ``CLOSES``; alone.
-        alone (Dict[str, Any]): Options of ``mtp_generate_step`` that several sequences do not have.
-        draft_rows (int, optional): The number of tokens in the draft vocabulary.
-        copies (List[Optional[bool]], optional): Whether the copy of token i is right, over and over; ``None`` where none is
-          offered. Default: ``None``, the texts decide.
-    """
-
-    family: str
-    seed: int
-    n_layers: int
-    asks: list[Ask]
-    prefill_step_size: int
-    completion_batch_size: int
-    refused: dict[int, dict[str, Any]]
-    close: str
-    alone: dict[str, Any]
-    draft_rows: int | None
-    copies: list[bool | None] | None
-
-    @property
-    def model(self):
-        return _model(self.family, self.seed, self.n_layers)
-
-
-@cache
-def _model(family, seed, n_layers):
-    return tiny_model(family, seed, num_hidden_layers=n_layers)
-
-
 # Closing a generation of one sequence
 
 
 class Interrupted(Exception):
     pass
+
+
+def close(steps):
+    steps.close()
 
 
 def close_elsewhere(steps):
@@ -169,11 +138,10 @@ def interrupt_twice(steps):
         steps.close()
 
 
-CLOSES = {"close": lambda steps: steps.close(), "in another thread": close_elsewhere, "interrupted": interrupt_twice}
-
-
 # The strategy
 
+# Options of ``mtp_generate_step`` that several sequences do not have
+ALONE = dict(exact=st.just(True), draft_p_min=st.sampled_from([0.2, 0.9]), kv_bits=st.just(8))
 ASKS = st.builds(
     Ask,
     prompt=st.builds(
@@ -195,30 +163,36 @@ ASKS = st.builds(
     n_segments=st.integers(1, 3),
 ).filter(lambda ask: (ask.num_draft_tokens, ask.copy_drafts) != (0, "off"))
 SCENARIOS = st.builds(
-    Scenario,
+    SimpleNamespace,
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 2),
-    n_layers=st.sampled_from([2, 4]),
+    num_hidden_layers=st.sampled_from([2, 4]),
     asks=st.lists(ASKS, min_size=1, max_size=5),
     prefill_step_size=st.sampled_from([1, 2, 5, 16, 2048]),
     completion_batch_size=st.sampled_from([1, 2, 32]),
-    refused=st.dictionaries(st.integers(0, 20), st.sampled_from(REFUSED), max_size=3),
-    close=st.sampled_from([*CLOSES]),
-    alone=st.fixed_dictionaries(
-        {}, optional=dict(exact=st.just(True), draft_p_min=st.sampled_from([0.2, 0.9]), kv_bits=st.just(8))
-    ),
-    draft_rows=st.sampled_from([None, None, 6, 20]),
+    refused=st.dictionaries(st.integers(0, 20), st.sampled_from(REFUSED), max_size=3),  # by step; in a batch
+    close=st.sampled_from([close, close_elsewhere, interrupt_twice]),  # how a sequence leaves; alone
+    alone=st.fixed_dictionaries({}, optional=ALONE),
+    draft_rows=st.sampled_from([None, None, 6, 20]),  # the number of tokens in the draft vocabulary
+    # Whether the copy of token i is right, over and over; ``None`` where none is offered. If ``None``, the texts decide.
     copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
 )
+# Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
+ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=("call", 3, ()), arrives=20)]
+WITHIN_A_WINDOW = SimpleNamespace(
+    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, refused={}, close=close,
+    alone={}, draft_rows=None, copies=None,
+    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", **end) for end in ENDS],
+)  # fmt: skip
 
 
 # The proof
 
 
 @contextmanager
-def drafting(scenario):
+def drafting(scenario, model):
     """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
-    model, copies, truths = scenario.model, scenario.copies, []
+    copies, truths = scenario.copies, []
     if scenario.draft_rows is not None:
         model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])
     try:
@@ -231,9 +205,8 @@ def drafting(scenario):
         model.drafting.lm_head = None
 
 
-def run_alone(scenario, truths):
+def run_alone(scenario, model, truths):
     """One sequence after the other, a token at a time."""
-    model = scenario.model
     for ask in scenario.asks:
         prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
         alone, kv = dict(scenario.alone), {}
@@ -253,7 +226,7 @@ def run_alone(scenario, truths):
             for token, _, _ in steps:
                 tokens.append(token)
                 if len(tokens) == ask.leaves:
-                    CLOSES[scenario.close](steps)
+                    scenario.close(steps)
                     break
         except Fault as e:
             fault = e
@@ -268,9 +241,9 @@ def run_alone(scenario, truths):
             assert_goes_on(model, prompt_cache, ask.prompt + tokens)
 
 
-def run_batch(scenario, truths):
+def run_batch(scenario, model, truths):
     """All in a batch, which they join and leave while it generates."""
-    model, asks, texts, wants, removed = scenario.model, {}, {}, {}, {}
+    asks, texts, wants, removed = {}, {}, {}, {}
     scripted = Scripted(model, {}, lambda uid, i: asks[uid].right[i % len(asks[uid].right)])
     generator = BatchGenerator(
         scripted,
@@ -352,20 +325,14 @@ def check_text(model, ask, want, text, removed):
         assert_goes_on(model, prompt_cache, tokens)
 
 
-# Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
-ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=("call", 3, ()), arrives=20)]
-WITHIN_A_WINDOW = Scenario(
-    "qwen3_5", 0, 2, [Ask([3, 1, 4], 30, [True], 4, "off", **end) for end in ENDS], 2048, 32, {}, "close", {}, None, None
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("run", [run_alone, run_batch], ids=["alone", "batch"])
 @examples(10)
 @example(scenario=WITHIN_A_WINDOW)
 @given(scenario=SCENARIOS)
 def test_each_text_is_that_of_a_single_run(run, scenario):
-    with drafting(scenario) as truths:
-        run(scenario, truths)
+    model = model_of(scenario.family, scenario.seed, num_hidden_layers=scenario.num_hidden_layers)
+    with drafting(scenario, model) as truths:
+        run(scenario, model, truths)
 
 
 MODULES = ["abc", "bisect", "calendar", "cmd", "codecs", "copy", "csv", "glob", "heapq", "json"][: 10 if LONG else 1]

@@ -15,6 +15,7 @@ STOPS = [
     pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops"),
 ]
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 
 
 def plain(prompt, model, **kwargs) -> list[int]:
@@ -39,6 +40,20 @@ def text_of(tokenizer, tokens, prompt=()) -> str:
         detokenizer.add_token(token)
     detokenizer.finalize()
     return detokenizer.text[n:]
+
+
+def filled(model, bits=None, prompt=PROMPT) -> list:
+    """The backbone's caches of a prompt, quantized to so many bits."""
+    caches = model.make_cache()
+    if len(prompt):
+        model(prompt[None], cache=caches)
+        mx.eval([c.state for c in caches])
+    return [c.to_quantized(32, bits) if bits and hasattr(c, "to_quantized") else c for c in caches]
+
+
+def one_by_one(model, caches, tokens) -> mx.array:
+    """The logits of these tokens, each read in a pass of its own."""
+    return mx.concatenate([model(token[None, None], cache=caches) for token in tokens], axis=1)
 
 
 def assert_cache_of(model, prompt_cache, n_tokens):
