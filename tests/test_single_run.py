@@ -179,6 +179,7 @@ SCENARIOS = st.builds(
 )
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=("call", 3, ()), arrives=20)]
+ENDS += [dict(fault=("none", 0, ()), leaves=4)]  # between drafts that are accepted in order
 WITHIN_A_WINDOW = SimpleNamespace(
     family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, refused={}, close=close,
     alone={}, draft_rows=None, copies=None,

@@ -335,6 +335,7 @@ def finalize(decoder: Decoder) -> None:
             # ``accept`` may have given the head these pairs already. They then come twice, and ``HeadCache.finalize`` drops the
             # second ones by number.
             n = window.kept[0]
+            decoder.sequences[0].take_accepted(own.n_tokens[0] + n, window.tokens[0, :n])
             decoder.head.extend(window.hidden, window.tokens[:, 1:n], [n - 1])
             decoder.roll_back()
         own.quantize()

@@ -155,6 +155,11 @@ class Sequence:
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
+    def take_accepted(self, n_tokens: int, handed_over: mx.array) -> None:
+        """Add the last of these tokens [n] if ``n_tokens`` are more than is known: ``take`` adds a window's tokens together."""
+        if (missing := n_tokens - self.text_start - len(self.cached_text) - len(self.tokens)) > 0:
+            self.tokens += handed_over[-missing:].tolist()
+
     def text_of(self, n_tokens: int) -> list[int]:
         """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
         n, text = n_tokens - self.text_start, [*self.cached_text, *self.tokens]
