@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -158,7 +158,8 @@ class Sequence:
     def take_accepted(self, n_tokens: int, handed_over: mx.array) -> None:
         """Add the last of these tokens [n] if ``n_tokens`` are more than is known: ``take`` adds a window's tokens together."""
         if (missing := n_tokens - self.text_start - len(self.cached_text) - len(self.tokens)) > 0:
-            self.tokens += handed_over[-missing:].tolist()
+            tokens: Any = handed_over.tolist()
+            self.tokens += tokens[-missing:]
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
