@@ -56,7 +56,7 @@ class Prompts:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
-            s.add_prompt_tokens(s.segments.pop())
+            s.tokens += s.segments.pop()
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Prefill as many tokens between two steps as the budget allows.
@@ -110,7 +110,7 @@ class Prompts:
             embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
         cache.images = s.images
         prefill_chunk(self.model, SingleCache(cache, self.kv), mx.array(tokens, mx.uint32), embeddings)
-        s.add_prompt_tokens(tokens)
+        s.tokens += tokens
         s.n_prefilled += len(tokens)
         cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))
         is_end = not s.segments[0]

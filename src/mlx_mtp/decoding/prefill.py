@@ -33,17 +33,18 @@ def prefill_prompt(
     (s,), own = decoder.sequences, decoder.cache
     assert isinstance(own, SingleCache)
     n, done = len(prompt if embeddings is None else embeddings), 0
+    tokens: Any = prompt.tolist()
     s.cache.claim(decoder.generation)
     progress(0, n)
     if len(prompt) == 0:
         s.skip(n)
     while (size := min(chunk, n - 1 - done)) > 0:
         part = slice(done, done + size)
-        s.add_prompt_tokens(prompt[part].tolist())  # type: ignore[arg-type]
+        s.tokens += tokens[part]
         prefill_chunk(decoder.model, own, prompt[part], None if embeddings is None else embeddings[part])
         done += size
         progress(done, n)
-    s.add_prompt_tokens(prompt[done:].tolist())  # type: ignore[arg-type]
+    s.tokens += tokens[done:]
     _verify_last(decoder, own, prompt[done:], None if embeddings is None else embeddings[done:])
     progress(n, n)
 

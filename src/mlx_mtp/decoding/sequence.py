@@ -138,10 +138,6 @@ class Sequence:
         if isinstance(self.end, Exception):
             raise self.end
 
-    def add_prompt_tokens(self, tokens: list[int]) -> None:
-        """Add the tokens of a prefilled chunk."""
-        self.tokens += tokens
-
     def skip(self, n: int) -> None:
         """Skip n positions of the prompt that were given as embeddings, without tokens."""
         self.cached_text, self.text_start = [], self.text_start + len(self.cached_text) + n
@@ -156,7 +152,7 @@ class Sequence:
             self.context = mx.array(self.tokens, mx.uint32)
 
     def take_accepted(self, n_tokens: int, handed_over: mx.array) -> None:
-        """Add the last of these tokens [n] if ``n_tokens`` are more than is known: ``take`` adds a window's tokens together."""
+        """Add the last of these tokens [n] if fewer than ``n_tokens`` are known: ``take`` adds a window's tokens at once."""
         if (missing := n_tokens - self.text_start - len(self.cached_text) - len(self.tokens)) > 0:
             tokens: Any = handed_over.tolist()
             self.tokens += tokens[-missing:]
