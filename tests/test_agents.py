@@ -9,6 +9,7 @@ import pytest
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.conversation import fold_roles
 from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.engine.encode import BoundedTokenizer
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
@@ -322,18 +323,17 @@ def test_response_logprobs_are_those_of_its_text(client):
     assert client.responses.create(**asked | {"top_logprobs": 0}).output[1].content[0].logprobs[0].top_logprobs == []
 
 
-def test_response_without_a_limit_goes_on(client):
+def test_response_without_a_limit_goes_on():
     """As the API says: to the end of the context, unless the operator has set a limit."""
-    text = "7 " * 300
-    body = said(text, enable_thinking=False)
-    answer = client.responses.create(model="default_model", input="a", extra_body=body)
-    assert (answer.status, answer.output_text) == ("completed", text)
-    assert answer.usage.output_tokens > 512
+    tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
     limited = SimpleNamespace(**{**vars(FLAGS), "has_max_tokens": True})
-    assert responses.read_request({"input": "a"}, limited)[1].args.max_tokens == 5
-    assert responses.read_request({"input": "a", "max_output_tokens": 9}, FLAGS)[1].args.max_tokens == 9
-    for args, want in (([], False), (["--max-tokens", "512"], True)):
-        assert make_parser().parse_args(args).has_max_tokens == want
+    for body, flags, want in (({}, FLAGS, 700), ({"max_output_tokens": 9}, FLAGS, 9), ({}, limited, 5)):
+        args = responses.read_request({"input": "a", **body}, flags)[1].args
+        tokenizer.complete(args)
+        tokenizer.check(300, args, flags.max_tokens, "input")
+        assert args.max_tokens == want
+    for words, is_limited in (([], False), (["--max-tokens", "512"], True)):
+        assert make_parser().parse_args(words).has_max_tokens == is_limited
 
 
 def test_response_says_what_was_asked(client):

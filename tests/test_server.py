@@ -349,13 +349,17 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
     (tmp_path / "key").write_text("sesame\n")
     flags = "--model", TRAINED, "--mtp", "--api-key-file", str(tmp_path / "key"), "--serve-model", OTHER
     with serve_here(tmp_path / "log", *flags) as s:
-        assert [m.id for m in OpenAI(base_url=s.url, api_key="sesame").models.list()] == ["dense", OTHER]
+        with OpenAI(base_url=s.url, api_key="sesame") as client:
+            assert [m.id for m in client.models.list()] == ["dense", OTHER]
         for key in ("", "sesam", "sesame2", "sésame"):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
-        with pytest.raises(openai.AuthenticationError) as e:
-            OpenAI(base_url=s.url, api_key="none", max_retries=0).models.list()
+        with (
+            OpenAI(base_url=s.url, api_key="none", max_retries=0) as other,
+            pytest.raises(openai.AuthenticationError) as e,
+        ):
+            other.models.list()
         assert e.value.response.headers["WWW-Authenticate"] == "Bearer"
         assert s.request("/v1/models", headers={"anthropic-version": "2023-06-01"})[1]["type"] == "error"
         assert s.request("/v1/models")[0] == s.request("/metrics")[0] == 401
