@@ -59,9 +59,7 @@ def measure(runs: dict[Any, Callable[[], Iterator]], batch: int, max_tokens: int
 def main() -> None:
     flags = dict(repeat=(9, "Rounds."), max_tokens=(128, "Tokens of each prompt."), temp=0.0, model=str(mlx_mtp.DEMO))
     flags |= dict(batch=([1, 2, 4, 8], "Sizes of the batch."), num_draft_tokens=["0", "1", "2", "auto"])
-    flags |= dict(
-        wrong=(False, "Use a head that is always wrong."), seeded=(False, "Give each prompt a seed of its own.")
-    )
+    flags |= dict(wrong=(False, "Use a head that is always wrong."), seeded=(False, "Give each prompt its own seed."))
     args = script_parser(__doc__, **flags).parse_args()
     model, tokenizer = mlx_mtp.load(args.model)
     drafting: Any = Scripted(model, [], lambda i: False) if args.wrong else model
@@ -69,9 +67,8 @@ def main() -> None:
     print("batch  drafts       tokens/s of mlx-lm  ratio: wall  low to high   CPU")
     for B in args.batch:
         texts = [inspect.getsource(import_module(name)) for name in (MODULES * B)[:B]]
-        prompts = [
-            tokenizer.encode(text[(first := i % 8 * 500) : first + 150 + 40 * i]) for i, text in enumerate(texts)
-        ]
+        starts = (text[i % 8 * 500 :][: 150 + 40 * i] for i, text in enumerate(texts))
+        prompts = [tokenizer.encode(text) for text in starts]
         shared = [mlx_mtp.make_sampler(args.temp)] * B
         own = [mlx_mtp.make_sampler(args.temp, seed=i) for i in range(B)] if args.seeded else shared
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -53,7 +53,7 @@ def ask(server: Server, max_tokens: int, num_draft_tokens: str, number: int) -> 
     return times[-1] - times[0], times[0] - start, text
 
 
-def run(server: Server, at_once: int, max_tokens: int, num_draft_tokens: str, numbers: count) -> Figures:
+def run(server: Server, max_tokens: int, at_once: int, num_draft_tokens: str, numbers: count) -> Figures:
     process = psutil.Process(server.process.pid)
     before = process.cpu_times()
     with ThreadPoolExecutor(at_once) as pool:
@@ -72,16 +72,12 @@ def main() -> None:
     kinds = [(n, k) for n in args.at_once for k in args.num_draft_tokens]
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        versions = [
-            stack.enter_context(serve(log.with_name(name), "--mtp", "--model", args.model, src=src.resolve()))
-            for name, src in zip(("old", "new"), args.src)
-        ]
-        runs = {
-            (kind, i): partial(run, server, kind[0], args.max_tokens, kind[1], count())
-            for kind in kinds
-            for i, server in enumerate(versions)
-        }
-        results = take_turns(runs, args.repeat + 1)
+        runs: dict[Any, Any] = {}
+        for i, src in enumerate(args.src):
+            server = serve(log.with_name(str(i)), "--mtp", "--model", args.model, src=src.resolve())
+            start = partial(run, stack.enter_context(server), args.max_tokens)
+            runs |= {(kind, i): partial(start, *kind, count()) for kind in kinds}
+        results = take_turns({(kind, i): runs[kind, i] for kind in kinds for i in (0, 1)}, args.repeat + 1)
     rows = [["at once", "drafts", "decoding, new / old", "first token", "cpu", "same texts"]]
     for kind in kinds:
         old, new = (results[kind, i][1:] for i in (0, 1))  # the first round warms up

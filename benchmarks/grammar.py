@@ -20,26 +20,22 @@ from mlx_mtp.decoding.loop import plain_generate_step
 from scripts.flags import script_parser
 
 PROMPT = '"""An order."""\nORDER = '
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "quantity": {"type": "integer", "minimum": 1, "maximum": 99},
-        "description": {"type": "string", "maxLength": 40},
-        "category": {"enum": ["tools", "books", "food"]},
-    },
-    "required": ["name", "quantity", "description", "category"],
-    "additionalProperties": False,
-}
-ORDER = {
-    "type": "object",
-    "properties": {
-        "items": {"type": "array", "items": ITEM, "minItems": 5, "maxItems": 5},
-        "total_quantity": {"type": "integer", "minimum": 5, "maximum": 999},
-    },
-    "required": ["items", "total_quantity"],
-    "additionalProperties": False,
-}
+
+
+def schema_of(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+ITEM = schema_of(
+    name={"type": "string", "maxLength": 20},
+    quantity={"type": "integer", "minimum": 1, "maximum": 99},
+    description={"type": "string", "maxLength": 40},
+    category={"enum": ["tools", "books", "food"]},
+)
+ORDER = schema_of(
+    items={"type": "array", "items": ITEM, "minItems": 5, "maxItems": 5},
+    total_quantity={"type": "integer", "minimum": 5, "maximum": 999},
+)
 DRAFTS: dict[str, int | str] = {"head, 2 drafts": 2, "auto": "auto"}
 PLAIN = "plain mlx-lm"
 FREE = "free: "
@@ -58,9 +54,8 @@ def main() -> None:
         if (k := DRAFTS.get(run.removeprefix(FREE))) is None:
             steps = plain_generate_step(prompt, model, **options)
         else:
-            steps = mlx_mtp.mtp_generate_step(
-                prompt, model, num_draft_tokens=k, copy_drafts="off", counts=counts[run], **options
-            )
+            drafts = {"num_draft_tokens": k, "copy_drafts": "off", "counts": counts[run]}
+            steps = mlx_mtp.mtp_generate_step(prompt, model, **drafts, **options)
         tokens, start = [], 0.0
         for token, *_ in steps:
             start = start or time.perf_counter()

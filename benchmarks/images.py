@@ -54,10 +54,8 @@ def main() -> None:
 def plain(model: Any, prompt: ImagePrompt, ends: Collection[int], max_tokens: int) -> list[int]:
     """The tokens of an answer, the one that ends it included."""
     cache, embeddings = prompt.cache(model, None), prompt.embed(model)
-    steps = generate_step(
-        mx.array(prompt.tokens), model, max_tokens=max_tokens, prompt_cache=cache, input_embeddings=embeddings
-    )
-    tokens = []
+    options = {"max_tokens": max_tokens, "prompt_cache": cache, "input_embeddings": embeddings}
+    steps, tokens = generate_step(mx.array(prompt.tokens), model, **options), []
     for token, _ in steps:
         tokens.append(token)
         if token in ends:

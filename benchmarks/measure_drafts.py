@@ -84,11 +84,8 @@ def measure_acceptance(files: list[Path], max_tokens: int) -> None:
         # Row i is fed token i + 1 and guesses token i + 2; those within the prompt do not count.
         out = model.mtp(model.model.embed_tokens(mx.array([text[1:-1]])), hidden[:, :-2], KVCache())
         for size in (vocab_size, vocab_size // 2, vocab_size // 4, vocab_size // 8):
-            for name, order in (
-                ("first ids", range(vocab_size)),
-                ("ranked", ranked),
-                ("ranked, and the text's", ranked),
-            ):
+            orders = {"first ids": range(vocab_size), "ranked": ranked, "ranked, and the text's": ranked}
+            for name, order in orders.items():
                 head = DraftLMHead(model.output_layer, select(order, size, always))
                 hit = hits.setdefault(f"{size:>5} {name}", [])
                 for i in range(len(tokens) - 1, len(text) - 2):

@@ -42,10 +42,8 @@ def generate(run: Run, model: nn.Module, prompt: Sequence[int], num_draft_tokens
     if run in (PLAIN, AGAIN):
         steps: Iterator = plain_generate_step(mx.array(prompt), model, **options)
     else:
-        copies = "auto" if run == AUTO else "off"
-        steps = mlx_mtp.mtp_generate_step(
-            mx.array(prompt), model, num_draft_tokens=num_draft_tokens, copy_drafts=copies, **options
-        )
+        options |= {"num_draft_tokens": num_draft_tokens, "copy_drafts": "auto" if run == AUTO else "off"}
+        steps = mlx_mtp.mtp_generate_step(mx.array(prompt), model, **options)
     next(steps)
     return steps
 

@@ -39,17 +39,11 @@ LAYERS = 4  # one of them with keys and values
 OURS, THEIRS = "tests.support.scripted_server", "tests.support.scripted_mlx_lm"  # servers
 STORE = ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir")
 OPTIONS = check(make_parser().parse_args([]))  # for the bodies of requests
-TOOLS = [
-    {
-        "function": {
-            "name": name,
-            "description": f"Do {name.replace('_', ' ')}, and tell what came of it.",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
-        },
-        "type": "function",
-    }
-    for name in ("read_file", "write_file", "list_files", "run_tests")
-]
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}
+TOOLS = []
+for name in ("read_file", "write_file", "list_files", "run_tests"):
+    says = f"Do {name.replace('_', ' ')}, and tell what came of it."
+    TOOLS.append({"function": {"name": name, "description": says, "parameters": PARAMETERS}, "type": "function"})
 CALL = "<tool_call>\n<function=read_file>\n<parameter=path>\n{}\n</parameter>\n</function>\n</tool_call>"
 Message = dict[str, Any]
 

@@ -48,15 +48,9 @@ def row(megapixels: float, tower: VisionTower, model, repeat: int) -> list[str]:
     mx.eval(pixels)
     took, n_bytes = measure(lambda: tower(pixels), repeat)
     prompt_took, prompt_bytes = measure(lambda: prefill(model, side * side), repeat)
-    return [
-        f"{(side * args.patch_size * args.spatial_merge_size) ** 2 / 1e6:.2f}",
-        f"{side * side * args.spatial_merge_size**2:,}",
-        f"{side * side:,}",
-        f"{took:.2f} s",
-        f"{n_bytes / 1e6:,.0f} MB",
-        f"{prompt_took:.2f} s",
-        f"{prompt_bytes / 1e6:,.0f} MB",
-    ]
+    size = (side * args.patch_size * args.spatial_merge_size) ** 2 / 1e6
+    times = f"{took:.2f} s", f"{n_bytes / 1e6:,.0f} MB", f"{prompt_took:.2f} s", f"{prompt_bytes / 1e6:,.0f} MB"
+    return [f"{size:.2f}", f"{side * side * args.spatial_merge_size**2:,}", f"{side * side:,}", *times]
 
 
 def main() -> None:
@@ -64,17 +58,16 @@ def main() -> None:
     flags |= dict(dtype=("bfloat16", "The tower's."), repeat=(2, "Runs, of which the fastest counts."))
     options = script_parser(__doc__, published=(False, "The tower of the larger Qwen3.5."), **flags).parse_args()
     model, _ = mlx_mtp.load(options.model)
-    args = VisionArgs(
-        **({} if options.published else DEMO_TOWER), out_hidden_size=model.model.embed_tokens(mx.array([0])).shape[-1]
-    )
+    sizes = {} if options.published else DEMO_TOWER
+    args = VisionArgs(**sizes, out_hidden_size=model.model.embed_tokens(mx.array([0])).shape[-1])
     tower = VisionTower(args)
     tower.update(tree_map(lambda w: w.astype(getattr(mx, options.dtype)), tower.parameters()))
     mx.eval(tower.parameters())
     n_parameters = sum(w.size for _, w in tree_flatten(tower.parameters()))
-    print(
-        f"{mx.default_device()}; a tower of {args.depth} layers of {args.hidden_size} in {options.dtype}, "
-        f"{n_parameters / 1e6:.1f}M parameters"
+    about = (
+        f"a tower of {args.depth} layers of {args.hidden_size} in {options.dtype}, {n_parameters / 1e6:.1f}M parameters"
     )
+    print(f"{mx.default_device()}; {about}")
     header = ["megapixels", "patches", "tokens", "tower", "its memory", "reading tokens", "its memory"]
     print(*table([header, *(row(m, tower, model, options.repeat) for m in options.megapixels)]), sep="\n")
 

@@ -7,9 +7,7 @@ Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from unittest.mock import patch
 
 from mlx_mtp.pacing import depth, rates, step_times
 from scripts.flags import script_parser
@@ -31,16 +29,6 @@ WITHOUT = [
     (depth.Depth, "DOUBT", 0.0),
     (depth.Depth, "_trial", lambda *args: []),
 ]
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def measure(n_seeds: int) -> str:
@@ -68,7 +56,7 @@ def main() -> None:
     for owner, name, value in WITHOUT:
         if args.only in name:
             shown = "" if callable(value) else f"{getattr(owner, name)} → {value}"
-            with replaced(owner, name, value):
+            with patch.object(owner, name, value):
                 print(f"| `{name}` | {shown} |{measure(args.seeds)}", flush=True)
 
 

@@ -22,38 +22,23 @@ DARK = """<style>@media (prefers-color-scheme:dark){text{fill:#e6edf3!important}
 
 @dataclass(frozen=True)
 class Series:
-    """Figures at some of the places of a chart.
+    """Figures at some of the places of a chart."""
 
-    Args:
-        name (str): In the legend.
-        values (Sequence[float]): One for each place, from the first on.
-        errors (Sequence[Tuple[float, float]]): The lowest and highest of each value, or none.
-        n_joined (int): How many of the values a line joins.
-    """
-
-    name: str
-    values: Sequence[float]
-    errors: Sequence[tuple[float, float]]
-    n_joined: int
+    name: str  # in the legend
+    values: Sequence[float]  # one for each place, from the first on
+    errors: Sequence[tuple[float, float]]  # the lowest and highest of each value, or none
+    n_joined: int  # how many of the values a line joins
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Figures over a few named places.
+    """Figures over a few named places."""
 
-    Args:
-        places (Sequence[str]): The labels below.
-        below (str): What the places are.
-        left (str): What the figures are, with their unit.
-        series (Sequence[Series]): At most four.
-        one (bool): Whether the line at 1 stands out.
-    """
-
-    places: Sequence[str]
-    below: str
-    left: str
-    series: Sequence[Series]
-    one: bool = False
+    places: Sequence[str]  # the labels below
+    below: str  # what the places are
+    left: str  # what the figures are, with their unit
+    series: Sequence[Series]  # at most four
+    one: bool = False  # whether the line at 1 stands out
 
     def draw(self) -> Figure:
         figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -98,11 +83,9 @@ def depth_chart() -> Chart:
 
 def fit_chart() -> Chart:
     """The share of steps that accept each draft, before the head is fitted and after."""
-    pairs = [
-        [(float(value), float(error)) for value, error in re.findall(r"(\d\.\d+) ± (\d\.\d+)", line)[:2]]
-        for line in output_of("fit").splitlines()
-        if line.startswith("draft ")
-    ]
+    lines = [line for line in output_of("fit").splitlines() if line.startswith("draft ")]
+    found = [re.findall(r"(\d\.\d+) ± (\d\.\d+)", line)[:2] for line in lines]
+    pairs = [[(float(value), float(error)) for value, error in pair] for pair in found]
     series = []
     for name, column in zip(("before", "after"), zip(*pairs)):
         series.append(Series(name, [v for v, _ in column], [(v - e, v + e) for v, e in column], len(column)))

@@ -50,12 +50,10 @@ def kill_conversions(args: Namespace, folder: Path, rng: random.Random) -> None:
         how = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         process.send_signal(how)
         process.wait()
-        outcome = "absent"
-        if target.exists():
+        if is_there := target.exists():
             mlx_mtp.load(str(target))  # reads every tensor
-            outcome = "complete"
-        parts = len(list(folder.glob(f".{target.name}.*")))
-        print(f"{how.name} after {moment:.2f} s: {outcome}" + (", a temporary folder is left" if parts else ""))
+        left = ", a temporary folder is left" * any(folder.glob(f".{target.name}.*"))
+        print(f"{how.name} after {moment:.2f} s: {'complete' if is_there else 'absent'}{left}")
 
 
 def kill_servers(args: Namespace, folder: Path, rng: random.Random) -> int:

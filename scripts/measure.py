@@ -10,7 +10,6 @@ An output of another demo checkpoint stays, and the page says so. Close other pr
 cores of an AMD EPYC. Reports of `mlx_mtp.benchmark` go to docs/results: run `python -m scripts.results_table` afterwards.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -32,6 +31,7 @@ from mlx_mtp.benchmark.results_file import describe_machine, read_results
 from mlx_mtp.benchmark.runs import AUTO
 from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import PICTURES, draw_all
+from scripts.flags import script_parser
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "develop" / "measurements.md"
@@ -50,11 +50,7 @@ def code(output: str) -> str:
 def overall(output: str) -> str:
     """The output of ``mlx_mtp.benchmark`` without the rows of each prompt, and without the row of docs/results.md."""
     blocks = output.partition("\n| machine")[0].strip("\n").split("\n\n")
-    shown = []
-    for lines in (block.splitlines() for block in blocks):
-        first = next((i for i, line in enumerate(lines) if line.startswith("overall: plain")), 1)
-        shown.append("\n".join([lines[0], *lines[first:]]))
-    return code("\n\n".join(shown))
+    return code("\n\n".join(re.sub(r"\n.*?\n(?=overall: plain)", "\n", block, flags=re.DOTALL) for block in blocks))
 
 
 def columns(output: str) -> str:
@@ -119,11 +115,10 @@ def read_sections() -> list[Section]:
 
 def write_texts() -> None:
     """Write texts for ``fit``: the beginnings of the descriptions of installed packages, one half to change the backbone."""
-    texts = []
-    for package in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower()):
-        description = str(package.metadata.get_payload() or package.metadata["Description"] or "").strip()
-        if package.name != "mlx-mtp" and len(description) >= 500:
-            texts.append(description[:500])
+    packages = sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower())
+    metadata = [package.metadata for package in packages if package.name != "mlx-mtp"]
+    texts = [str(m.get_payload() or m["Description"] or "").strip()[:500] for m in metadata]
+    texts = [text for text in texts if len(text) == 500]
     # mlx_lm.lora cuts off what is longer than its sequences.
     pieces = [text[i : i + 125] for text in texts[::2] for i in range(0, 500, 125)]
     data = WORK / "data"
@@ -246,12 +241,12 @@ the prompt is not counted."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what the pages quote.")
     sections = [s for s in read_sections() if s.commands]
-    names = [s.name for s in sections]
+    names, again = [s.name for s in sections], (False, "Also what was measured with this demo and commands.")
+    parser = script_parser(
+        __doc__, again=again, write=(False, "Measure nothing: write from the outputs that are kept.")
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"Sections: {', '.join(names)}.")
-    parser.add_argument("--again", action="store_true", help="Also what was measured with this demo and commands.")
-    parser.add_argument("--write", action="store_true", help="Measure nothing: write from the outputs that are kept.")
     args = parser.parse_args()
     chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]
     with one_line_errors("measure.py"):

@@ -10,7 +10,6 @@ template. A server keeps running until the page starts the next one. Requires po
 `<!-- not run: REASON -->` does not run.
 """
 
-import argparse
 import json
 import os
 import re
@@ -26,13 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from examples.captions import make_checkpoint
-from mlx_mtp import load
 from mlx_mtp.checkpoint.catalog import published
-from tests.support.checkpoints import configure, drop, edit, no_head
+from scripts.flags import script_parser
+from tests.support.checkpoints import configure, drop, edit, make_adapter, no_head
 from tests.support.hub_stand_in import Hub
 from tests.support.pages import PAGES, ROOT, Block, blocks
 
@@ -95,18 +92,6 @@ def publish(hub: Hub, models: dict[str, Path], folder: Path) -> None:
         (conversion / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
         hub.publish(model.original, models["full"])
         hub.publish(model.conversion, conversion)
-
-
-def make_adapter(model: Path, folder: Path) -> None:
-    """An adapter as ``mlx_lm.lora`` writes it before its first step."""
-    folder.mkdir()
-    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0}
-    backbone, _ = load(str(model))
-    backbone.freeze()
-    linear_to_lora_layers(backbone, 1, parameters)
-    mx.save_safetensors(str(folder / "adapters.safetensors"), dict(tree_flatten(backbone.trainable_parameters())))
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def make_project(folder: Path, models: dict[str, Path]) -> Path:
@@ -188,7 +173,7 @@ def run_page(page: Path, models: dict[str, Path], hub: Hub) -> Iterator[tuple[Bl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run the code blocks of the pages.")
+    parser = script_parser(__doc__)
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="Pages (default: all).")
     pages = [page.resolve() for page in parser.parse_args().pages] or PAGES
     n_failed = 0

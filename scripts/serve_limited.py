@@ -35,11 +35,9 @@ TOKENS = 40  # of an answer
 OVER = 1.05  # of the limit
 STACK = 8000  # KB of address space for the thread of a request
 GROUPS = Path("/sys/fs/cgroup/memory")
-TEMPLATE = (
-    "{% for part in messages[0].content if messages[0].content is not string %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
-    "{% else %}{{ messages[0].content }}{% endfor %}"
-)
+TEMPLATE = """{% for part in messages[0].content if messages[0].content is not string %}\
+{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}\
+{% else %}{{ messages[0].content }}{% endfor %}"""
 
 
 def bodies(n: int, longest: int) -> list[dict]:
@@ -85,9 +83,9 @@ def cgroup(limit: float) -> Iterator[Path]:
 def main() -> None:
     flags = dict(streams=(30, "Requests at once."), longest=(4000, "Characters of the longest prompt."))
     flags |= dict(
-        spare=(64, "MB above those of the loaded model."), cgroup=(False, "Limit the memory by a cgroup as well.")
+        spare=(64, "MB above those of the loaded model."), cgroup=(False, "Limit the memory by a cgroup, too.")
     )
-    args = script_parser(__doc__, address_space=(False, "Limit the address space as well."), **flags).parse_args()
+    args = script_parser(__doc__, address_space=(False, "Limit the address space, too."), **flags).parse_args()
     folder = Path(tempfile.mkdtemp())
     model, asked = make_checkpoint(folder / "model"), bodies(args.streams, args.longest)
     flags = ["--mtp", "--temp", "0", "--model", str(model), "--chat-template", TEMPLATE]
@@ -111,9 +109,7 @@ def main() -> None:
         server.until_idle()
         used, held = server.resources(), server.metrics()
         ended = server.stop(signal.SIGTERM)
-    outcomes = Counter(
-        "refused" if text == 507 else "right" if text == want else "wrong" for text, want in zip(texts, expected)
-    )
+    outcomes = Counter({507: "refused", want: "right"}.get(text, "wrong") for text, want in zip(texts, expected))
     held_mb, most = held["mlx_mtp_memory_held_bytes"] / 1e6, used["VmHWM"] / 1e3
     print(
         f"{args.streams} streams: {dict(outcomes)}; loaded {loaded['VmRSS'] / 1e3:.0f} MB, limit {limit:.0f} MB, "
@@ -121,9 +117,8 @@ def main() -> None:
         f"{used['VmPeak'] / 1e3:.0f} MB; exit status {ended}"
     )
     if args.cgroup:
-        print(
-            f"The cgroup had at most {int((group / 'memory.max_usage_in_bytes').read_text()) / 1e6:.0f} MB, file cache included"
-        )
+        in_group = int((group / "memory.max_usage_in_bytes").read_text()) / 1e6
+        print(f"The cgroup had at most {in_group:.0f} MB, file cache included")
     is_bad = outcomes["wrong"] or most > OVER * limit or again != expected[0] or ended != 0
     for i, (text, want) in enumerate(zip([*texts, again], [*expected, expected[0]])):
         if text not in (want, 507):

@@ -77,18 +77,14 @@ def run(server: Server, bodies: dict[int, dict], rng: random.Random, expected: d
 
     wrong = 0
     with ThreadPoolExecutor(at_once) as pool:
-        plans = {
-            i: (rng.randint(1, 20) if rng.random() < 0.15 else None, rng.expovariate(rng.choice([8, 1])))
-            for i in bodies
-        }
-        answers = {i: pool.submit(one, i, *plan) for i, plan in plans.items()}
+        answers = {}
+        for i in bodies:
+            hang_up_after = rng.randint(1, 20) if rng.random() < 0.15 else None
+            answers[i] = pool.submit(one, i, hang_up_after, rng.expovariate(rng.choice([8, 1])))
         for i, answer in tqdm(answers.items(), desc="at once", disable=None):
             error = answer.exception()
-            if error is not None:
-                text, want = f"{type(error).__name__}: {error}", "an answer"
-            else:
-                text = answer.result()
-                want = text if text is None else expected.get(i, text)
+            text = f"{type(error).__name__}: {error}" if error else answer.result()
+            want = "an answer" if error else text if text is None else expected.get(i, text)
             if text != want:
                 wrong += 1
                 print(f"request {i}: {text!r}, not {want!r}", flush=True)

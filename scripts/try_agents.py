@@ -11,7 +11,6 @@ on disk must be right, it must say the model's last words, and the server's log 
 each client.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from mlx_mtp.server.client_settings import CLIENTS as CLIENT_SETTINGS
 from mlx_mtp.server.client_settings import ServerAddress
+from scripts.flags import script_parser
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
 
@@ -35,19 +35,12 @@ QUIET_VARIABLES = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOC
 
 @dataclass(frozen=True)
 class Client:
-    """A coding agent.
+    """A coding agent."""
 
-    Args:
-        package (str): npm's name, or pip's.
-        version (str): The one that was tried.
-        command (str): What runs it, without the question.
-        has_tools (bool): Whether it runs commands. Default: ``True``.
-    """
-
-    package: str
-    version: str
-    command: str
-    has_tools: bool = True
+    package: str  # npm's name, or pip's
+    version: str  # the one that was tried
+    command: str  # without the question
+    has_tools: bool = True  # whether it runs commands
 
 
 def configure(name: str, home: Path, url: str) -> dict[str, str]:
@@ -63,9 +56,9 @@ def configure(name: str, home: Path, url: str) -> dict[str, str]:
 
 
 AIDER = (
-    "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always --analytics-disable "
-    "--no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
+    "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always --analytics-disable"
 )
+AIDER += " --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
 CODEX = "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
     "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
@@ -116,12 +109,9 @@ def check_version(client: Client, agents: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Try the real coding agents with a scripted model.")
+    parser = script_parser(__doc__, inside=(False, "The network has nothing but the loopback device."))
     parser.add_argument("agents", type=Path, help="The folder that npm has installed them in.")
-    parser.add_argument(
-        "--client", action="append", choices=CLIENTS, help="Try this one; can be repeated (default: all)."
-    )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--client", action="append", choices=CLIENTS, help="Try this one; repeatable (default: all).")
     args = parser.parse_args()
     names = args.client or [*CLIENTS]
     for name in names:
@@ -129,11 +119,9 @@ def main() -> None:
     if not args.inside:
         again = [sys.executable, "-m", "scripts.try_agents", *sys.argv[1:], "--inside"]
         os.execvp("unshare", ["unshare", "-n", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *again])
-    folder = Path(tempfile.mkdtemp())
     n_failed = 0
     for name in names:
-        own = folder / name
-        own.mkdir()
+        own = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         wrong = try_client(name, args.agents.resolve(), own)
         n_failed += bool(wrong)
         print(f"{name} {CLIENTS[name].version}: {'; '.join(wrong) or 'right'} ({own})", flush=True)

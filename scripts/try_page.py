@@ -20,10 +20,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sy
 
 from tests.support.server_process import serve_here
 
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+Shot = Callable[..., None]
 CHAT = "**/v1/chat/completions"
 BEGINNING = """\
 def is_even(n):
@@ -95,11 +94,8 @@ class Fake:
         choices = [{"delta": d, "sources": [sources[i % 4]], "finish_reason": None} for i, d in enumerate(deltas)]
         choices.append({"delta": {}, "sources": [], "finish_reason": finish})
         drafts = {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 1}
-        usage = {
-            "prompt_tokens": 20,
-            "prompt_tokens_details": {"cached_tokens": 8},
-            "completion_tokens_details": drafts,
-        }
+        cached = {"cached_tokens": 8}
+        usage = {"prompt_tokens": 20, "prompt_tokens_details": cached, "completion_tokens_details": drafts}
         self.parts = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
 
 
@@ -125,11 +121,18 @@ def wait(page: Page) -> None:
     expect(page.locator("#send")).to_be_visible(timeout=120_000)
 
 
+def set_fields(page: Page, **fields: str) -> None:
+    """In the settings, which stay open."""
+    page.click("#show-settings")
+    for name, value in fields.items():
+        page.fill(f"#{name.replace('_', '-')}", value)
+
+
 def show_as(page: Page, view: str) -> None:
     page.get_by_role("radio", name=view, exact=True).check()
 
 
-def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
+def answer_of_the_demo(page: Page, shot: Shot) -> None:
     expect(page.locator("#description")).to_have_text("Demo model: completes Python only")
     shot("welcome")
     page.click("#example")
@@ -138,8 +141,7 @@ def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#welcome")).to_be_hidden()
     page.click("#new-chat")
     expect(page.locator("#welcome")).to_be_visible()
-    page.click("#show-settings")
-    page.fill("#max-tokens", "30")
+    set_fields(page, max_tokens="30")
     page.click("#show-settings")
     ask(page, BEGINNING)
     figures = page.locator("footer")
@@ -152,15 +154,14 @@ def answer_of_the_demo(page: Page, shot: Callable[..., None]) -> None:
     press(page, "Continue")
     expect(page.locator(".answer .text").last).to_contain_text("return True")
     assert page.locator(".answer .buttons", has_text="Stopped").count() == 0
-    page.click("#show-settings")
-    page.fill("#max-tokens", "2000")
+    set_fields(page, max_tokens="2000")
     send(page, ENDLESS)
     page.click("#stop")
     expect(page.locator(".answer .buttons").nth(1)).to_contain_text("Stopped.")
     wait(page)
 
 
-def rendered_text(page: Page, shot: Callable[..., None]) -> None:
+def rendered_text(page: Page, shot: Shot) -> None:
     fake = Fake(page)
     fake.say(MARKDOWN, thoughts="The question asks for two ways.")
     ask(page, "How do I read a file?")
@@ -178,7 +179,7 @@ def rendered_text(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator(".answer .text .grammar").first).to_be_visible()
 
 
-def hostile_answer(page: Page, shot: Callable[..., None]) -> None:
+def hostile_answer(page: Page, shot: Shot) -> None:
     fake = Fake(page)
     fake.say(HOSTILE, thoughts=HOSTILE)
     ask(page, HOSTILE)
@@ -197,7 +198,7 @@ def hostile_answer(page: Page, shot: Callable[..., None]) -> None:
     assert not page.evaluate(sets_html), "the policy lets a script set HTML that DOMPurify has not seen"
 
 
-def failed_question(page: Page, shot: Callable[..., None]) -> None:
+def failed_question(page: Page, shot: Shot) -> None:
     fake = Fake(page)
     fake.status = 500
     send(page, "This one fails.")
@@ -214,14 +215,10 @@ def failed_question(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#notice")).to_contain_text("API key")
 
 
-def turns(page: Page, shot: Callable[..., None]) -> None:
+def turns(page: Page, shot: Shot) -> None:
     """Continue, regenerate, edit and resend, with a system prompt and fields."""
     fake = Fake(page)
-    page.click("#show-settings")
-    page.fill("#system", "Be brief.")
-    page.fill("#temperature", "0.7")
-    page.fill("#top-p", "0.9")
-    page.fill("#max-tokens", "4")
+    set_fields(page, system="Be brief.", temperature="0.7", top_p="0.9", max_tokens="4")
     page.uncheck("#thinking")
     fake.say("one two ", finish="length", thoughts="hm")
     ask(page, "Count.")
@@ -253,7 +250,7 @@ def turns(page: Page, shot: Callable[..., None]) -> None:
     shot("settings")
 
 
-def images(page: Page, shot: Callable[..., None]) -> None:
+def images(page: Page, shot: Shot) -> None:
     fake = Fake(page)
     fake.say("Grey.")
     picture = {"name": "a.png", "mimeType": "image/png", "buffer": b64decode(PIXEL)}
@@ -287,7 +284,7 @@ def images(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#images")).to_be_hidden()
 
 
-def history(page: Page, shot: Callable[..., None]) -> None:
+def history(page: Page, shot: Shot) -> None:
     fake = Fake(page)
     fake.say("First answer.")
     ask(page, "First question")
@@ -325,7 +322,7 @@ def history(page: Page, shot: Callable[..., None]) -> None:
     assert len(fake.bodies[-1]["messages"]) == 3
 
 
-def no_storage(page: Page, shot: Callable[..., None]) -> None:
+def no_storage(page: Page, shot: Shot) -> None:
     """A browser that keeps nothing still has answers."""
     for name in ("localStorage", "indexedDB"):
         page.add_init_script(
@@ -340,7 +337,7 @@ def no_storage(page: Page, shot: Callable[..., None]) -> None:
     expect(page.locator("#notice")).to_have_text("The browser could not save the settings: localStorage is off")
 
 
-def keyboard(page: Page, shot: Callable[..., None]) -> None:
+def keyboard(page: Page, shot: Shot) -> None:
     """Every control has a name, and Tab reaches it."""
     fake = Fake(page)
     fake.say(MARKDOWN)
@@ -365,7 +362,7 @@ def keyboard(page: Page, shot: Callable[..., None]) -> None:
     assert wanted <= reached, f"Tab does not reach {wanted - reached}"
 
 
-def progress(page: Page, shot: Callable[..., None]) -> None:
+def progress(page: Page, shot: Shot) -> None:
     """A stream that has read a part of the prompt, and is then stopped; and one that breaks off."""
     Fake(page)
     page.evaluate(
@@ -425,7 +422,7 @@ def failures(browser: Browser, url: str, pictures: Path | None) -> list[str]:
     return found
 
 
-def _camera(page: Page, pictures: Path | None) -> Callable[..., None]:
+def _camera(page: Page, pictures: Path | None) -> Shot:
     """Takes pictures, in each look unless told which."""
 
     def shot(name: str, looks: Iterable[str] = LOOKS) -> None:

@@ -8,7 +8,6 @@ passes with mlx-lm's class must pass with ours: exit status 1 if a test does not
 chat model, or of caches that can be trimmed.
 """
 
-import argparse
 import contextlib
 import io
 import sys
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
+from scripts.flags import script_parser
 
 MODULES = ("test_generate", "test_prompt_cache")
 # The demo has no chat template; any will do.
@@ -53,7 +53,7 @@ def outcome(suite: unittest.TestSuite) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="mlx-lm's own tests on our model classes.")
+    parser = script_parser(__doc__)
     parser.add_argument("sdist", type=Path, help="mlx-lm's source distribution, a .tar.gz.")
     args = parser.parse_args()
     mx.random.seed(0)

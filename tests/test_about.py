@@ -1,7 +1,6 @@
 """One command for all, names for models, and the commands that tell about models, caches and this machine."""
 
 import subprocess
-import sys
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -69,12 +68,6 @@ def test_bash_completes_commands_flags_and_folders(capsys, tmp_path):
     assert completed("mlx_mtp", "convert", "--graft-m") == ["--graft-mtp-from"]
     assert completed("mlx_mtp", "chat", "--thinking", "o") == ["on", "off"]
     assert completed("mlx_mtp", "chat", "--model", "a_") == ["a_model"]
-
-
-def test_python_m_runs_it():
-    command = [sys.executable, "-W", "error", "-m", "mlx_mtp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
 
 
 # Names of models

@@ -203,18 +203,15 @@ def test_a_text_stops_at_its_end(copying, parts_not_timed, end, origin, n_steps)
         assert r.identical
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "share"),
-    [
-        ([1, 2, 3], list(range(40)), 0.0),
+def test_what_repeats_itself():
+    for prompt, text, share in [
+        ([1, 2, 3], [*range(40)], 0.0),
         ([1, 2, 3], [*range(10)] * 5, 0.7),  # 50 less the first turn and the five tokens that a match begins with
         ([*range(10)] * 2, [*range(10)] * 5, 0.0),  # copied from the prompt
         ([1, 2, 3], [7] * 12, 0.5),
         ([], [1, 2, 3], 0.0),
-    ],
-)
-def test_what_repeats_itself(prompt, text, share):
-    assert repeated_share(prompt, text) == share
+    ]:
+        assert repeated_share(prompt, text) == share
 
 
 def test_warns_of_texts_that_repeat_themselves(parts_not_timed):

@@ -187,12 +187,6 @@ def test_verification_is_unchanged(name):
     assert arrays_equal(model(prompt, return_hidden=True), before)
 
 
-def test_load_applies_its_arguments():
-    model, _ = load("dense", draft_vocab=64, mtp_bits=4, draft_head_bits=8)
-    assert model.draft_logits(hidden_states(model, 2)).shape == (1, 2, 64)
-    assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (8, 4)
-
-
 # The ids
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import KVCache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load
 from mlx_mtp.cli import display
@@ -29,7 +28,7 @@ from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, answer_all, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
 from mlx_mtp.layers.mtp import run_head
-from tests.support.checkpoints import config_of, differing, parameters, tensors, write
+from tests.support.checkpoints import config_of, differing, make_adapter, parameters, tensors, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain
 from tests.support.models import PACK, tiny_config, tiny_model
@@ -160,19 +159,7 @@ def test_an_adapter_in_place_of_a_checkpoint(folder, loaded, monkeypatch):
 
 @pytest.fixture(scope="module")
 def adapter(folder):
-    """An adapter as ``mlx_lm.lora`` writes it, of random numbers."""
-    (folder / "tuned").mkdir()
-    model, options = load(str(folder / "model"))[0], {"rank": 4, "scale": 10.0, "dropout": 0.0}
-    model.freeze()
-    linear_to_lora_layers(model, 1, options)
-    keys = iter(mx.random.split(mx.random.key(0), 100))
-    trained = [
-        (n, 0.05 * mx.random.normal(p.shape, key=next(keys))) for n, p in tree_flatten(model.trainable_parameters())
-    ]
-    mx.save_safetensors(str(folder / "tuned" / "adapters.safetensors"), dict(trained))
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": options}
-    (folder / "tuned" / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder / "tuned")
+    return str(make_adapter(folder / "model", folder / "tuned"))
 
 
 @pytest.mark.slow

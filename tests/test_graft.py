@@ -227,12 +227,6 @@ def test_fixes_a_head_of_few_bits(tmp_path, caplog):
     assert not differing(fixed, original)
 
 
-def test_dtype_casts_the_head(tmp_path):
-    bare = converted(DENSE, tmp_path / "bare", mtp=False, dtype="float16")
-    out = graft(DENSE, bare, tmp_path / "out", dtype="float16")
-    assert {w.dtype for w in tensors(out).values() if w.ndim > 1} == {mx.float16}
-
-
 # Other models' heads
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_mtp import convert
+from mlx_mtp import convert, load
 
 from .models import DATA, tiny_config, tiny_model
 
@@ -35,6 +36,21 @@ def converted(source, target, **options):
     """A conversion, in a new folder."""
     convert(str(source), str(target), **options)
     return target
+
+
+def make_adapter(model: Path, folder: Path) -> Path:
+    """An adapter as ``mlx_lm.lora`` writes it, of random numbers."""
+    folder.mkdir()
+    backbone, options = load(str(model))[0], {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    backbone.freeze()
+    linear_to_lora_layers(backbone, 1, options)
+    trained = tree_flatten(backbone.trainable_parameters())
+    keys = mx.random.split(mx.random.key(0), len(trained))
+    weights = {name: 0.05 * mx.random.normal(p.shape, key=key) for key, (name, p) in zip(keys, trained)}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def parameters(module) -> dict[str, mx.array]:
