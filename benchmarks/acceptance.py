@@ -16,7 +16,7 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp.prompts import PYTHON
 from mlx_mtp.sampling.sampler import AcceptanceName
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 FILTERS = {"top_p": 0.95, "top_k": 20}
 

@@ -8,10 +8,9 @@ In a round all runs generate at once in one process and take turns of 16 tokens 
 figures are. The time to the first token does not count: the prompts are prefilled before.
 """
 
-import inspect
 import statistics
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from itertools import cycle, islice
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator as StockGenerator
@@ -20,12 +19,11 @@ from tqdm import tqdm
 
 import mlx_mtp
 from benchmarks.timing import Seconds, ratios, time_in_turns
-from scripts.flags import script_parser
+from scripts.shared import SOURCES, script_parser
 from tests.support.scripted import Scripted
 
 TURN = 16  # tokens of each prompt
 SPARE = 512  # more tokens of each than are measured
-MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 PLAIN, AGAIN = "plain", "plain again"
 
 
@@ -66,7 +64,7 @@ def main() -> None:
     depths = [d if d == "auto" else int(d) for d in args.num_draft_tokens]
     print("batch  drafts       tokens/s of mlx-lm  ratio: wall  low to high   CPU")
     for B in args.batch:
-        texts = [inspect.getsource(import_module(name)) for name in (MODULES * B)[:B]]
+        texts = islice(cycle(SOURCES.values()), B)
         starts = (text[i % 8 * 500 :][: 150 + 40 * i] for i, text in enumerate(texts))
         prompts = [tokenizer.encode(text) for text in starts]
         shared = [mlx_mtp.make_sampler(args.temp)] * B

@@ -26,7 +26,7 @@ from benchmarks.timing import ratios, spread, take_turns
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.prompts import PYTHON
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.server_process import Server, serve
 
 
@@ -39,13 +39,9 @@ class Figures(NamedTuple):
 
 def ask(server: Server, max_tokens: int, num_draft_tokens: str, number: int) -> tuple[float, float, str]:
     """(seconds from the first token to the last, seconds to the first, text) of a request whose prompt no other has."""
-    body = {
-        "prompt": f"# {number}\n{PYTHON[number % len(PYTHON)]}",
-        "max_tokens": max_tokens,
-        "num_draft_tokens": num_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens),
-        "copy_drafts": "off",
-        "logit_bias": {"0": -100},  # the end of the text is not likely
-    }
+    k = num_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens)
+    body = {"prompt": f"# {number}\n{PYTHON[number % len(PYTHON)]}", "max_tokens": max_tokens, "num_draft_tokens": k}
+    body |= {"copy_drafts": "off", "logit_bias": {"0": -100}}  # the end of the text is not likely
     start, times, text = time.perf_counter(), [], ""
     for event in server.stream("/v1/completions", body):
         times.append(time.perf_counter())

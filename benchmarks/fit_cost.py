@@ -17,7 +17,7 @@ from mlx_mtp.fit.loss import DraftLoss
 from mlx_mtp.fit.recording import TOP_K, bytes_per_token
 from mlx_mtp.fit.training import make_trainable
 from mlx_mtp.models import model_module
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 
 def model_of(shape):
@@ -70,11 +70,9 @@ def report(name, args):
     mx.reset_peak_memory()
     model = make_head(SHAPES[name])
     n_parameters = sum(w.size for _, w in tree_flatten(model.mtp.trainable_parameters()))
-    print(
-        f"{name}: {n_parameters / 1e6:.0f}M parameters trained, {16 * n_parameters / 1e9:.1f} GB with gradients and AdamW; "
-        f"for 1,000 tokens {bytes_per_token(model) / 1e3:.1f} MB on disk, "
-        f"{operations(model, args.drafts) / 1e9:.1f} TFLOP"
-    )
+    cost = f"{n_parameters / 1e6:.0f}M parameters trained, {16 * n_parameters / 1e9:.1f} GB with gradients and AdamW"
+    n_bytes, n_operations = bytes_per_token(model) / 1e3, operations(model, args.drafts) / 1e9
+    print(f"{name}: {cost}; for 1,000 tokens {n_bytes:.1f} MB on disk, {n_operations:.1f} TFLOP")
     if args.repeat > 0:
         mx.eval(model.mtp.parameters(), model.model.embed_tokens.parameters(), model.output_layer.parameters())
         seconds = time_step(model, args.batch_size, args.length, args.drafts, args.repeat)

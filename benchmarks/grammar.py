@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx_mtp
 from benchmarks.timing import take_turns
 from mlx_mtp.decoding.loop import plain_generate_step
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 PROMPT = '"""An order."""\nORDER = '
 

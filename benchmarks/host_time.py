@@ -25,7 +25,7 @@ from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.layers.compiled import n_traces
 from mlx_mtp.layers.mtp import run_head
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 TINY = {
     **COMMON, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4,

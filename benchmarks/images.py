@@ -22,7 +22,7 @@ from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import ImagePrompt, read_images
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 NOT_SEEN = "images not seen"
 RUNS = ("images seen", NOT_SEEN)

@@ -31,7 +31,7 @@ from benchmarks.timing import take_turns
 from mlx_mtp.benchmark import parts, runs
 from mlx_mtp.distributed.ranks import Ranks
 from mlx_mtp.distributed.watch import watch
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.launch import free_ports
 
 # Of MLX's ring: in a sum over two processes one message each way follows upon another.
@@ -122,9 +122,8 @@ def main() -> None:
         with watch(Ranks(group) if group.size() > 1 else None):
             print(json.dumps(measure(args, group)))
         return
-    print(
-        "processes  added ms  exchange ms  V(1) ms  V(2)/V(1)  V(4)/V(1)  plain tokens/s  MTP/plain  low to high   parts allow"
-    )
+    head = "processes  added ms  exchange ms  V(1) ms  V(2)/V(1)  V(4)/V(1)  plain tokens/s"
+    print(f"{head}  MTP/plain  low to high   parts allow")
     for n, delay in tqdm([(1, 0.0), *((2, d) for d in args.delays)], disable=None, leave=False):
         m = launch(n, delay / 1e3, sys.argv[1:])
         ratios, V = m["ratios"], m["verify"]

@@ -22,7 +22,7 @@ from mlx_lm.utils import load_tokenizer
 
 from benchmarks.timing import seconds, spread
 from mlx_mtp.checkpoint.load import DEMO
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.server_process import ROOT, Server, serve
 
 STREAMS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(3)]

@@ -24,7 +24,7 @@ from mlx_mtp.checkpoint.vocabulary import always_in, select
 from mlx_mtp.draft_vocab import count_tokens, rank
 from mlx_mtp.layers.draft_lm_head import DraftLMHead, quantize_head
 from mlx_mtp.prompts import PYTHON
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 SIZES = {"0.8B": "0.8b-bf16", "4B": "4b-4bit", "27B": "27b-4bit"}  # of SHAPES
 ROWS = 32768

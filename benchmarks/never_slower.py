@@ -27,7 +27,8 @@ from benchmarks.timing import ratios, time_in_turns
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, repeated_share
 from mlx_mtp.decoding.loop import plain_generate_step
 from mlx_mtp.prompts import PYTHON, nine_kinds
-from scripts.flags import script_parser
+from scripts.shared import script_parser
+from tests.support.decoding import plain
 from tests.support.scripted import Scripted
 
 AGAIN = "plain again"
@@ -46,10 +47,6 @@ def generate(run: Run, model: nn.Module, prompt: Sequence[int], num_draft_tokens
         steps = mlx_mtp.mtp_generate_step(mx.array(prompt), model, **options)
     next(steps)
     return steps
-
-
-def plain(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
-    return [token for token, *_ in plain_generate_step(mx.array(prompt), model, **options)]
 
 
 def cases(n_tokens: int) -> Iterator[Case]:

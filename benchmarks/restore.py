@@ -20,7 +20,7 @@ from mlx_mtp import PromptStore
 from mlx_mtp.cli.display import table
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.cuts import choose_cuts
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import mlx_mtp
 from benchmarks.timing import ratios, spread, take_turns
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.server_process import Server, serve
 
 PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(8)]

@@ -9,14 +9,12 @@ what no text before began with, however long ago. What is beyond it is given in 
 and in messages of the session's mean length.
 """
 
-import inspect
 import json
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,11 @@ from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.server.api.chat_completions import read_request
 from mlx_mtp.server.arguments import check, make_parser
-from scripts.flags import script_parser
+from scripts.shared import SOURCES, script_parser
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve
 from tests.support.tool_texts import MARKS, talk
 
-MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
 SYSTEM, RESULT = 5000, 1200  # characters
 LAYERS = 4  # one of them with keys and values
 OURS, THEIRS = "tests.support.scripted_server", "tests.support.scripted_mlx_lm"  # servers
@@ -70,7 +67,7 @@ class Client:
     server: Server
 
     def __init__(self, model: Path):
-        self.rng, self.source = random.Random(0), "".join(inspect.getsource(import_module(m)) for m in MODULES)
+        self.rng, self.source = random.Random(0), "".join(SOURCES.values())
         self.tokenizer, self.seen, self.figures = load_tokenizer(model), list[list[int]](), Figures()
 
     def text(self, n: int) -> str:
@@ -116,6 +113,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 Rounds = Iterator[None]
+Session = Callable[[Client], Rounds]
 
 
 def tool_loop(client: Client) -> Rounds:
@@ -173,7 +171,7 @@ def changing_system(client: Client) -> Rounds:
         yield
 
 
-SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
+SESSIONS: dict[str, tuple[Session, int]] = {
     "a tool loop": (tool_loop, 20),
     "questions": (questions, 5),
     "two agents in turn": (two_agents, 20),
@@ -183,9 +181,7 @@ SESSIONS: dict[str, tuple[Callable[[Client], Rounds], int]] = {
 }
 
 
-def measure(
-    session: Callable[[Client], Rounds], n: int, model: Path, module: str, flags: Sequence[str]
-) -> list[Figures]:
+def measure(session: Session, n: int, model: Path, module: str, flags: Sequence[str]) -> list[Figures]:
     """The figures of n rounds, and of one more after a restart of the server."""
     client, log, found = Client(model), model.with_name("server.log"), []
     rounds = session(client)

@@ -17,7 +17,7 @@ import mlx_mtp
 from benchmarks.timing import seconds
 from mlx_mtp.cli.display import table
 from mlx_mtp.images.tower import VisionArgs, VisionTower
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 DEMO_TOWER = {"depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4}
 CHUNK = 2048  # tokens prefilled in a pass
@@ -64,10 +64,8 @@ def main() -> None:
     tower.update(tree_map(lambda w: w.astype(getattr(mx, options.dtype)), tower.parameters()))
     mx.eval(tower.parameters())
     n_parameters = sum(w.size for _, w in tree_flatten(tower.parameters()))
-    about = (
-        f"a tower of {args.depth} layers of {args.hidden_size} in {options.dtype}, {n_parameters / 1e6:.1f}M parameters"
-    )
-    print(f"{mx.default_device()}; {about}")
+    about = f"a tower of {args.depth} layers of {args.hidden_size} in {options.dtype}"
+    print(f"{mx.default_device()}; {about}, {n_parameters / 1e6:.1f}M parameters")
     header = ["megapixels", "patches", "tokens", "tower", "its memory", "reading tokens", "its memory"]
     print(*table([header, *(row(m, tower, model, options.repeat) for m in options.megapixels)]), sep="\n")
 

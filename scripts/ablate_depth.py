@@ -7,28 +7,19 @@ Simulated time, so that nothing else on the machine disturbs it. Needs no model.
 """
 
 import statistics
+from typing import Any
 from unittest.mock import patch
 
 from mlx_mtp.pacing import depth, rates, step_times
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.depth_simulation import LONG, cases, ratio
 
 # Each constant at the value at which it does nothing, or next to nothing.
-WITHOUT = [
-    (rates.Rates, "FADING", 1.0),
-    (rates.Rates, "PRIOR", 1.0),
-    (rates.Rates, "WEIGHT", 0.01),
-    (step_times.StepTimes, "FOLLOWS", 0.0),
-    (step_times.StepTimes, "GUESSED_SLOPE", 0.0),
-    (step_times.StepTimes, "STALE", 10**9),
-    (step_times.StepTimes, "_shrink", lambda *args: None),
-    (step_times.StepTimes, "BEYOND_NOISE", 1e30),
-    (depth.Depth, "FIRST_DEPTHS", (0, 0, 1, 1)),
-    (depth.Depth, "PROBING", 0.0),
-    (depth.Depth, "MARGIN", 0.0),
-    (depth.Depth, "DOUBT", 0.0),
-    (depth.Depth, "_trial", lambda *args: []),
-]
+WITHOUT: dict[type, dict[str, Any]] = {
+    rates.Rates: dict(FADING=1.0, PRIOR=1.0, WEIGHT=0.01),
+    step_times.StepTimes: dict(FOLLOWS=0.0, GUESSED_SLOPE=0.0, STALE=10**9, _shrink=lambda *_: None, BEYOND_NOISE=1e30),
+    depth.Depth: dict(FIRST_DEPTHS=(0, 0, 1, 1), PROBING=0.0, MARGIN=0.0, DOUBT=0.0, _trial=lambda *_: []),
+}
 
 
 def measure(n_seeds: int) -> str:
@@ -53,7 +44,7 @@ def main() -> None:
     print("| without | value | worst auto/plain | mean | worst auto/best | mean | bounds missed |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     print(f"| nothing | |{measure(args.seeds)}", flush=True)
-    for owner, name, value in WITHOUT:
+    for owner, name, value in ((owner, *item) for owner, values in WITHOUT.items() for item in values.items()):
         if args.only in name:
             shown = "" if callable(value) else f"{getattr(owner, name)} → {value}"
             with patch.object(owner, name, value):

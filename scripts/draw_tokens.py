@@ -53,20 +53,14 @@ def pieces(tokens: Iterable[tuple[str, str]]) -> Iterator[tuple[int, int, str, s
 
 
 def draw(tokens: list[tuple[str, str]]) -> str:
-    """The prompt in grey and the tokens in the colours of their sources, as SVG.
-
-    Args:
-        tokens (List[Tuple[str, str]]): The text and the source of each token, as ``generate`` returns them.
-    """
+    """The prompt in grey and the tokens that ``generate`` returns in the colours of their sources, as SVG."""
     placed = list(pieces([(PROMPT, "prompt"), *tokens]))
     n_lines = placed[-1][0] + 1
-    width = 640
-    height = 2 * MARGIN + LINE * (n_lines + 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img"><title>Generated tokens by source</title><style>{STYLE}</style>',
-        f'<rect class="back" width="{width}" height="{height}"/>',
-    ]
+    width, height = 640, 2 * MARGIN + LINE * (n_lines + 2)
+    size, box_of_all = f'width="{width}" height="{height}"', f'viewBox="0 0 {width} {height}"'
+    title = f"<title>Generated tokens by source</title><style>{STYLE}</style>"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box_of_all} {size} role="img">{title}']
+    parts.append(f'<rect class="back" {size}/>')
     for line, column, text, source in placed:
         if text.strip():
             parts.append(box(MARGIN + CHAR * column, MARGIN + LINE * line, text, source))

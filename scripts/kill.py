@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
-from scripts.flags import script_parser
 from scripts.serve_many import ask, plain_text, random_request
+from scripts.shared import script_parser
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve
 
@@ -60,9 +60,7 @@ def kill_servers(args: Namespace, folder: Path, rng: random.Random) -> int:
     """Two servers answer requests, and at each moment one of them is killed; then files of the folder are damaged, and another
     one starts. After every tenth moment the other one ends as well, and the index is damaged.
 
-    Returns:
-        int: The texts that are not mlx-lm's own, the requests to the living server that failed, and the moments at which the
-        folder was beyond its limit.
+    Returns what was wrong: texts, requests to the living server that failed, and moments at which the folder was too large.
     """
     path = shutil.copytree(args.model, folder / "model")
     first_layers(path, LAYERS)
@@ -75,7 +73,7 @@ def kill_servers(args: Namespace, folder: Path, rng: random.Random) -> int:
         with serve(logs[0], *flags) as living:
             for _ in tqdm(range(first, min(first + ROUND, args.moments)), desc="moments", disable=None):
                 with serve(logs[1], *flags) as killed:
-                    kill_one(living, killed, bodies, texts, rng, found)
+                    kill_one(living, killed, list(zip(bodies, texts)), rng, found)
                 files = [file for file in prompts.iterdir() if ".safetensors" in file.name]
                 found.wrong += sum(map(size, files)) > LIMIT
                 found.wrong += has_traceback(logs[1])
@@ -97,23 +95,23 @@ class Found:
 
 
 def kill_one(
-    living: Server, killed: Server, bodies: Sequence[dict], texts: Sequence[str], rng: random.Random, found: Found
+    living: Server, killed: Server, asked: Sequence[tuple[dict, str]], rng: random.Random, found: Found
 ) -> None:
     """Kill a server while both answer."""
     with ThreadPoolExecutor(2 * AT_ONCE) as pool:
-        plan = [(server, i) for server in (living, killed) for i in rng.sample(range(TEXTS), AT_ONCE)]
-        asked = [(server, i, pool.submit(ask, server, bodies[i])) for server, i in plan]
+        plan = [(server, *one) for server in (living, killed) for one in rng.sample(asked, AT_ONCE)]
+        answers = [(server, want, pool.submit(ask, server, body)) for server, body, want in plan]
         time.sleep(rng.uniform(0.0, 4.0))
         found.bytes_read += int(killed.metrics()["mlx_mtp_prompt_cache_read_bytes_total"])
         killed.process.kill()
         killed.process.wait()
-        for server, i, answer in asked:
+        for server, want, answer in answers:
             error = answer.exception()
             if error is not None and server is killed:
                 found.lost += 1
-            elif error is not None or answer.result() != texts[i]:
+            elif error is not None or answer.result() != want:
                 found.wrong += 1
-                print(f"request {i}: {error or answer.result()!r}, not {texts[i]!r}", flush=True)
+                print(f"{error or answer.result()!r}, not {want!r}", flush=True)
 
 
 def has_traceback(log: Path) -> bool:

@@ -31,7 +31,7 @@ from mlx_mtp.benchmark.results_file import describe_machine, read_results
 from mlx_mtp.benchmark.runs import AUTO
 from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import PICTURES, draw_all
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "develop" / "measurements.md"
@@ -160,11 +160,7 @@ def read_kept(file: Path) -> tuple[dict[str, str], list[str], str]:
 
 
 def measure(section: Section) -> None:
-    """Run a section's commands and keep what they print.
-
-    Raises:
-        ValueError: One of them failed.
-    """
+    """Run a section's commands and keep what they print; a ValueError where one of them fails."""
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     if section.prepare is not None:
@@ -243,9 +239,7 @@ the prompt is not counted."""
 def main() -> None:
     sections = [s for s in read_sections() if s.commands]
     names, again = [s.name for s in sections], (False, "Also what was measured with this demo and commands.")
-    parser = script_parser(
-        __doc__, again=again, write=(False, "Measure nothing: write from the outputs that are kept.")
-    )
+    parser = script_parser(__doc__, again=again, write=(False, "Write from the outputs that are kept alone."))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"Sections: {', '.join(names)}.")
     args = parser.parse_args()
     chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]

@@ -15,7 +15,7 @@ from mlx_mtp.benchmark.results_file import RUNS, describe, markdown, read_result
 from mlx_mtp.benchmark.runs import AUTO, COPIES, NO_COPIES
 from mlx_mtp.cli.errors import one_line_errors
 from scripts.draw_measurements import save
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- table: scripts/results_table.py -->\n", "<!-- end -->\n"
@@ -24,11 +24,7 @@ COLORS |= {"both, auto": "#2e8b57"}
 
 
 def read_all(folder: Path) -> list[dict[str, Any]]:
-    """The results of all files, by machine, model and prompts.
-
-    Raises:
-        ValueError: There are none, or one is not a report.
-    """
+    """The results of all files, by machine, model and prompts; a ValueError where one is not a report."""
     machines = [read_results(file) for file in sorted(folder.glob("*.json"))]
     if not machines:
         raise ValueError(f"There are no reports in {folder}.")
@@ -40,9 +36,7 @@ def insert_table(page: Path, machines: Sequence[Mapping[str, Any]]) -> str:
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(
-            f"{page} has no place for the table: write {BEGIN.strip()} and {END.strip()} on lines of their own."
-        )
+        raise ValueError(f"{page} has no lines {BEGIN.strip()} and {END.strip()}, between which the table is.")
     return f"{before}{BEGIN}\n{markdown(machines)}\n\n{END}{after}"
 
 

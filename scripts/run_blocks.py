@@ -28,7 +28,7 @@ import mlx.core as mx
 
 from examples.captions import make_checkpoint
 from mlx_mtp.checkpoint.catalog import published
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.checkpoints import configure, drop, edit, make_adapter, no_head
 from tests.support.hub_stand_in import Hub
 from tests.support.pages import PAGES, ROOT, Block, blocks

@@ -11,7 +11,6 @@ memory goes more than 5 % beyond the limit.
 """
 
 import base64
-import inspect
 import json
 import os
 import resource
@@ -22,15 +21,13 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 
 from examples.captions import make_checkpoint
-from scripts.flags import script_parser
+from scripts.shared import MODULES, SOURCES, script_parser
 from tests.support.server_process import ROOT, Server, serve
 
 PICTURES = ROOT / "tests" / "data" / "captions"
-MODULES = ["argparse", "ast", "bisect", "cmd", "difflib"]
 TOKENS = 40  # of an answer
 OVER = 1.05  # of the limit
 STACK = 8000  # KB of address space for the thread of a request
@@ -44,7 +41,7 @@ def bodies(n: int, longest: int) -> list[dict]:
     """n requests: of four, one has a picture, and two begin alike."""
     found = []
     for i in range(n):
-        text = inspect.getsource(import_module(MODULES[i % len(MODULES)]))
+        text = SOURCES[MODULES[i % len(MODULES)]]
         content: str | list[dict] = text[: longest // 3 + longest * 2 * i // (3 * n)]
         if i % 4 == 3:
             picture = sorted(PICTURES.glob("*.png"))[i % 24].read_bytes()
@@ -82,9 +79,7 @@ def cgroup(limit: float) -> Iterator[Path]:
 
 def main() -> None:
     flags = dict(streams=(30, "Requests at once."), longest=(4000, "Characters of the longest prompt."))
-    flags |= dict(
-        spare=(64, "MB above those of the loaded model."), cgroup=(False, "Limit the memory by a cgroup, too.")
-    )
+    flags |= dict(spare=(64, "MB above the loaded model's."), cgroup=(False, "Limit the memory by a cgroup, too."))
     args = script_parser(__doc__, address_space=(False, "Limit the address space, too."), **flags).parse_args()
     folder = Path(tempfile.mkdtemp())
     model, asked = make_checkpoint(folder / "model"), bodies(args.streams, args.longest)
@@ -111,11 +106,11 @@ def main() -> None:
         ended = server.stop(signal.SIGTERM)
     outcomes = Counter({507: "refused", want: "right"}.get(text, "wrong") for text, want in zip(texts, expected))
     held_mb, most = held["mlx_mtp_memory_held_bytes"] / 1e6, used["VmHWM"] / 1e3
-    print(
-        f"{args.streams} streams: {dict(outcomes)}; loaded {loaded['VmRSS'] / 1e3:.0f} MB, limit {limit:.0f} MB, "
-        f"most held {most:.0f} MB ({most / limit:.1%}), at the end {held_mb:.0f} MB; address space "
-        f"{used['VmPeak'] / 1e3:.0f} MB; exit status {ended}"
+    memory = (
+        f"loaded {loaded['VmRSS'] / 1e3:.0f} MB, limit {limit:.0f} MB, most held {most:.0f} MB ({most / limit:.1%})"
     )
+    memory += f", at the end {held_mb:.0f} MB; address space {used['VmPeak'] / 1e3:.0f} MB"
+    print(f"{args.streams} streams: {dict(outcomes)}; {memory}; exit status {ended}")
     if args.cgroup:
         in_group = int((group / "memory.max_usage_in_bytes").read_text()) / 1e6
         print(f"The cgroup had at most {in_group:.0f} MB, file cache included")

@@ -10,14 +10,12 @@ midway. The text of greedy and of seeded requests is compared with mlx-lm's own 
 loss or leak.
 """
 
-import inspect
 import random
 import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -25,12 +23,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 import mlx_mtp
-from scripts.flags import script_parser
+from scripts.shared import MODULES, SOURCES, script_parser
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
-
-MODULES = ["argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools"]
-SOURCES = {name: inspect.getsource(import_module(name)) for name in MODULES}
 
 
 def random_request(rng: random.Random, longest: int = 2000) -> dict:

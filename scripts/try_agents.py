@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mlx_mtp.server.client_settings import CLIENTS as CLIENT_SETTINGS
 from mlx_mtp.server.client_settings import ServerAddress
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
 
@@ -55,10 +55,8 @@ def configure(name: str, home: Path, url: str) -> dict[str, str]:
     return settings.variables | QUIET_VARIABLES
 
 
-AIDER = (
-    "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always --analytics-disable"
-)
-AIDER += " --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
+AIDER = "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always"
+AIDER += " --analytics-disable --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
 CODEX = "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
     "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
@@ -76,8 +74,12 @@ def try_client(name: str, agents: Path, folder: Path) -> list[str]:
     (work / "notes.txt").write_text("one\ntwo\n")
     model = str(make_model(folder / "model"))
     os.environ["AGENT_FOLDER"] = str(work)  # for the script
+    path = f"{agents / 'node_modules' / '.bin'}:{agents / 'aider' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    command, null, pipe = ["timeout", str(LIMIT), *client.command.split(), ASK], subprocess.DEVNULL, subprocess.PIPE
     with serve(folder / "server.log", "--mtp", "--model", model, module="tests.support.scripted_agent") as server:
-        done = _run(client, agents, work, {"HOME": str(home), **configure(name, home, server.url)})
+        env = {"PATH": path, "HOME": str(home), **configure(name, home, server.url)}
+        streams = {"stdin": null, "stdout": pipe, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, cwd=work, env=env, text=True, **streams)
     (folder / "client.log").write_text(done.stdout)
     wrong = [] if done.returncode == 0 else [f"it ends with status {done.returncode}"]
     for name, want in (("notes.txt", "one\nthree\n"), ("count.txt", "2 notes.txt\n")):
@@ -88,18 +90,8 @@ def try_client(name: str, agents: Path, folder: Path) -> list[str]:
     return wrong
 
 
-def _run(client: Client, agents: Path, work: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    path = f"{agents / 'node_modules' / '.bin'}:{agents / 'aider' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
-    command, null, pipe = ["timeout", str(LIMIT), *client.command.split(), ASK], subprocess.DEVNULL, subprocess.PIPE
-    env = {"PATH": path, **variables}
-    return subprocess.run(command, cwd=work, env=env, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-
 def check_version(client: Client, agents: Path) -> None:
-    """
-    Raises:
-        SystemExit: The client is not installed, or another version of it.
-    """
+    """Exit where the client is not installed, or in another version."""
     file = agents / "node_modules" / client.package / "package.json"
     found = json.loads(file.read_text())["version"] if file.exists() else "none"
     for folder in agents.glob(f"aider/lib/*/site-packages/{client.package}-*.dist-info"):

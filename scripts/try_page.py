@@ -39,13 +39,10 @@ MARKDOWN = """\
 **Short** answer with `code`, a [link](https://example.org) and a list:
 
 1. with a loop
-2. at once
 
 ```python
 def read(path: str) -> list[str]:
-    # Lines without their ends.
-    with open(path) as file:
-        return [line.rstrip() for line in file]
+    return [line.rstrip() for line in open(path)]
 ```
 
 | way | lines |
@@ -105,13 +102,11 @@ def send(page: Page, question: str) -> None:
 
 
 def ask(page: Page, question: str) -> None:
-    """Until the answer is complete."""
     send(page, question)
     wait(page)
 
 
 def press(page: Page, name: str) -> None:
-    """A button that asks for an answer, until that is complete."""
     page.get_by_role("button", name=name).click()
     wait(page)
 
@@ -185,16 +180,13 @@ def hostile_answer(page: Page, shot: Shot) -> None:
     ask(page, HOSTILE)
     for view in ("Tokens", "Text"):
         show_as(page, view)
-        bad = (
-            "script, svg, iframe, form, input, style, img, [onerror], [id], [name], [src], [style], a:not([href^=http])"
-        )
+        bad = "script, svg, iframe, form, input, style, img, [onerror], [id], [name], [src], a:not([href^=http])"
+        bad += ", [style]"
         assert page.locator(f"article .text :is({bad})").count() == 0, f"hostile elements as {view}"
         assert page.title() == "mlx_mtp", "a hostile answer ran a script"
     expect(page.locator(".answer > .text")).to_contain_text('<script>document.title = "owned"</script>')
     shot("hostile")
-    sets_html = (
-        "() => { try { document.createElement('p').innerHTML = '<b>x</b>'; return true; } catch { return false; } }"
-    )
+    sets_html = "() => { try { document.body.innerHTML += '<b>x</b>'; return true; } catch { return false; } }"
     assert not page.evaluate(sets_html), "the policy lets a script set HTML that DOMPurify has not seen"
 
 
@@ -325,9 +317,8 @@ def history(page: Page, shot: Shot) -> None:
 def no_storage(page: Page, shot: Shot) -> None:
     """A browser that keeps nothing still has answers."""
     for name in ("localStorage", "indexedDB"):
-        page.add_init_script(
-            f"Object.defineProperty(window, '{name}', {{ get() {{ throw Error('{name} is off'); }} }})"
-        )
+        off = f"{{ get() {{ throw Error('{name} is off'); }} }}"
+        page.add_init_script(f"Object.defineProperty(window, '{name}', {off})")
     Fake(page).say("Here.")
     expect(page.locator("#notice")).to_have_text("The browser could not save the chats: indexedDB is off")
     ask(page, "Are you there?")

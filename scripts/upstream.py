@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
-from scripts.flags import script_parser
+from scripts.shared import script_parser
 
 MODULES = ("test_generate", "test_prompt_cache")
 # The demo has no chat template; any will do.

@@ -1,7 +1,12 @@
-"""The flags of scripts and benchmarks."""
+"""What scripts and benchmarks share: their flags, and long texts."""
 
 import argparse
+import inspect
+from importlib import import_module
 from typing import Any
+
+MODULES = ("argparse", "ast", "bisect", "calendar", "cmd", "configparser", "difflib", "functools")
+SOURCES = {name: inspect.getsource(import_module(name)) for name in MODULES}
 
 
 def script_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
