@@ -106,10 +106,8 @@ def main() -> None:
         ended = server.stop(signal.SIGTERM)
     outcomes = Counter({507: "refused", want: "right"}.get(text, "wrong") for text, want in zip(texts, expected))
     held_mb, most = held["mlx_mtp_memory_held_bytes"] / 1e6, used["VmHWM"] / 1e3
-    memory = (
-        f"loaded {loaded['VmRSS'] / 1e3:.0f} MB, limit {limit:.0f} MB, most held {most:.0f} MB ({most / limit:.1%})"
-    )
-    memory += f", at the end {held_mb:.0f} MB; address space {used['VmPeak'] / 1e3:.0f} MB"
+    memory = f"loaded {loaded['VmRSS'] / 1e3:.0f} MB, limit {limit:.0f} MB, most held {most:.0f} MB"
+    memory += f" ({most / limit:.1%}), at the end {held_mb:.0f} MB; address space {used['VmPeak'] / 1e3:.0f} MB"
     print(f"{args.streams} streams: {dict(outcomes)}; {memory}; exit status {ended}")
     if args.cgroup:
         in_group = int((group / "memory.max_usage_in_bytes").read_text()) / 1e6

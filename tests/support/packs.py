@@ -12,30 +12,20 @@ GATES = ("in_proj_a", "in_proj_b")  # which are not packed
 
 def manifest(text_model: nn.Module) -> list[dict]:
     """The packed modules of a text model; inputs are rotated in the widest blocks that divide them."""
-    return [
-        {
-            "path": path,
-            "block": next((block for block in BLOCKS if module.weight.shape[1] % block == 0), 0),
-            "embedding": isinstance(module, nn.Embedding),
-            "dtype": "float16",
-        }
-        for path, module in text_model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and not path.endswith(GATES) and not path.startswith("mtp.")
-    ]
+    packed = []
+    for path, module in text_model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding)
+        if (is_embedding or isinstance(module, nn.Linear)) and not path.endswith(GATES) and not path.startswith("mtp."):
+            block = next((block for block in BLOCKS if module.weight.shape[1] % block == 0), 0)
+            packed.append({"path": path, "block": block, "embedding": is_embedding, "dtype": "float16"})
+    return packed
 
 
 def pack_config(text_config: dict, modules: list[dict]) -> dict:
     """The config.json of a pack."""
-    return {
-        "model_type": "prism_hadamard_qwen35",
-        "base_model_type": "qwen3_5",
-        "schema_version": 2,
-        "tensor_namespace": "mlx-vlm-qwen3_5",
-        "gdn_activation_layout": "grouped",
-        "quantization": {"bits": 2, "group_size": GROUP, "mode": "affine"},
-        "modules": modules,
-        "text_config": text_config,
-    }
+    config = {"model_type": "prism_hadamard_qwen35", "base_model_type": "qwen3_5", "schema_version": 2}
+    config |= {"tensor_namespace": "mlx-vlm-qwen3_5", "gdn_activation_layout": "grouped", "modules": modules}
+    return config | {"quantization": {"bits": 2, "group_size": GROUP, "mode": "affine"}, "text_config": text_config}
 
 
 def pack(weights: dict[str, mx.array], modules: list[dict], seed: int = 0) -> dict[str, mx.array]:
