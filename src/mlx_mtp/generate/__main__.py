@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--draft-model",
+        type=str,
         help="A model to be used for speculative decoding by mlx-lm, without --mtp; --num-draft-tokens then defaults to 3.",
     )
     parser.add_argument(
