@@ -62,7 +62,7 @@ def cases(n_tokens: int) -> Iterator[Case]:
     quantized = load()[0]
     nn.quantize(quantized, 64, 4, class_predicate=lambda name, m: hasattr(m, "to_quantized") and "mtp." not in name)
     yield "4-bit backbone", quantized, prompt, None
-    truth = prompt + plain(model, prompt, max_tokens=n_tokens + 10)
+    truth = prompt + plain(prompt, model, max_tokens=n_tokens + 10)
     half = len(prompt) + n_tokens // 2
     yield "head always wrong", Scripted(model, truth, lambda i: False), prompt, None
     coins = random.Random(0).choices([True, False], k=len(truth))
@@ -99,7 +99,7 @@ def main() -> None:
             for run, took in time_in_turns(running, TURN, -(-options["max_tokens"] // TURN)).items():
                 if i > 0:  # the first round warms up
                     walls[run].append(took.wall)
-        repeats = repeated_share(prompt, plain(model, prompt, max_tokens=args.max_tokens, sampler=sampler))
+        repeats = repeated_share(prompt, plain(prompt, model, max_tokens=args.max_tokens, sampler=sampler))
         print(f"{name:24}{figures(walls, fixed)}{repeats:9.0%}", flush=True)
 
 
