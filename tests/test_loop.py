@@ -1,6 +1,7 @@
 """The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
 
 import copy
+import itertools
 import json
 from functools import cache
 
@@ -221,13 +222,14 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(start):
 def test_one_token_prompt_reads_an_unquantized_cache():
     """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
     model, options = model_of(DENSE), dict(max_tokens=7, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
-    for token in range(0, 32, 5):
-        ours, theirs = make_prompt_cache(model), model.make_cache()
-        assert mtp([token], model, num_draft_tokens=2, **options) == plain([token], model, **options)
-        mtp(PROMPT, model, max_tokens=0, prompt_cache=ours)
-        plain(PROMPT, model, max_tokens=0, prompt_cache=theirs)
-        got = mtp([token], model, num_draft_tokens=2, prompt_cache=ours, **options)
-        assert got == plain([token], model, prompt_cache=theirs, **options)
+    for token in range(0, 32, 10):
+        for prompt in ([], PROMPT):
+            caches = make_prompt_cache(model), model.make_cache()
+            if len(prompt):
+                mtp(prompt, model, max_tokens=0, prompt_cache=caches[0])
+                plain(prompt, model, max_tokens=0, prompt_cache=caches[1])
+            got = mtp([token], model, num_draft_tokens=2, prompt_cache=caches[0], **options)
+            assert got == plain([token], model, prompt_cache=caches[1], **options)
 
 
 def test_input_embeddings():
@@ -237,15 +239,14 @@ def test_input_embeddings():
         assert mtp(prompt, model, num_draft_tokens=3, **options) == plain(prompt, model, **options)
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 3])
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
-def test_calls_the_progress_callback_as_mlx_lm(prompt, max_tokens):
-    calls = []
-    for run in (mtp, plain):
-        calls.append([])
-        callback = dict(prefill_step_size=4, prompt_progress_callback=lambda *x: calls[-1].append(x))
-        run(prompt, model_of(DENSE), max_tokens=max_tokens, **callback)
-    assert calls[0] == calls[1] != []
+def test_calls_the_progress_callback_as_mlx_lm():
+    for prompt, max_tokens in itertools.product((PROMPT, PROMPT[:1]), (0, 1, 3)):
+        calls = []
+        for run in (mtp, plain):
+            calls.append([])
+            callback = dict(prefill_step_size=4, prompt_progress_callback=lambda *x, own=calls[-1]: own.append(x))
+            run(prompt, model_of(DENSE), max_tokens=max_tokens, **callback)
+        assert calls[0] == calls[1] != []
 
 
 @pytest.mark.parametrize("sampler", [pytest.param(None, marks=pytest.mark.slow), make_sampler(temp=1.0)])

@@ -169,26 +169,22 @@ def test_resumes_files_without_a_fingerprint(tmp_path):
     assert goes_on(model, load_prompt_cache(file), text)
 
 
-def test_takes_the_fingerprint_once_and_only_for_a_cache(monkeypatch):
-    model, taken, original = tiny_model("qwen3_5"), [], mixin.fingerprint
-    monkeypatch.setattr(mixin, "fingerprint", lambda model: taken.append(1) or original(model))
-    mtp(PROMPT, model, max_tokens=3)
-    assert taken == []
-    prompt_cache = make_prompt_cache(model)
-    for _ in range(3):
-        mtp(PROMPT, model, max_tokens=3, prompt_cache=prompt_cache)
-        mtp(PROMPT, model, max_tokens=3, prompt_cache=copy.deepcopy(prompt_cache))
-    assert taken == [1]
-
-
-def test_the_fingerprint_reads_of_every_tensor():
-    """And the head's tensors change the second half alone, the others the first."""
-    model = tiny_model("qwen3_5_moe")
-    whole, parameters = model.fingerprint(), tree_flatten(model.parameters())
-    for name, p in parameters:
+def test_fingerprint(monkeypatch):
+    """It is taken once, for a cache alone. The head's tensors change the second half alone, all others the first."""
+    model, taken, original = tiny_model("qwen3_5_moe"), [], mixin.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(mixin, "fingerprint", lambda model: taken.append(1) or original(model))
+        mtp(PROMPT, model, max_tokens=3)
+        assert taken == []
+        prompt_cache = make_prompt_cache(model)
+        for _ in range(3):
+            mtp(PROMPT, model, max_tokens=3, prompt_cache=prompt_cache)
+            mtp(PROMPT, model, max_tokens=3, prompt_cache=copy.deepcopy(prompt_cache))
+        assert taken == [1]
+    whole = model.fingerprint()
+    for name, p in tree_flatten(model.parameters()):
         model.load_weights([(name, p + (mx.arange(p.size) == 0).reshape(p.shape))], strict=False)
-        changed = model.fingerprint()
-        is_head = name.startswith("language_model.mtp.")
+        changed, is_head = model.fingerprint(), name.startswith("language_model.mtp.")
         assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
         model.load_weights([(name, p)], strict=False)
     assert model.fingerprint() == whole

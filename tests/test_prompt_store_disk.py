@@ -126,7 +126,15 @@ def test_numbers_below_0_stand_for_what_is_no_token(tmp_path):
 
 
 def test_nothing_is_written_twice(tmp_path):
+    """And nothing of others is removed, but what a process left that was killed."""
+    left = tmp_path / f"{'0' * 32}.safetensors"
+    for name in ("mine.safetensors", "notes.txt", left.name, f"{left.name}.999999999.tmp"):
+        (tmp_path / name).write_text("half")
     fill(tmp_path)
+    for name in ("mine.safetensors", "notes.txt"):
+        assert (tmp_path / name).read_text() == "half"
+        (tmp_path / name).unlink()
+    assert not list(tmp_path.glob("0*"))
     before = {file: file.stat().st_mtime_ns for file in pieces(tmp_path)}
     fill(tmp_path)  # resumed
     for file in tmp_path.glob("index*"):
@@ -165,7 +173,7 @@ def nodes_at(store, text):
     return [node for node in store._forest.nodes() if node.length == len(text)]
 
 
-def test_what_memory_gave_up_is_read_from_disk(tmp_path):
+def test_what_memory_gave_up_is_read_from_disk(tmp_path, monkeypatch):
     with stored(tmp_path) as store:
         read(store.model, SIXTY, (50,), store)
         wait_until(lambda: all_written(store))
@@ -175,15 +183,11 @@ def test_what_memory_gave_up_is_read_from_disk(tmp_path):
         fetched, n, _ = store.fetch(SIXTY)
         assert n == 50
         assert_same_next(store.model, fetched, read(store.model, SIXTY[:50]))
-
-
-def test_what_was_loaded_needs_no_disk(tmp_path, monkeypatch):
-    fill(tmp_path)
-    with stored(tmp_path) as store:
-        store.load([*TEXT, 7])
+    with stored(tmp_path) as store:  # what was loaded needs no disk
+        store.load(SIXTY)
         held, n_read = store.nbytes, store.disk.bytes_read
         monkeypatch.setattr(Folder, "read", None)
-        assert store.fetch([*TEXT, 7])[1] == len(TEXT)
+        assert store.fetch(SIXTY)[1] == 50
         assert (store.nbytes, store.disk.bytes_read) == (held, n_read)
         store.load([30])
         store.trim_to(0)
@@ -381,17 +385,6 @@ def test_an_index_that_names_another_text_or_has_another_layout(tmp_path, caplog
     assert "its layout is 99" in caplog.text
     assert (tmp_path / "index.damaged").exists()
     assert n_found(tmp_path) == len(TEXT)
-
-
-def test_alien_files_stay(tmp_path):
-    (tmp_path / "mine.safetensors").write_bytes(b"1")
-    (tmp_path / "notes.txt").write_bytes(b"2")
-    left = tmp_path / f"{'0' * 32}.safetensors"
-    for file in (left, tmp_path / f"{left.name}.999999999.tmp"):
-        file.write_bytes(b"of a process that was killed")
-    fill(tmp_path)
-    assert (tmp_path / "mine.safetensors").read_bytes() + (tmp_path / "notes.txt").read_bytes() == b"12"
-    assert not list(tmp_path.glob("0*"))
 
 
 # Faults of the writer

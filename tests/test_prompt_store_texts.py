@@ -94,10 +94,8 @@ def test_a_session_is_that_of_mlx_lm(trained, monkeypatch):
 
 
 def test_prompts_are_cut_where_messages_end(trained):
-    model, tokenizer = trained
-    tokenizer = mlx_mtp.load(TRAINED)[1]
-    tokenizer.chat_template = "x"
-    tokenizer.has_chat_template = True
+    model, tokenizer = trained[0], mlx_mtp.load(TRAINED)[1]
+    tokenizer.chat_template, tokenizer.has_chat_template = "x", True
     messages = [f"{OPENING}user\nimport {name}\n" for name in ("os", "sys", "re")]
     prompt = "".join(messages) + f"{OPENING}assistant\n"
     tokens = tokenizer.encode(prompt)
@@ -110,18 +108,14 @@ def test_prompts_are_cut_where_messages_end(trained):
     assert store.n_snapshots == len(ends)
 
 
-def test_an_answer_that_is_stopped_is_kept(trained):
+def test_what_is_stopped_is_kept(trained, monkeypatch):
+    """An answer, and a prompt as far as it is read: up to a cut and the chunk after it."""
     model, tokenizer = trained
-    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n")
-    with closing(stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40)) as responses:
+    store, line = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n")
+    prompt, other = line * 3, [*tokenizer.encode("import os\n"), *line]
+    with closing(stream_generate(model, tokenizer, other, prompt_store=store, max_tokens=40)) as responses:
         tokens = [next(responses).token for _ in range(5)]
-    assert store.fetch([*prompt, *tokens])[1] == len(prompt) + 5
-
-
-def test_a_prompt_that_is_stopped_is_kept(trained, monkeypatch):
-    """As far as it is read: up to a cut and the chunk after it."""
-    model, tokenizer = trained
-    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n") * 3
+    assert store.fetch([*other, *tokens])[1] == len(other) + 5
     monkeypatch.setattr(cuts, "choose_cuts", lambda *_: [5])
 
     def interrupt(n_read, _):
