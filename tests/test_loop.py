@@ -80,7 +80,7 @@ def test_no_draft_goes_beyond_max_tokens(way):
 @pytest.mark.parametrize(("way", "prefill"), [("alone", 64), ("batch of three", 100)])
 def test_prompt_lengths_around_the_cache_step(way, prefill):
     model, options = model_of(DENSE), dict(max_tokens=8, prefill_step_size=prefill)
-    for length in (1, 2, 255, 256, 257):
+    for length in (255, 256, 257):
         prompt = [(7 * i * i + i) % 32 for i in range(length)]
         assert generate(way, prompt, model, num_draft_tokens=3, **options).tokens == plain(prompt, model, **options)
 
@@ -255,7 +255,7 @@ def test_p_min_stops_drafting(sampler):
     for p_min in (0.0, 0.9, 1.0):
         counts = DraftCounts()
         mx.random.seed(1)
-        options = dict(max_tokens=25, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        options = dict(max_tokens=16, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
         runs.append((mtp(PROMPT, model, **options), sum(counts.drafted), sum(counts.accepted)))
     tokens, drafted, accepted = zip(*runs)
     assert tokens[0] == tokens[1] == tokens[2]

@@ -149,7 +149,7 @@ ASKS = st.builds(
         st.lists(st.integers(0, 31), min_size=1, max_size=20),
         st.sampled_from([1, 1, 3]),
     ),
-    max_tokens=st.integers(1, 30),
+    max_tokens=st.integers(1, 20),
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     num_draft_tokens=st.sampled_from([None, "auto", 0, 1, 2, 3, 5, 8]),
     copy_drafts=st.sampled_from([None, "auto", "off", 1, 2, 8, 16]),
