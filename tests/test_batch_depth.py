@@ -60,6 +60,16 @@ def test_rows_of_different_texts_share_a_depth():
     assert sum(simulate([right, *[wrong] * 7], 100)[60:]) < 10
 
 
+def test_times_of_a_new_size_are_guessed_from_the_line_through_the_two_nearest():
+    times = BatchTimes()
+    for B in (2, 4):
+        simulate([0.9] * B, 100, depth=BatchDepth(times))
+    for B in (3, 5):
+        guess = times.of(B).by_depth()
+        assert len(guess) > 2
+        assert guess == pytest.approx({k: linear(B, k) for k in guess})
+
+
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""

@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
-from tests.support.batches import Fault
+from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of, tiny_model
 from tests.support.profiles import examples
@@ -200,16 +200,8 @@ def test_resumes_without_the_draft_model(n):
 def test_failures_come_through():
     model = model_of("qwen3_5")
     for n_calls in range(1, 9):
-        calls = []
-
-        def sampler(logprobs, calls=calls, n_calls=n_calls):
-            calls.append(1)
-            if len(calls) == n_calls:
-                raise Fault
-            return mx.argmax(logprobs, axis=-1)
-
         with pytest.raises(Fault):
-            speculative(PROMPT, model, sampler=sampler, num_draft_tokens=2)
+            speculative(PROMPT, model, sampler=failing_sampler(n_calls), num_draft_tokens=2)
     assert speculative(PROMPT, model, max_tokens=9) == plain(PROMPT, model, max_tokens=9)
 
 

@@ -4,13 +4,13 @@ import functools
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_mtp import mtp_generate_step
 from mlx_mtp.sampling.processors import keeps_state
-from tests.support.batches import Fault
+from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
 from tests.support.profiles import examples
@@ -55,6 +55,7 @@ def run(processors, way="alone", model=None, **options):
     penalty=st.sampled_from([None, 1.4]),
     copies=st.booleans(),
 )
+@example(kind=RolledBack, depth=4, max_tokens=20, penalty=None, copies=False)
 def test_stateful_processor_is_called_once_a_token_in_order(way, kind, depth, max_tokens, penalty, copies):
     processor, others = kind(), make_logits_processors(repetition_penalty=penalty)
     stock = dict(logits_processors=[Alternating(), *others], max_tokens=max_tokens)
@@ -160,12 +161,5 @@ def test_function_that_raises(way, k, at):
 @alone_and_beside_others
 def test_sampler_that_raises(way):
     for n_calls in range(1, N) if way == "alone" else (1, 4, 9):
-        calls = []
-
-        def sampler(logprobs, calls=calls, n_calls=n_calls):
-            calls.append(1)
-            if len(calls) == n_calls:
-                raise Fault
-            return mx.argmax(logprobs, axis=-1)
-
-        assert len(assert_fails_as(way, truth_of_plain(), 3, sampler=sampler).tokens) < n_calls
+        text = assert_fails_as(way, truth_of_plain(), 3, sampler=failing_sampler(n_calls))
+        assert len(text.tokens) < n_calls

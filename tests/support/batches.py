@@ -39,6 +39,19 @@ class Fault(Exception):
     pass
 
 
+def failing_sampler(n: int):
+    """Greedy; raises at its n-th call."""
+    calls = []
+
+    def sampler(logprobs):
+        calls.append(logprobs)
+        if len(calls) == n:
+            raise Fault
+        return mx.argmax(logprobs, axis=-1)
+
+    return sampler
+
+
 class Faulty:
     """Allows even tokens after an even number of tokens and odd ones after an odd; raises at the n-th use of a hook.
 
