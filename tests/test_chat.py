@@ -27,7 +27,7 @@ from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED
 
 TURNS = ("def read(path):", "class Reader:")
-FIGURES = r"\[20 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
+FIGURES = r"\[12 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
 BRIEF = "<system>Be brief.\n"
 
 
@@ -44,7 +44,7 @@ def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     """A conversation with a model that has no chat template of its own."""
     model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
-    args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "20", *flags])
+    args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "12", *flags])
     return command.start(args, model, tokenizer, store)
 
 
@@ -79,11 +79,11 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
     """Their texts are plain mlx-lm's, over one cache."""
     cache, answers = make_prompt_cache(trained[0]), []
     for turn in TURNS:
-        tokens = plain(trained[1].encode(turn + "\n"), trained[0], max_tokens=20, prompt_cache=cache)
+        tokens = plain(trained[1].encode(turn + "\n"), trained[0], max_tokens=12, prompt_cache=cache)
         answers.append(text_of(trained[1], tokens))
     stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])
     for flags in ((), ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir", tmp_path)):
-        status, out, err = run(capsys, *flags, "-m", 20, stdin=stdin)
+        status, out, err = run(capsys, *flags, "-m", 12, stdin=stdin)
         assert (status, err) == (0, "")
         found = [re.fullmatch(rf"(.*)\n{FIGURES}\n", text, re.S) for text in out.split(">> ")[1:]]
         first, second, after_reset = [match[1] for match in found if match]
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(trained):
     assert conversation.answer(TURNS[0], cut_after(7, [])).generation_tokens == 7
     read = tokenizer.encode(TURNS[0] + "\n")
     read += plain(read, model, max_tokens=7)
-    want = plain([*read, *tokenizer.encode(TURNS[1] + "\n")], model, max_tokens=20)
+    want = plain([*read, *tokenizer.encode(TURNS[1] + "\n")], model, max_tokens=12)
     assert said_by(conversation, TURNS[1]) == tokenizer.decode(want)
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
         m.setattr(type(model), "__call__", interrupted)
         assert conversation.answer(long, str) is None
     assert 0 < len(conversation.unread) < len(tokenizer.encode(long + "\n"))
-    want = plain(tokenizer.encode(long + "\n") + tokenizer.encode(TURNS[1] + "\n"), model, max_tokens=20)
+    want = plain(tokenizer.encode(long + "\n") + tokenizer.encode(TURNS[1] + "\n"), model, max_tokens=12)
     assert said_by(conversation, TURNS[1]) == tokenizer.decode(want)
 
 
@@ -312,7 +312,7 @@ def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):
     second = started(trained, "--mtp")
     second.restore(load_messages(tmp_path / "chat.json"))
     prompt = tokenizer.encode(f"{TURNS[0]}\n{said}\n{TURNS[1]}\n")
-    assert said_by(second, TURNS[1]) == tokenizer.decode(plain(prompt, model, max_tokens=20))
+    assert said_by(second, TURNS[1]) == tokenizer.decode(plain(prompt, model, max_tokens=12))
 
 
 def test_a_file_that_cannot_be_loaded_changes_nothing(typed, prompts, tmp_path, capsys):

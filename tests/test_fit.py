@@ -97,9 +97,8 @@ def test_more_drafts_are_accepted_and_nothing_else_changes(folder, loaded, monke
     after, prompts = load(str(fitted))[0], [tokenizer.encode(text) for text in TEXTS]
     assert accepted(after, prompts) > accepted(before, prompts) + 0.1
     for prompt in prompts:
-        text = plain(prompt, before, max_tokens=24)
-        assert plain(prompt, after, max_tokens=24) == text
-        assert mtp(prompt, after, max_tokens=24, num_draft_tokens=3) == text
+        text = plain(prompt, before, max_tokens=12)
+        assert plain(prompt, after, max_tokens=12) == mtp(prompt, after, max_tokens=12, num_draft_tokens=3) == text
 
     assert (fitted / "model.safetensors").samefile(folder / "model" / "model.safetensors")
     assert (fitted / "model.safetensors").read_bytes() == weights
@@ -312,7 +311,7 @@ def test_training_goes_on_where_it_was_ended(tmp_path, is_compiled):
 
 def test_an_interrupt_keeps_the_best(tmp_path, capsys):
     model = frozen_model()
-    trained = train(tmp_path, model, end=8 + 3, error=KeyboardInterrupt)
+    trained = train(tmp_path, model, end=10 + 3, error=KeyboardInterrupt)  # two iterations after the best
     assert "Interrupted: the best head so far" in capsys.readouterr().out
     assert trained.losses[1] < trained.losses[0]
     assert 0 < trained.best_iters < 12
@@ -370,7 +369,7 @@ def test_better_means_by_more_than_the_uncertainty():
     rng = np.random.default_rng(0)
     drafted, before = np.full((40, 1), 50), rng.binomial(50, 0.6, (40, 1))
     noise = rng.integers(-4, 5, (40, 1))
-    noise -= noise.mean().round().astype(int)
+    noise[::2] += 1  # more drafts accepted by 1.3 standard errors
     assert not compare(TextCounts(drafted, before), TextCounts(drafted, before + noise)).is_better
     better = compare(TextCounts(drafted, before), TextCounts(drafted, np.minimum(before + 3, 50)))
     assert better.is_better

@@ -113,7 +113,7 @@ def test_copies_need_no_head(trained, options):
 
 @pytest.mark.parametrize(("prompt", "copies", "colour"), [(PROMPT, "off", "\033[32m"), (COPIED, 4, "\033[33m")])
 def test_drafts_are_coloured_in_a_terminal(trained, monkeypatch, capsys, prompt, copies, colour):
-    options = {"max_tokens": 30, "num_draft_tokens": 2, "copy_drafts": copies, "verbose": True}
+    options = {"max_tokens": 16, "num_draft_tokens": 2, "copy_drafts": copies, "verbose": True}
     for is_terminal, show_drafts in ((True, True), (False, True), (True, False)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
         text = mlx_mtp.generate(*trained, prompt, show_drafts=show_drafts, **options)
@@ -176,13 +176,13 @@ def test_every_flag_is_mlx_lms():
 
 
 def test_the_summary(capsys):
-    args = ("--prompt", PROMPT, "-m", 16)
+    args = ("--prompt", PROMPT, "-m", 10)
     status, out, _ = run(capsys, *args, "--mtp", "--num-draft-tokens", 3)
     text = out.split("==========")[1]
     rates = r"[\d.]+, [\d.]+, [\d.]+"
     lines = (
         r"Prompt: \d+ tokens, [\d.]+ tokens-per-sec",
-        r"Generation: 16 tokens, [\d.]+ tokens-per-sec",
+        r"Generation: 10 tokens, [\d.]+ tokens-per-sec",
         r"Peak memory: [\d.]+ GB",
         rf"Drafts: {rates} accepted by position, [\d.]+ tokens-per-step",
     )
@@ -197,7 +197,7 @@ def test_the_summary(capsys):
 
 
 def test_copies_in_the_summary(capsys):
-    args = ["--prompt", REPEATS, "-m", 24, "--ignore-chat-template"]
+    args = ["--prompt", REPEATS, "-m", 16, "--ignore-chat-template"]
     _, off, _ = run(capsys, *args, "--copy-drafts", "off")
     assert "Drafts" not in off
     copies = r"\d+ of \d+ copies accepted, [\d.]+ tokens-per-step"
@@ -214,7 +214,7 @@ def test_reads_the_prompt_from_stdin(capsys):
     assert piped == run(capsys, *flags, "--prompt", PROMPT)[1] != "\n"
 
 
-SAMPLED = ("--prompt", PROMPT, "-m", 16, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
+SAMPLED = ("--prompt", PROMPT, "-m", 10, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_a_drafter_drafts_as_the_models_own_head(capsys, tmp_path):
     drafter = shutil.copytree(folder := copied(tmp_path), tmp_path / "drafter")
     drop(drafter, lambda name: not name.startswith("mtp."))
     configure(drafter, model_type="qwen3_5_mtp")
-    args = ["--model", folder, "--prompt", "def f", "-m", 20, "--num-draft-tokens", 2, "--mtp"]
+    args = ["--model", folder, "--prompt", "def f", "-m", 12, "--num-draft-tokens", 2, "--mtp"]
     _, want, _ = run(capsys, *args)
     no_head(folder)
     assert run(capsys, *args)[0] == 2

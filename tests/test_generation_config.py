@@ -90,7 +90,7 @@ def test_the_chat_samples_as_advised(capsys, tmp_path):
 
     def said(*flags):
         """(the sampling that is told, the answer)"""
-        flags = ("--mtp", "-m", 20, "--num-draft-tokens", 2, *flags)
+        flags = ("--mtp", "-m", 10, "--num-draft-tokens", 2, *flags)
         _, out, _ = run_command(main, capsys, *flags, stdin="def read(path):")
         return out.partition("[INFO] Sampling: ")[2].partition(".\n")[0], out.partition(">> ")[2].partition("\n[")[0]
 

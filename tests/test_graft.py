@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.originals import head
 from mlx_mtp.checkpoint.originals.head import CHECK_TOKENS, FLOOR
 from mlx_mtp.convert import graft as grafting
@@ -79,10 +78,9 @@ def assert_indexed(folder):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
 
 
-def test_grafts_and_checks_the_demos_head(tmp_path, monkeypatch, capsys):
+def test_grafts_and_checks_a_head(bare, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(grafting, "CHECK_TOKENS", 8)
-    full, bare = converted(DEMO, tmp_path / "with"), converted(DEMO, tmp_path / "without", mtp=False)
-    assert_is(graft(DEMO, bare, tmp_path / "out", skip_check=False), full)
+    assert_is(graft(DENSE, bare, tmp_path / "out", skip_check=False), converted(DENSE, tmp_path / "with"))
     rate = re.search(r"Drafts accepted on built-in text: (\d+)%", capsys.readouterr().out)
     assert int(rate[1]) > 100 * FLOOR
 

@@ -317,11 +317,11 @@ def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the original with its own head, on the same text."""
     monkeypatch.setattr(loading, "measure_acceptance", head.measure_acceptance)
     monkeypatch.setattr(head, "PYTHON", head.PYTHON[:1])
-    hub.publish(ORIGINAL, mlx_mtp.DEMO)
-    bare = card(converted(mlx_mtp.DEMO, tmp_path / "bare", mtp=False), ORIGINAL)
+    hub.publish(ORIGINAL, DENSE)
+    bare = card(converted(DENSE, tmp_path / "bare", mtp=False), ORIGINAL)
     configure(bare, mlx_mtp=None)
     model = load(bare)
-    whole, tokenizer = mlx_mtp.load(str(mlx_mtp.DEMO))
+    whole, tokenizer = mlx_mtp.load(str(DENSE))
     assert model.fetched_head.acceptance(model.fingerprint()) == head.measure_acceptance(whole, tokenizer) > FLOOR
 
 
