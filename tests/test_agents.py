@@ -347,14 +347,11 @@ def test_response_says_what_was_asked(client):
     assert (answer.text.format.type, answer.metadata) == ("text", {})
 
 
-def test_responses_count_their_input_tokens(client):
+def test_responses_count_their_tokens(client):
     asked = {"model": "default_model", "input": "a " * 50, "instructions": "Be short.", "tools": RESPONSES_TOOLS}
     counted = client.responses.input_tokens.count(**asked)
     used = client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", used)
-
-
-def test_response_that_is_cut_is_incomplete(client):
     answer = response(client, "Yes, in every case.", max_output_tokens=3)
     assert (answer["status"], answer["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
 

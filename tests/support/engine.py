@@ -2,32 +2,16 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import mlx.core as mx
 
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
-from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.frontend import Frontend
-from mlx_mtp.server.request import Request
 
-
-class Saying:
-    """Makes the samplers of requests: ``chat_template_kwargs: {"say": TEXT}`` makes the model say that text."""
-
-    def __init__(self, admission: Admission):
-        self.models, self.make_sampler = admission.models, admission.make_sampler
-
-    def __call__(self, request: Request) -> Any:
-        text = (request.args.chat_template_kwargs or {}).get("say")
-        if text is None:
-            return self.make_sampler(request)
-        tokenizer = self.models.tokenizer
-        tokens = iter(tokenizer.encode(text, add_special_tokens=False))
-        return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
+from .scripted_server import choose
 
 
 @dataclass
@@ -51,7 +35,7 @@ class Engine:
     def __init__(self, *flags: str):
         options = check(make_parser().parse_args(flags))
         self.engine = make_engine(options, None)
-        self.engine.admission.make_sampler = Saying(self.engine.admission)
+        self.engine.admission.make_sampler = partial(choose, self.engine.admission)
         self.frontend = Frontend(options, self.engine)
         try:
             self.engine.loaded.result()
@@ -69,7 +53,7 @@ class Engine:
         self.engine.stop_and_join()
 
     def ask(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
-        """Answer a chat."""
+        """Answer a chat; the model says ``say``, where it is given."""
         return self.ask_all([(messages, say)], **body)[0]
 
     def ask_all(self, chats: list[tuple[list[dict[str, Any]], str | None]], **body: Any) -> list[Answered]:
