@@ -8,6 +8,7 @@ from typing import Any
 from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.frontend import Frontend
 
@@ -35,7 +36,7 @@ class Engine:
     def __init__(self, *flags: str):
         options = check(make_parser().parse_args(flags))
         self.engine = make_engine(options, None)
-        self.engine.admission.make_sampler = partial(choose, self.engine.admission)
+        self.engine.admission.make_sampler = partial(choose, self.engine.admission, make_sampler=Admission.make_sampler)
         self.frontend = Frontend(options, self.engine)
         try:
             self.engine.loaded.result()

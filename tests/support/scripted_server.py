@@ -37,7 +37,7 @@ class Say:
         return mx.array([next(self.tokens, self.end)])
 
 
-def choose(self, request):
+def choose(self, request, make_sampler=make_sampler):
     args, tokenizer = request.args, self.models.tokenizer
     if "say" in (args.chat_template_kwargs or {}):
         return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
