@@ -33,8 +33,9 @@ def make_head(shape):
     for layer in {id(x): x for x in (model.model.embed_tokens, model.output_layer)}.values():
         layer.weight = layer.weight.astype(mx.bfloat16)
     if "quantization" in shape:
-        is_used = lambda path, _: path.endswith(("embed_tokens", "lm_head"))  # noqa: E731
-        nn.quantize(model, **shape["quantization"], class_predicate=is_used)
+        nn.quantize(
+            model, **shape["quantization"], class_predicate=lambda p, _: p.endswith(("embed_tokens", "lm_head"))
+        )
     make_trainable(model.mtp, None, 0)
     return model
 

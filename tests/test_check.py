@@ -95,8 +95,10 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
 def test_exact_mode_excuses_no_difference(monkeypatch):
     model, _, _ = rounded_model(monkeypatch)
     options = dict(max_tokens=32, num_draft_tokens=3)
-    # As if exact mode did nothing
-    inexact = lambda *args, exact, **kwargs: mtp_generate_step(*args, **kwargs)  # noqa: E731
+
+    def inexact(*args, exact, **kwargs):  # as if exact mode did nothing
+        return mtp_generate_step(*args, **kwargs)
+
     monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", inexact)
     assert check(model, PROMPT, **options).passed
     result = check(model, PROMPT, exact=True, **options)

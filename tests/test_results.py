@@ -70,8 +70,8 @@ def test_precision_is_that_of_most_weights():
     model, _ = load(str(DATA / "dense"), mtp_bits=4, settings=False)
     assert results_file.describe_model(model)["head"] == "4-bit"
     assert results_file.describe_model(model)["backbone"] != "4-bit"
-    backbone = lambda path, m: "mtp." not in path and hasattr(m, "to_quantized")  # noqa: E731
-    nn.quantize(model, 32, 4, mode="mxfp4", class_predicate=backbone)
+    in_backbone = {"class_predicate": lambda path, m: "mtp." not in path and hasattr(m, "to_quantized")}
+    nn.quantize(model, 32, 4, mode="mxfp4", **in_backbone)
     assert results_file.describe_model(model)["backbone"] == "mxfp4"
     model, _ = load(str(DATA / "dense"), draft_vocab=16, draft_head_bits=8, settings=False)
     assert results_file.describe_model(model)["draft_lm_head"].endswith("rows, 8-bit")
