@@ -255,7 +255,7 @@ def test_p_min_stops_drafting(sampler):
     for p_min in (0.0, 0.9, 1.0):
         counts = DraftCounts()
         mx.random.seed(1)
-        options = dict(max_tokens=16, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        options = dict(max_tokens=25, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
         runs.append((mtp(PROMPT, model, **options), sum(counts.drafted), sum(counts.accepted)))
     tokens, drafted, accepted = zip(*runs)
     assert tokens[0] == tokens[1] == tokens[2]
