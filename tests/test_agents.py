@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from mlx_mtp.server.api import messages, responses
-from mlx_mtp.server.api.conversation import fold_roles
-from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.api.template_messages import fold_roles
+from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render

@@ -12,7 +12,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
-from mlx_mtp.server import arguments
+from mlx_mtp.server import command_line
 from mlx_mtp.server.engine import provider
 from tests.support.commands import refusal
 
@@ -123,7 +123,7 @@ def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
     monkeypatch.setattr(module, "load", load)
     if name == "server":
         models = provider.ModelProvider(
-            arguments.check(PARSERS[name].parse_args(["--mtp", "org/head", "--model", "m"]))
+            command_line.check(PARSERS[name].parse_args(["--mtp", "org/head", "--model", "m"]))
         )
         with pytest.raises(ValueError, match="enough"):
             models.load(models.default)
@@ -137,7 +137,7 @@ def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
 def test_a_head_of_its_own_is_of_one_model():
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
         with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
-            arguments.check(PARSERS["server"].parse_args(["--mtp", "org/head", *more]))
+            command_line.check(PARSERS["server"].parse_args(["--mtp", "org/head", *more]))
 
 
 # Tables

@@ -17,8 +17,8 @@ from huggingface_hub import ModelCard
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_mtp
-from mlx_mtp.checkpoint.originals import head
-from mlx_mtp.checkpoint.originals.head import measure_acceptance
+from mlx_mtp.checkpoint.originals import fetched_head
+from mlx_mtp.checkpoint.originals.fetched_head import measure_acceptance
 from mlx_mtp.checkpoint.storage.hub import fetch
 from mlx_mtp.convert import card, conversion, convert
 from mlx_mtp.convert.__main__ import main, make_parser
@@ -343,7 +343,7 @@ def test_ignores_an_unreadable_card(tmp_path, caplog):
 
 def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(conversion, "COST_TOKENS", 12)
-    monkeypatch.setattr(head, "PYTHON", head.PYTHON[1:2])
+    monkeypatch.setattr(fetched_head, "PYTHON", fetched_head.PYTHON[1:2])
     out = converted(DENSE, tmp_path / "out", mtp_bits=2, mtp_group_size=32)
     few, full = (measure_acceptance(*mlx_mtp.load(str(path)), 12) for path in (out, DENSE))
     assert few != full

@@ -19,9 +19,9 @@ import mlx_mtp
 from mlx_mtp.__main__ import main
 from mlx_mtp.checkpoint import catalog
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.originals import find, head
+from mlx_mtp.checkpoint.originals import fetched_head, find
+from mlx_mtp.checkpoint.originals.fetched_head import FLOOR, fetch_missing_head, fetched_heads, remove
 from mlx_mtp.checkpoint.originals.find import MAX_STEPS
-from mlx_mtp.checkpoint.originals.head import FLOOR, fetch_missing_head, fetched_heads, remove
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.server.request import ApiError
@@ -315,14 +315,16 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
 
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the original with its own head, on the same text."""
-    monkeypatch.setattr(loading, "measure_acceptance", head.measure_acceptance)
-    monkeypatch.setattr(head, "PYTHON", head.PYTHON[:1])
+    monkeypatch.setattr(loading, "measure_acceptance", fetched_head.measure_acceptance)
+    monkeypatch.setattr(fetched_head, "PYTHON", fetched_head.PYTHON[:1])
     hub.publish(ORIGINAL, DENSE)
     bare = card(converted(DENSE, tmp_path / "bare", mtp=False), ORIGINAL)
     configure(bare, mlx_mtp=None)
     model = load(bare)
     whole, tokenizer = mlx_mtp.load(str(DENSE))
-    assert model.fetched_head.acceptance(model.fingerprint()) == head.measure_acceptance(whole, tokenizer) > FLOOR
+    assert (
+        model.fetched_head.acceptance(model.fingerprint()) == fetched_head.measure_acceptance(whole, tokenizer) > FLOOR
+    )
 
 
 # The vision tower

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.__main__ import make_engine
-from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.frontend import Frontend
 from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.http.app import make_app

@@ -16,7 +16,7 @@ from mlx_mtp.images import prompt
 from mlx_mtp.images.open import open_image
 from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.vision import Vision
-from mlx_mtp.server.arguments import make_parser
+from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.engine import fetch_images as images
 from mlx_mtp.server.engine.fetch_images import fetch

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES
-from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.http import bodies, connections
 from mlx_mtp.server.http.app import APIS, make_app

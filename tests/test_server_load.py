@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp.memory.needs import sizes_of
-from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine.admission import Admission

@@ -19,7 +19,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.clients import EVERY, Changes, SharedClients
 from mlx_mtp.server.request import Client, Request
 from tests.support import checkpoints

@@ -10,7 +10,7 @@ from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
 from mlx_mtp.prompt_store.shared_folder import SharedFolder
-from mlx_mtp.server.arguments import check, make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import stores as caches
 from mlx_mtp.server.engine.stores import Stores
 from mlx_mtp.server.request import Prompt

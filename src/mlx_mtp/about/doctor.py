@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..checkpoint.originals.head import FLOOR, fetched_heads, measure_acceptance
+from ..checkpoint.originals.fetched_head import FLOOR, fetched_heads, measure_acceptance
 from ..checkpoint.storage.hub import cached_repositories
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP

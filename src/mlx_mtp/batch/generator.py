@@ -23,8 +23,8 @@ from ..decoding.loop import make_step
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Step, Token
-from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
-from ..pacing.prefill import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
+from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
+from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
 from .insert import Defaults, check_count, check_entries
 from .prompts import Prompts

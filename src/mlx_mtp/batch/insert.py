@@ -16,7 +16,7 @@ from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..drafts.options import CopyDrafts, DraftOptions, NumDraftTokens, resolve
+from ..drafts.draft_options import CopyDrafts, DraftOptions, NumDraftTokens, resolve
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 
 

@@ -13,7 +13,7 @@ from ..caches.single import KVOptions, SingleCache
 from ..decoding.prefill import prefill_chunk
 from ..decoding.sequence import Sequence
 from ..models.protocol import MTPModel
-from ..pacing.prefill import PrefillBudget
+from ..pacing.prefill_budget import PrefillBudget
 from .responses import PromptResponse
 
 

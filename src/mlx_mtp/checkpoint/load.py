@@ -32,8 +32,8 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .originals.head import FLOOR, FetchedHead, fetch_missing_head, measure_acceptance
-from .originals.tower import fetch_tower
+from .originals.fetched_head import FLOOR, FetchedHead, fetch_missing_head, measure_acceptance
+from .originals.fetched_tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .settings import read as read_settings

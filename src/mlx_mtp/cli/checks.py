@@ -12,9 +12,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from mlx_lm.models.cache import QuantizedKVCache
 
-from ..caches.checks import BITS, GROUP_SIZES
+from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.generation_config import RANGES
-from ..drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
+from ..drafts.draft_options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from ..files import check_source, make_folder
 from ..images.open import size_of
 from .arguments import asks_for_drafts

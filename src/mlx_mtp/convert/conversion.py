@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.config import Config, read_json
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.originals.head import measure_acceptance
+from ..checkpoint.originals.fetched_head import measure_acceptance
 from ..checkpoint.storage.hub import commit_of, fetch
 from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
 from ..files import check_folder

@@ -11,7 +11,7 @@ from ..checkpoint.config import Config, check_config, first_difference, skeleton
 from ..checkpoint.head_formats import check_head, load_tensors
 from ..checkpoint.load import load
 from ..checkpoint.originals.fetch import copy_tensors
-from ..checkpoint.originals.head import CHECK_TOKENS, FLOOR, is_quantized, measure_acceptance
+from ..checkpoint.originals.fetched_head import CHECK_TOKENS, FLOOR, is_quantized, measure_acceptance
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import atomic_directory, check_new, naming, write_config, write_weights
 from ..checkpoint.storage.reader import CheckpointReader

@@ -35,7 +35,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..caches.single import KVOptions
-from ..drafts.options import CopyDrafts, NumDraftTokens, check_model, resolve
+from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
 from ..layers.passes import not_compiled
 from .counts import DraftCounts
 from .decoder import Decoder

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
-from ..drafts.options import DraftOptions
+from ..drafts.draft_options import DraftOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.rates import Rates

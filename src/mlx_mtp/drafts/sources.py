@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
 from ..text.grammar import ForcedTokens, Grammar
-from .options import DraftOptions
+from .draft_options import DraftOptions
 from .prompt_lookup import PromptLookup
 
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from ..checkpoint.config import read_config, read_json
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.load import load
-from ..checkpoint.originals.head import fetch_missing_head
+from ..checkpoint.originals.fetched_head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import check_new
 from ..cli.checks import check_limits

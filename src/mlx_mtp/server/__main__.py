@@ -18,11 +18,11 @@ from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
-from ..drafts.options import asks_for_copies
+from ..drafts.draft_options import asks_for_copies
 from ..memory.account import Account
 from ..memory.needs import size
-from .arguments import check, check_model, make_parser
 from .client_settings import CLIENTS, connection_to
+from .command_line import check, check_model, make_parser
 from .engine.admission import Admission
 from .engine.clients import Clients, SharedClients
 from .engine.engine import Engine

@@ -17,8 +17,8 @@ from ..engine.delta import Delta
 from ..request import ApiError, Request
 from ..thinking import Effort
 from .body import Part, Short, at_most, read
-from .conversation import Images, arguments_of, make_request, unsupported
 from .openai import Choice, OpenAIBody, OpenAIWriter, TopLogprobs, logprob_of
+from .template_messages import Images, arguments_of, make_request, unsupported
 
 
 class ImageUrl(Part):

@@ -20,7 +20,7 @@ from ..structured_output import from_response_format
 from ..thinking import Effort, Thinking
 from . import refused
 from .body import Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
+from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it

@@ -26,8 +26,8 @@ from ..structured_output import from_response_format
 from ..thinking import Effort
 from . import refused
 from .body import Body, Part, Positive, Short, read
-from .conversation import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .openai import TopLogprobs, logprob_of
+from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
