@@ -97,6 +97,15 @@ def test_graft_equals_a_conversion_with_the_head(pair, tmp_path):
     assert_is(converted(out, tmp_path / "again"), full)
 
 
+def test_the_index_does_not_count_a_replaced_head(pair, tmp_path):
+    """The file that has the old head is linked whole."""
+    source, full, _ = pair
+    out = graft(source, full, tmp_path / "out")
+    index = json.loads((out / INDEX).read_text())
+    named = {name: mx.load(str(out / file))[name] for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in named.values())
+
+
 def test_downloads_only_the_heads_bytes(pair, tmp_path, hub):
     source, full, bare = pair
     commit, shards = hub.publish(name := f"org/{source.name}", source), list(source.glob("*.safetensors"))

@@ -15,7 +15,7 @@ from ...layers.mtp import split_head
 from ..config import Config, text_config_of
 from ..head_formats import EXTRA_TENSORS, load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import CheckpointReader
+from .reader import CheckpointReader, n_bytes
 from .tensors import INDEX_FILE
 
 
@@ -140,8 +140,11 @@ def write_weights(
             save(folder / file, tensors)
             weight_map.update(dict.fromkeys(tensors, file))
     _link_files(receiver.folder, folder, receiver.head_file if head else None)
-    metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
+    index = receiver.read_json(INDEX_FILE) if INDEX_FILE in receiver.files else {}
+    metadata = index.get("metadata", {})
     if "total_size" in metadata:
+        old = split_head({name: name for name in index["weight_map"]})[1].values() if head else []
+        metadata["total_size"] -= sum(map(n_bytes, receiver.tensors(old).values()))
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)
