@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from mlx_mtp import make_prompt_cache
+from mlx_mtp import BatchGenerator, make_prompt_cache
 from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.sequence import without_images
 from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
+from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
 from tests.support.profiles import LONG
@@ -174,6 +175,9 @@ def test_a_model_without_a_head(family):
     assert sum(counts.copied) > 0
     rest = plain([*REPEATS, *truth, 7], model, max_tokens=9)
     assert mtp([7], model, max_tokens=9, copy_drafts="auto", prompt_cache=prompt_cache) == rest
+    generator = BatchGenerator(model, num_draft_tokens=0, copy_drafts="auto")
+    generator.insert([REPEATS, [7, 8]], max_tokens=[30, 6])  # the second one leaves the first alone
+    assert [text.tokens for text in run(generator).values()] == [truth, plain([7, 8], model, max_tokens=6)]
     for options, message in [
         ({}, "no MTP head"),
         (dict(copy_drafts="off"), "no MTP head"),
