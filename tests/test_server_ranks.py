@@ -157,9 +157,9 @@ def test_a_restart(tmp_path, checkpoint, alone, flags):
     for i in range(3):
         if i == 2:
             with sqlite3.connect(tmp_path / "prompts" / "index.sqlite") as db:
-                keys = db.execute("SELECT model FROM pieces GROUP BY model ORDER BY MAX(id)").fetchall()
+                keys = db.execute("SELECT model FROM files GROUP BY model ORDER BY MAX(id)").fetchall()
                 assert len(keys) == 2
-                db.execute("DELETE FROM pieces WHERE model = ?", keys[0])
+                db.execute("DELETE FROM files WHERE model = ?", keys[0])
             db.close()
         with serve(tmp_path / "log", *flags, ranks=2) as s:
             assert text_from(s, LONG) == alone(LONG)

@@ -156,7 +156,7 @@ def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
     assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
     lines = show(measured).splitlines()
     assert all(line.startswith(str(m.settings)) for line, m in zip(lines[1:], measured))
-    assert lines[-1] == f"Recommended: {recommend(measured).settings}"
+    assert f"Recommended: {recommend(measured).settings}" in lines[-2:]  # a line may say why faster ones are not
 
 
 @pytest.mark.parametrize("best", [OFF, Settings("auto", draft_vocab=512, seconds={0: 0.1, 1: 0.2})], ids=str)
