@@ -134,17 +134,16 @@ def write_weights(
     """Write a head and a vision tower beside links to the receiver's files, and an index of all. Either may be empty."""
     assert receiver.folder is not None
     tower = tower or {}
-    weight_map = dict(split_head(receiver.weight_map)[0] if head else receiver.weight_map)
+    linked = split_head(receiver.weight_map)[0] if head else receiver.weight_map
+    weight_map = dict(linked)
     for file, tensors in ((HEAD_FILE, head), (TOWER_FILE, tower)):
         if tensors:
             save(folder / file, tensors)
             weight_map.update(dict.fromkeys(tensors, file))
     _link_files(receiver.folder, folder, receiver.head_file if head else None)
-    index = receiver.read_json(INDEX_FILE) if INDEX_FILE in receiver.files else {}
-    metadata = index.get("metadata", {})
+    metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
-        old = split_head({name: name for name in index["weight_map"]})[1].values() if head else []
-        metadata["total_size"] -= sum(map(n_bytes, receiver.tensors(old).values()))
+        metadata["total_size"] = sum(map(n_bytes, receiver.tensors(linked).values()))
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)
