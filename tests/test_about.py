@@ -29,7 +29,8 @@ def test_every_command_is_a_module_with_a_parser_and_a_help(name, capsys):
 def test_help_lists_the_commands(capsys):
     _, out, _ = run_command(main, capsys)
     assert all(f"  {name} " in out for name in COMMANDS)
-    assert run_command(main, capsys, "--help") == (0, out, "")
+    assert run_command(main, capsys, "--help") == run_command(main, capsys, "help") == (0, out, "")
+    assert run_command(main, capsys, "help", "demo") == run_command(main, capsys, "demo", "--help")
     assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
 
 
@@ -37,6 +38,7 @@ def test_an_unknown_command_or_shell_is_one_line(capsys):
     for argv, message in (
         (["genrate"], "There is no command genrate: did you mean generate?"),
         (["xyz"], "There is no command xyz: choose from demo, generate,"),
+        (["--model", "x", "generate"], "The command comes first: mlx_mtp generate --model ..."),
         (["--print-completion", "cmd"], "--print-completion takes a shell: bash, "),
     ):
         assert refusal(main, capsys, *argv).startswith(f"mlx_mtp: error: {message}")

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.__main__ import COMMANDS
+from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.checkpoint.storage.output import naming
 from mlx_mtp.cli.errors import one_line_errors, sentence
+from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.files import check_target
-from tests.support.commands import run_command
+from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
 
 
@@ -83,6 +84,9 @@ def test_a_value_of_the_wrong_type_is_named(capsys, command, flags, message):
         ("convert", "--mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
         ("benchmark", "--zzz 3", "--zzz 3"),
         ("generate", "--repeat 3", "--repeat 3"),
+        ("generate", "--temperature 0.7", "--temperature 0.7: did you mean --temp?"),
+        ("demo", "--temperature 0.7", "--temperature 0.7"),
+        ("server", "--max-new-tokens=9 --mpt", "--max-new-tokens=9 --mpt: did you mean --max-tokens --mtp?"),
         ("fit", "--model m --mlx-path o --mtp", "--mtp"),
         ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
     ],
@@ -91,6 +95,27 @@ def test_an_unknown_flag_is_asked_about(capsys, command, flags, message):
     status, err = run(capsys, command, *flags.split())
     assert status == 2
     assert err.endswith(f": error: unrecognized arguments: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", ["Why is it so?"], "'Why is it so?' is not a flag: give the prompt with --prompt 'Why is it so?'"),
+        ("server", ["qwen3.5-4b"], "'qwen3.5-4b' is not a flag: give the model with --model qwen3.5-4b"),
+        ("chat", ["--ctx", "8192"], "There is no --ctx: a context grows with the text"),
+        ("server", ["--max-model-len=8192"], "There is no --max-model-len: a context grows with the text"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_explained(capsys, command, flags, message):
+    status, err = run(capsys, command, *flags)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith(f"mlx_mtp {command}: error: {message}")
+
+
+def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
+    for name, instead in REMOVED.items():
+        argv = ["generate", name] if name.startswith("--") else [name]
+        assert refusal(main, capsys, *argv).endswith(f": error: {name} was removed: {instead}\n")
 
 
 def no_permission():

@@ -9,6 +9,7 @@ from typing import NoReturn
 import shtab
 
 from ._version import __version__
+from .cli.parser import REMOVED
 
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
@@ -39,7 +40,9 @@ HELP = "\n".join(
 
 def main() -> None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    if command in ("", "-h", "--help"):
+    if command == "help" and len(sys.argv) > 1:
+        command, sys.argv[1:] = sys.argv[1], ["--help"]
+    if command in ("", "-h", "--help", "help"):
         print(HELP)
     elif command == "--version":
         print(f"mlx_mtp {__version__}")
@@ -47,6 +50,11 @@ def main() -> None:
         print_completion(sys.argv[1] if len(sys.argv) > 1 else "")
     elif command in COMMANDS:
         import_module(COMMANDS[command][0]).main()
+    elif command in REMOVED:
+        fail(f"{command} was removed: {REMOVED[command]}")
+    elif command.startswith("-"):
+        after = next((word for word in sys.argv[1:] if word in COMMANDS), "COMMAND")
+        fail(f"The command comes first: mlx_mtp {after} {command} ...")
     else:
         near = get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."

@@ -1,8 +1,9 @@
 """The parsers of the commands: groups of flags, defaults in the help, and suggestions for unknown flags."""
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from mlx_lm.utils import _parse_size
@@ -49,6 +50,24 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
     ),
     "machines": ("pipeline",),
 }  # fmt: skip
+
+# Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
+REMOVED: dict[str, str] = {}
+# Flags of other programs, and the flag of the same use.
+SAME_USE = {
+    "--temperature": "--temp",
+    "--max-new-tokens": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--num-predict": "--max-tokens",
+    "--model-path": "--model",
+    "--system": "--system-prompt",
+    "--system-message": "--system-prompt",
+    "--speculative-config": "--mtp",
+    "--num-speculative-tokens": "--num-draft-tokens",
+    "--draft-max": "--num-draft-tokens",
+}
+# Flags of other programs for the size of the context, which has no limit here but the memory.
+CONTEXT = ("--ctx", "--ctx-size", "--n-ctx", "--num-ctx", "--context-size", "--context-length", "--max-model-len")
 
 
 class Given(argparse.Action):
@@ -97,23 +116,40 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ValueError: The value of a flag is empty.
+        ValueError: A flag is unknown, or its value is empty.
     """
     args, unknown = parser.parse_known_args()
     if unknown:
-        similar = _similar(unknown, parser._option_string_actions)
-        question = f": did you mean {' '.join(similar)}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
+        raise ValueError(_explain(unknown, parser._option_string_actions))
     for name, value in vars(args).items():
         if name not in TEXTS and "" in (value if isinstance(value, list) else [value]):
             raise ValueError(f"{flag_of(name)} is empty: give it a value, or leave it out.")
     return args
 
 
-def _similar(unknown: Sequence[str], flags: Iterable[str]) -> list[str]:
-    """The flag that is most similar to an unknown one, if any."""
+def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
+    """The error for unknown words on the command line: the flag that is meant, if it is known."""
     words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    return [match for word in words for match in difflib.get_close_matches(word, flags, n=1, cutoff=0.75)]
+    for word in words:
+        if word in REMOVED:
+            return f"{word} was removed: {REMOVED[word]}"
+        if word in CONTEXT and "--context" not in flags:
+            return (
+                f"There is no {word}: a context grows with the text, up to the model's own limit. --max-tokens limits the "
+                "answer, and --max-memory the memory."
+            )
+    if not unknown[0].startswith("-") and (flag := next((f for f in ("--prompt", "--model") if f in flags), None)):
+        what = flag.removeprefix("--")
+        return f"{unknown[0]!r} is not a flag: give the {what} with {flag} {shlex.quote(unknown[0])}"
+    meant = [m for word in words for m in _meant(word, flags)]
+    question = f": did you mean {' '.join(meant)}?" if meant else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{question}"
+
+
+def _meant(word: str, flags: Collection[str]) -> list[str]:
+    """The flag of the same use, or the most similar one, if any."""
+    same = SAME_USE.get(word, word)
+    return [same] if same in flags else get_close_matches(word, flags, n=1, cutoff=0.75)
 
 
 def number_or(*words: str) -> Callable[[str], str | int]:
