@@ -36,6 +36,7 @@ def test_refuses_options_out_of_range():
     cases = [
         *((use, {name: value}, message) for use in ("alone", "batch") for name, value, message in OUT_OF_RANGE),
         *(("batch", {name: n}, f"{name} {POSITIVE} {n}.") for name in numbers for n in (0, -1, 2.5, None)),
+        *((use, dict(max_kv_size=64), "max_kv_size is not supported: the caches of") for use in ("alone", "batch")),
         ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence
         *(("insert", {name: [2, value]}, message) for name, value, message in OUT_OF_RANGE),
         *(

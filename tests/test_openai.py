@@ -99,6 +99,9 @@ def test_chat_logprobs_are_those_of_the_content(client):
     assert told == streamed.logprobs.content
     assert len(deltas) > 1
     assert whole.message.content == "I add, naïve 日本."
+    for say in (" os", "os", "  os"):  # the first space is kept in both
+        spaced = client.chat.completions.create(**CHAT, logprobs=True, extra_body=said(say)).choices[0]
+        assert spaced.message.content == "".join(t.token for t in spaced.logprobs.content) == say
     # One token has the full stop and the template's breaks.
     assert b"".join(bytes(t.bytes) for t in told).decode().removesuffix("\n\n") == whole.message.content
     for t in told:
@@ -251,6 +254,31 @@ def test_calls_are_not_continued(client):
     options = dict(model="default_model", extra_body=said("Hm.</think>Yes.", True))
     message = client.chat.completions.create(messages=messages, **options).choices[0].message
     assert (message.reasoning, message.content) == ("Hm.", "Yes.")
+
+
+def test_llama_cpps_and_vllms_fields(writer, trained):
+    """n_predict, json_schema, ignore_eos, min_tokens and stop_token_ids."""
+    tokenizer = trained[1]
+    text = {**TEXT, "max_tokens": 60, "prompt": "import os\n"}
+    whole = writer.completions.create(**text, logprobs=0).choices[0]
+    n = len(whole.logprobs.tokens)
+    said = writer.completions.create(**{**text, "max_tokens": None}, extra_body={"n_predict": 5})
+    assert said.usage.completion_tokens == 5
+    piece = whole.logprobs.tokens[4]
+    (stop,) = tokenizer.encode(piece, add_special_tokens=False)
+    first = whole.logprobs.tokens.index(piece)
+    for body, n_stop in (({}, first), ({"min_tokens": 20}, None)):
+        answer = writer.completions.create(**text, extra_body={"stop_token_ids": [stop], **body})
+        assert (answer.choices[0].text == "".join(whole.logprobs.tokens[:first])) == (n_stop is not None)
+        assert answer.usage.completion_tokens >= (20 if n_stop is None else n_stop)
+    biased = {"logit_bias": {str(tokenizer.eos_token_id): 50}, "max_tokens": 9}  # the text ends at once
+    for body, n_tokens in (({}, 1), ({"min_tokens": 4}, 5), ({"ignore_eos": True}, 9)):
+        answer = writer.completions.create(**{**text, **biased}, extra_body=body)
+        assert answer.usage.completion_tokens == n_tokens, body
+    assert n > first
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    answer = writer.chat.completions.create(**CHAT, max_tokens=60, extra_body={"json_schema": schema})
+    assert json.loads(answer.choices[0].message.content) == {"a": 7}
 
 
 def test_a_schema_inside_json_object(writer):

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.engine.encode import BoundedTokenizer
+from mlx_mtp.server.http.app import APIS
 from mlx_mtp.server.http.bodies import MAX_BODY, parse_json
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
@@ -60,6 +61,7 @@ def schema(schema) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", **schema}}
 
 
+FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
 NOT_OF_CLIENTS = "padding", "max_length", "return_tensors", "tokenize", "tools", "documents", "messages", "self"
 INVALID = {
     TEXT: dict(
@@ -87,6 +89,14 @@ INVALID = {
         stop=[5, [5], ["a"] * 1000],
         adapters=["/etc"],
         draft_model=["/etc/passwd", "org/name"],
+        min_tokens=[-1, "a", 2**32],
+        ignore_eos=[1],
+        stop_token_ids=[5, [-1], ["a"], [1] * 65],
+        n_predict=[0, -2, "a"],
+        allowed_token_ids=[[1]],
+        prompt_logprobs=[0],
+        bad_words=[["a"]],
+        json_schema=["a", {"type": "person"}],
         response_format=[{"type": "xml"}, schema({}), schema({"schema": {"type": "person"}})]
         + [{"type": "json_object", "schema": "a"}],
         guided_regex=["(a"],
@@ -132,9 +142,42 @@ def test_rejects_invalid_fields(server, path, field):
         assert_error(server.request(path, body), 400, field, of=str(value)[:100])
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (TEXT, dict(prompt=""), "prompt: String should have at least 1 character"),
+        (TEXT, dict(prompt=[]), "prompt: List should have at least 1 item"),
+        (TEXT, dict(prompt=["a"] * 129), "prompt: Value should have at most 128 items"),
+        (TEXT, dict(prompt=["a", ""]), "prompt[1]: String should have at least 1 character"),
+        (TEXT, dict(prompt="a", stop=["a"] * 65), "stop: List should have at most 64 items"),
+        ("/v1/responses", dict(input=[]), "input: List should have at least 1 item"),
+        (
+            CHAT,
+            dict(messages=user([{"type": "text", "text": 5}])),
+            "messages[0].content[0].text: Input should be a valid string",
+        ),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_the_reason_of_a_field_of_several_types(path, body, reason):
+    """That of the type that was sent."""
+    with pytest.raises(ApiError) as e:
+        APIS[path].read_request(body, FLAGS)
+    assert e.value.message.startswith(reason)
+
+
+def test_a_message_of_the_user_is_not_continued():
+    """A client may ask for what the server does, and no more."""
+    assistant = {"role": "assistant", "content": "The answer is"}
+    assert read(messages=[*ASK["messages"], assistant], continue_final_message=True).goes_on
+    for messages in (ASK["messages"], [*ASK["messages"], {**assistant, "content": ""}]):
+        with pytest.raises(ApiError, match="continue_final_message requires") as e:
+            read(messages=messages, continue_final_message=True)
+        assert e.value.param == "continue_final_message"
+
+
 def read(**body):
-    flags = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
-    return chat_completions.read_request(parse_json(json.dumps({**ASK, **body}).encode()), flags)[1]
+    return chat_completions.read_request(parse_json(json.dumps({**ASK, **body}).encode()), FLAGS)[1]
 
 
 def test_accepts_fields_that_change_nothing():

@@ -61,6 +61,7 @@ class BatchGenerator:
           reduces the number of tokens that are prefilled between two steps. Default: ``0.5``.
         min_decode_share (float): The share of the time that steps get while prompts are prefilled, from 0 to below 1.
           Default: ``0.33``.
+        max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
         kv (KVOptions): The quantization of keys and values; sequences then generate one after the other. Default: none.
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
@@ -85,10 +86,13 @@ class BatchGenerator:
         prefill_step_size: int = 2048,
         max_token_gap: float = MAX_TOKEN_GAP,
         min_decode_share: float = MIN_DECODE_SHARE,
+        max_kv_size: int | None = None,
         return_prompt_caches: bool = True,
         kv: KVOptions = KVOptions(),  # noqa: B008
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
+        if max_kv_size is not None:
+            raise ValueError("max_kv_size is not supported: the caches of these models do not rotate.")
         self.model: Any = check_model(model, num_draft_tokens, copy_drafts)
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
         if kv.kv_bits is not None:

@@ -115,6 +115,8 @@ class Request:
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
     goes_on: bool = False  # whether the answer continues a text in the middle of a line
+    min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
+    stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
     param: str = "messages"  # the field of the body with the prompt
     number: int = field(default_factory=numbers.__next__)

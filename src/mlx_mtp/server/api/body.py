@@ -29,6 +29,7 @@ from ..thinking import Effort, Thinking
 from . import refused
 
 MAX_BIASES = 10_000  # entries of logit_bias
+NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
 
 def at_most(n: int) -> BeforeValidator:
@@ -48,6 +49,7 @@ Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Short | Annotated[list[Short], Field(max_length=64)]
+TokenId = Annotated[int, Ge(0), Le(2**31)]
 Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = (
@@ -104,7 +106,11 @@ class Body(Part):
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
     logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None
+    min_tokens: Natural = 0  # vLLM's
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
+    continue_final_message: bool = False
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], at_most(32)] | None = None
@@ -142,6 +148,11 @@ class Body(Part):
         """
         n_drafts = flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
+        request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
+        request.stop_token_ids = self.stop_token_ids
+        if request.min_tokens > 0 and request.structured_output is not None:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)
         request.args = stock.GenerationArguments(
             model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
             sampling=self._fields_of(stock.SamplingArguments),
@@ -177,7 +188,8 @@ def read(kind: type[B], body: Json) -> B:
         return kind.model_validate(body)
     except ValidationError as e:
         errors = e.errors(include_url=False, include_context=False, include_input=False)
-        error = max(errors, key=lambda error: len(error["loc"]))
+        # In a field of several types, the reason is that of the type that was sent.
+        error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
         names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
         where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
         param = str(error["loc"][0]) if error["loc"] else None

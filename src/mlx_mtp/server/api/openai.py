@@ -5,13 +5,14 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
 from ...text.schema import Json
 from ..engine.delta import Delta, Likely
+from ..engine.encode import NO_LIMIT
 from ..request import ApiError, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import refused
@@ -40,9 +41,11 @@ class OpenAIBody(Body):
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
+    n_predict: Literal[-1] | Positive | None = None  # llama.cpp's; -1: no limit
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
     stop: Stop | None = None
     response_format: Any = None
+    json_schema: Json | None = None  # llama.cpp's
     guided_json: Json | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -54,13 +57,21 @@ class OpenAIBody(Body):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        guided = {"json_schema": self.guided_json, "regex": self.guided_regex, "lark": self.guided_grammar}
-        names = "guided_json", "guided_regex", "guided_grammar"
-        outputs = [StructuredOutput(name, {kind: g}) for name, (kind, g) in zip(names, guided.items()) if g is not None]
+        names = {
+            "json_schema": "json_schema",
+            "guided_json": "json_schema",
+            "guided_regex": "regex",
+            "guided_grammar": "lark",
+        }
+        guided = [
+            (name, {kind: getattr(self, name)}) for name, kind in names.items() if getattr(self, name) is not None
+        ]
+        outputs = [StructuredOutput(name, grammar) for name, grammar in guided]
         return only_one(*outputs, from_response_format(self.response_format, "response_format"))
 
     def set_openai_arguments(self, request: Request, flags: Any) -> None:
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        limits = self.max_completion_tokens, self.max_tokens, NO_LIMIT if self.n_predict == -1 else self.n_predict
+        max_tokens = next((limit for limit in limits if limit is not None), None)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         request.n = self.n
         self.set_arguments(request, flags, max_tokens, stop)

@@ -16,7 +16,9 @@ ALL: Refused = {
     "structured_outputs": ([{}], OUTPUTS),
     "guided_choice": ([[]], OUTPUTS),
     "grammar": ([""], OUTPUTS),
-    "continue_final_message": ([False], "a last message of the assistant is continued without it"),
+    "allowed_token_ids": ([[]], "send logit_bias"),
+    "bad_words": ([[]], "send logit_bias"),
+    "prompt_logprobs": ([], "only the tokens of an answer have log probabilities"),
 }
 # /v1/chat/completions and /v1/completions.
 OPENAI: Refused = {
@@ -28,6 +30,7 @@ COMPLETIONS: Refused = {
     **OPENAI,
     "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
     "echo": ([False], "put the prompt before the text yourself"),
+    "continue_final_message": ([False], "a text is continued without it"),
     "suffix": ([""], "write the model's own fill-in-the-middle tokens into the prompt"),
     "best_of": ([1], "send n, and choose"),
     "top_logprobs": ([], "send logprobs, a number"),
@@ -40,7 +43,8 @@ COMPLETIONS: Refused = {
 OF_OPENAI: Refused = {
     "n": ([1], "send one request for each answer"),
     "response_format": ([{"type": "text"}], OUTPUTS),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
+    **dict.fromkeys(("json_schema", "guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
+    "n_predict": ([-1], "send the API's own limit of tokens"),
 }
 RESPONSES: Refused = {
     **ALL,

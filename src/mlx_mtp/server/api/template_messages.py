@@ -67,6 +67,9 @@ def make_request(
     messages = fold_roles(messages)
     output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
     continues = goes_on(messages)
+    if body.continue_final_message and not continues:
+        message = "continue_final_message requires a last message of the assistant, with text and without calls."
+        raise ApiError(400, message, param="continue_final_message")
     if continues and output is not None and output.is_required:
         message = f"{output.param} cannot be combined with a last message of the assistant, which the answer continues."
         raise ApiError(400, message, param=output.param)

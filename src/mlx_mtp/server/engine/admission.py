@@ -3,10 +3,11 @@
 import gc
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import make_stop_sequences
+from mlx_lm.generate import StopSequences, make_stop_sequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -143,9 +144,8 @@ class Admission:
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer
-        if request.goes_on:  # keep a space at the beginning of the answer
-            request.detokenizer.add_token(prompt.tokens[-1])
-            request.detokenizer.last_segment  # noqa: B018 (drop the text of the prompt)
+        request.detokenizer.add_token(tokenizer.eos_token_id)  # only a space at the beginning of a text is dropped
+        request.detokenizer.last_segment  # noqa: B018 (drop the token's own text)
         request.pieces = Pieces(tokenizer) if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
@@ -162,7 +162,7 @@ class Admission:
             all_tokens=[prompt.tokens[:n_cached]],
             samplers=[self.make_sampler(request)],
             logits_processors=[_make_processors(tokenizer, request, prompt)],
-            stop_sequences=[self.stop_sequences],
+            stop_sequences=[self._stop_sequences(request)],
             num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
             copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
             counts=[request.counts],
@@ -170,6 +170,11 @@ class Admission:
             images=[() if pictured is None else pictured.images],
         )
         return int(uid)
+
+    def _stop_sequences(self, request: Request) -> StopSequences:
+        if not request.stop_token_ids:
+            return self.stop_sequences
+        return StopSequences([(token,) for token in (*self.models.tokenizer.eos_token_ids, *request.stop_token_ids)])
 
     def _check_fits(self, request: Request) -> None:
         need, free = self.need(request), self._free()
@@ -213,6 +218,16 @@ def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prom
     """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
     processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
     processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
+    if request.min_tokens > 0:
+        ends = [*tokenizer.eos_token_ids, *request.stop_token_ids]
+        processors.append(partial(_allow_no_end, ends, len(prompt.tokens) + request.min_tokens))
     if (budget := request.thinking.limit(tokenizer)) is not None:
         processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
     return processors
+
+
+def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    """Exclude these tokens until a text has ``n`` tokens: tokens [N], logits [1, V]."""
+    if tokens.size < n:
+        logits[:, mx.array(ends)] = -mx.inf
+    return logits

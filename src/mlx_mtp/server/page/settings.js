@@ -6,7 +6,7 @@ const FIELDS = ["system", "temperature", "top-p", "max-tokens", "thinking"];
 const NAME = "mlx_mtp.settings";
 
 export function loadSettings() {
-  const saved = keep(() => JSON.parse(localStorage.getItem(NAME))) ?? {};
+  const saved = Object(keep(() => JSON.parse(localStorage.getItem(NAME))));  // an object, whatever was kept
   for (const id of FIELDS.filter((id) => id in saved)) setValue($(id), saved[id]);
   const view = document.querySelector(`input[name=view][value="${saved.view === "text" ? "text" : "tokens"}"]`);
   view.checked = true;
