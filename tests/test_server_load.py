@@ -198,6 +198,19 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     assert not f.clients.open
 
 
+def test_the_end_of_the_server_has_a_limit(monkeypatch):
+    """A disk that does not answer keeps the generation thread, and nobody else."""
+    answers, close = threading.Event(), Stores.close
+    monkeypatch.setattr(Stores, "close", lambda stores: (answers.wait(60), close(stores)))
+    monkeypatch.setattr(generation, "STOP", 0.2)
+    with Engine("--model", TRAINED) as engine:
+        assert not engine.engine.stop_and_join()
+        assert not engine.engine.stop_and_join()
+        answers.set()
+        engine.engine.thread.join(60)
+        assert engine.engine.stop_and_join()
+
+
 async def first_of(answers):
     return await anext(answers)
 

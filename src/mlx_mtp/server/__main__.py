@@ -55,7 +55,11 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
                 with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
                     engine.thread.join()
         finally:
-            engine.stop_and_join()
+            if not engine.stop_and_join():
+                logging.warning(
+                    "The last step, or the disk of --prompt-cache-dir, takes too long: the server ends without it."
+                )
+                os._exit(1)
     if engine.error is not None:
         raise engine.error
 

@@ -20,6 +20,9 @@ from .delta import make_delta
 from .metrics import Metrics
 
 
+STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
+
+
 class Engine:
     """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival.
 
@@ -31,6 +34,7 @@ class Engine:
         self.waiting: deque[Request] = deque()  # in order
         self.running: dict[int, Request] = {}  # requests by their uid in the batch generator
         self.loaded: Future[None] = Future()  # done when the default model is loaded, or with the error of loading it
+        self.stops_at: float | None = None  # when to stop waiting for the thread
         self.error: BaseException | None = None  # the error that ended the thread
         metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
@@ -42,10 +46,12 @@ class Engine:
     def is_alive(self) -> bool:
         return self.thread.is_alive() and self.error is None
 
-    def stop_and_join(self) -> None:
-        """End the open answers and the thread."""
+    def stop_and_join(self) -> bool:
+        """End the open answers and the thread, for at most ``STOP`` seconds. Return whether the thread has ended."""
         self.clients.is_stopping = True
-        self.thread.join()
+        self.stops_at = self.stops_at or time.monotonic() + STOP
+        self.thread.join(max(self.stops_at - time.monotonic(), 0))
+        return not self.thread.is_alive()
 
     # The generation thread
 
