@@ -19,7 +19,6 @@ from .clients import Clients, reseed, seed_equally
 from .delta import make_delta
 from .metrics import Metrics
 
-
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
 
 
