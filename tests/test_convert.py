@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tempfile
+from functools import partial
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_converts_without_a_head(name, tmp_path):
     assert head_of(out) == {}
     assert not config_of(out).keys() & {"mlx_lm_extra_tensors", "mlx_mtp", "mtp_num_hidden_layers"}
     mlx_lm.load(str(out))
-    for use in (mlx_mtp.load, lambda folder: convert(folder, str(tmp_path / "again"))):
+    for use in (partial(mlx_mtp.load, mtp=True), lambda folder: convert(folder, str(tmp_path / "again"))):
         with pytest.raises(ValueError, match="has no MTP head"):
             use(str(out))
     assert not (tmp_path / "again").exists()

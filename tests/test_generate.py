@@ -291,7 +291,7 @@ def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
 
 def test_a_missing_head_is_an_error_without_fallback(capsys, tmp_path):
     no_head(headless := copied(tmp_path))
-    error = r"mlx_mtp generate: error: .* has no MTP head, and its original was not found\. .* without --mtp\.\n"
+    error = r"mlx_mtp generate: error: .* has no MTP head, and its original was not found\. .*--no-mtp.*\n"
     assert re.fullmatch(error, refused(capsys, "--mtp", "--model", headless, "-m", 5))
     status, out, _ = run(capsys, "--model", headless, "-m", 5)
     assert (status, "Generation: 5 tokens" in out) == (0, True)
@@ -395,7 +395,7 @@ SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_typ
         ("--mtp --max-kv-size 100", "do not rotate"),
         ("--mtp --model no/such-model", "the hub has no repository"),
         ("--mtp --model FOLDER", "no config.json"),
-        ("--mtp --model LLAMA", "generate without --mtp"),
+        ("--mtp --model LLAMA", "give --no-mtp"),
         ("--mtp --model QWEN4", "neither here nor by mlx-lm"),
         ("--model CUT", "/model could not be loaded: "),
         ("--mtp --prompt-cache-file FOLDER/none.safetensors", "There is no prompt cache"),

@@ -92,7 +92,7 @@ def test_unknown_layout_of_a_head_file(tmp_path):
 def test_reports_the_error_of_loading(spoil, tmp_path):
     spoil(folder := copied(tmp_path))
     with pytest.raises((ValueError, FileNotFoundError)) as loading:
-        mlx_mtp.load(str(folder))
+        mlx_mtp.load(str(folder), mtp=True)
     try:
         said = report(inspect(str(folder)))["--mtp"]
     except (ValueError, FileNotFoundError) as e:

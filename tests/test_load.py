@@ -10,6 +10,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_mtp
+from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.layers.mtp import EXPERT_PROJECTIONS, is_raw
 from mlx_mtp.models import qwen3_5
 from tests.support.bad_checkpoints import BAD
@@ -20,8 +21,8 @@ NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre
 RAW = "model.language_model."
 
 
-def loaded(folder, **options):
-    return mlx_mtp.load(str(folder), **options)[0]
+def loaded(folder, mtp=True, **options):
+    return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
 
 
 # Layouts
@@ -181,9 +182,18 @@ def test_loads_any_model_without_a_head(tmp_path):
         "num_attention_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     }  # fmt: skip
     folder = write(tmp_path / "model", config, parameters(llama.Model(llama.ModelArgs.from_dict(config))))
-    with pytest.raises(ValueError, match="Model type llama is not supported"):
-        loaded(folder)
-    assert type(loaded(folder, mtp=False)) is llama.Model
+    for options in (dict(mtp=True), dict(mtp="auto", copy_drafts=True)):
+        with pytest.raises(ValueError, match=r"Model type llama has no MTP head here .* give --no-mtp"):
+            loaded(folder, **options)
+    with pytest.raises(ValueError, match="Model type llama has no MTP head"):
+        check_family(str(folder))
+    with pytest.raises(ValueError, match=r"draft_vocab, .* require the MTP head"):
+        loaded(folder, mtp="auto", draft_vocab=16)
+    for mtp in (False, "auto", "cached"):
+        assert type(loaded(folder, mtp=mtp)) is llama.Model
+    model, tokenizer = mlx_mtp.load(str(folder))
+    texts = [f(model, tokenizer, prompt=[1, 2, 3], max_tokens=4) for f in (mlx_mtp.generate, mlx_lm.generate)]
+    assert texts[0] == texts[1]
 
 
 def test_returns_what_mlx_lm_returns():

@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 import huggingface_hub
 import mlx.core as mx
 import pytest
+from mlx_lm.models import qwen3_5
 
 import mlx_mtp
 from mlx_mtp.__main__ import main
 from mlx_mtp.checkpoint import catalog
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.originals import fetched_head, find
-from mlx_mtp.checkpoint.originals.fetched_head import FLOOR, fetch_missing_head, fetched_heads, remove
+from mlx_mtp.checkpoint.originals.fetched_head import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
 from mlx_mtp.checkpoint.originals.find import MAX_STEPS
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.images.processor import PLACEHOLDER
@@ -135,10 +136,37 @@ def test_conversions_share_a_head(hub, folder, tmp_path):
 
 
 def test_nothing_is_asked_for_where_the_model_has_a_head_or_none_is_looked_for(hub, folder):
-    assert load(DENSE).fetched_head is None
+    assert mlx_mtp.load(str(DENSE))[0].fetched_head is None
     with pytest.raises(ValueError, match='load it with mtp="auto"'):
-        mlx_mtp.load(str(folder))
+        mlx_mtp.load(str(folder), mtp=True)
+    assert isinstance(mlx_mtp.load(str(folder), mtp="cached")[0], qwen3_5.Model)
+    assert mlx_mtp.load(str(folder), mtp="cached", copy_drafts=True)[0].fetched_head is None
     assert hub.requests == []
+
+
+def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, monkeypatch):
+    """With ``mtp="cached"``, as commands load by default; once the model has refused it, it is used no more."""
+    assert mlx_mtp.load(str(folder))[0].fetched_head.is_new
+    go_offline()
+    assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == ORIGINAL
+    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.1)
+    tune(folder)
+    assert "accepts 10% of the drafts" in error_of(folder)
+    assert isinstance(mlx_mtp.load(str(folder), mtp="cached")[0], qwen3_5.Model)
+    assert hub.requests == []
+
+
+def test_a_head_that_could_be_fetched_is_known_with_its_size(hub, folder, tmp_path, monkeypatch):
+    """Nothing of the head is downloaded, and the published models are known without the hub."""
+    assert head_to_fetch(str(folder)) == (ORIGINAL, HEAD_BYTES["dense"])
+    assert hub.served[WEIGHTS] <= HEADER_BYTES
+    assert head_to_fetch(str(conversion(tmp_path / "unknown"))) is None
+    text, model = config_of(folder)["text_config"], catalog.published()["qwen3.5-0.8b-4bit"]
+    model = replace(model, layers=text["num_hidden_layers"], hidden_size=text["hidden_size"])
+    monkeypatch.setattr(find, "published", lambda: {model.name: model})
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert head_to_fetch(str(card(folder, model.original))) == (model.original, model.head_gb * 1e9)
+    assert head_to_fetch(str(card(folder, "org/other"))) is None
 
 
 # Finding the original

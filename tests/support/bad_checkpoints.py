@@ -47,8 +47,8 @@ TWO_SHARDS = b'{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00
 NO_JSON, MISSING = r"config\.json", FileNotFoundError
 # What makes a checkpoint bad, the error and its message, and whether plain mlx-lm loads it all the same
 BAD = {
-    "no head": (no_head, ValueError, "config of .*model claims .* `mlx_mtp convert .*, or generate without --mtp", True),
-    "no head, no claim": (no_head_no_claim, ValueError, "model has no MTP head: .*convert.*, or generate without", True),
+    "no head": (no_head, ValueError, "config of .*model claims .* `mlx_mtp convert .*, or generate with --no-mtp", True),
+    "no head, no claim": (no_head_no_claim, ValueError, "model has no MTP head: .*convert.*, or generate with --no-mtp", True),
     "part of a head": (PART, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
     "wrong shape": (narrow_fc, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
     "own embeddings": (

@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.load import DEMO, load
 from ..cli.arguments import (
     asks_for_drafts,
+    check_drafts_possible,
     head_of,
     load_options,
     open_prompt_store,
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     check_generation_flags(args)
     check_prompt_cache_dir(args)
     check_alone(args, "adapter_path", "prompt_cache_dir", "images")
+    check_drafts_possible(args)
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,

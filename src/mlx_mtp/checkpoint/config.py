@@ -54,10 +54,17 @@ def check_config(config: Config | None, name: str) -> Config:
         if not _mlx_lm_has(model_type):
             raise ValueError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
         raise ValueError(
-            f"Model type {model_type} is not supported here (supported: {', '.join(MODEL_TYPES)}): "
-            "generate without --mtp, convert with --no-mtp, serve with mlx_lm.server."
+            f"Model type {model_type} has no MTP head here (supported: {', '.join(MODEL_TYPES)}). mlx-lm runs it without "
+            "drafts: give --no-mtp (in Python mtp=False), and serve with `mlx_lm.server`."
         )
     return config
+
+
+def runs_in_mlx_lm_only(folder: Path) -> bool:
+    """Whether a checkpoint's model is of a family that mlx-lm supports, and this package does not."""
+    file = folder / "config.json"
+    model_type = read_json(file).get("model_type") if file.exists() else None
+    return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
 
 
 def _mlx_lm_has(model_type: Any) -> bool:

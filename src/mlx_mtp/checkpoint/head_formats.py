@@ -50,14 +50,14 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
     text_config = text_config_of(config)
     if text_config.get("mtp_use_dedicated_embeddings"):
         raise ValueError(
-            f"The MTP head of {name} has its own embeddings, which is not supported: generate without --mtp."
+            f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
         )
     _, head = split_head(dict.fromkeys(tensors))
     if head:
         return
     fix = (
         'load it with mtp="auto", which fetches its original\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
-        f"ORIGINAL --model {name} --mlx-path NEW`, or generate without --mtp (convert with --no-mtp)."
+        f"ORIGINAL --model {name} --mlx-path NEW`, or generate with --no-mtp."
     )
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")

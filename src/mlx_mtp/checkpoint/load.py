@@ -20,7 +20,7 @@ from ..memory.needs import CONTEXT, check_fits
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
-from .config import Config, loading_errors, read_config
+from .config import Config, loading_errors, read_config, runs_in_mlx_lm_only
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -32,7 +32,8 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .originals.fetched_head import FLOOR, FetchedHead, fetch_missing_head, measure_acceptance
+from .originals.fetch import HEADS, fetched_before, forget
+from .originals.fetched_head import FLOOR, FetchedHead, fetch_missing_head, has_own_head, measure_acceptance
 from .originals.fetched_tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
@@ -58,7 +59,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     *,
-    mtp: bool | str = True,
+    mtp: bool | str = "auto",
     copy_drafts: bool = False,
     draft_vocab: DraftVocab | None = None,
     mtp_bits: int | None = None,
@@ -75,11 +76,13 @@ def load(
     Other arguments are those of ``mlx_lm.load``. Returns ``(model, tokenizer)``, with ``return_config`` also the config.
 
     Args:
-        mtp (Union[bool, str]): ``True`` for the model's own head; ``"auto"`` for its own or, if it has none, its original's,
-          which is found and downloaded; ``False`` for no head, with any model, as ``mlx_lm.load``; or the path or repository of
-          a drafter in mlx-vlm's layout. Default: ``True``.
-        copy_drafts (bool): With ``mtp=False``, load a supported model without its head, to draft only copies:
-          ``mtp_generate_step(..., copy_drafts="auto")``. Default: ``False``.
+        mtp (Union[bool, str]): ``"auto"`` for the model's own head or, if it has none, its original's, which is found and
+          downloaded once; ``"cached"`` for its own, or its original's if that was downloaded before, or none; ``True`` for its
+          own; ``False`` for none, as ``mlx_lm.load``; or the path or repository of a drafter in mlx-vlm's layout. With
+          ``"auto"`` and ``"cached"``, a model of a family that only mlx-lm supports is loaded as by ``mlx_lm.load``, and
+          generates without drafts. Default: ``"auto"``.
+        copy_drafts (bool): Load a supported model for copies if it gets no head: ``mtp_generate_step(...,
+          copy_drafts="auto")``. Default: ``False``.
         draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
           file of ``mlx_mtp draft_vocab``, or from this list; ``0`` uses all. Special tokens, stop tokens and the tokens of the
           text are always included. Default: ``None``, the file ``draft_vocab.json`` in the model's folder, or all.
@@ -97,7 +100,8 @@ def load(
         context (int): The number of tokens of a text that must also fit. Default: ``2048``.
 
     Raises:
-        FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original.
+        FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original of a model without a
+          head.
         ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
@@ -111,7 +115,13 @@ def load(
             path = fetch(path_or_hf_repo, revision)
         else:
             path, stage = fetch_part(path_or_hf_repo, revision, ranks, pipeline_group is not None)
-        if not mtp:
+        if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(path):
+            mtp = False
+    if mtp == "cached":
+        mtp = from_rank_0(ranks, lambda: _cached_head(path_or_hf_repo, path, stage))
+    if not mtp:
+        _check_no_drafting(drafting, settings)
+        with raise_on_all(ranks):
             check_weight_files(path)
     account = None if lazy or ranks is not None else Account(max_memory)
     if not mtp and not copy_drafts and ranks is None:
@@ -157,8 +167,21 @@ def load(
             evaluate(model)
     model.fetched_head = fetched
     if fetched is not None:
-        _check_accepted(model, tokenizer, fetched, path_or_hf_repo)
+        _check_accepted(model, tokenizer, fetched, path, path_or_hf_repo)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
+    """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
+    read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
+
+
+def _cached_head(name: str, path: Path, stage: Stage | None) -> bool | str:
+    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub."""
+    config = read_config(path, name)
+    if has_own_head(name, path, config, None if stage is None else stage.files):
+        return True
+    return "auto" if fetched_before(HEADS, path, config) is not None else False
 
 
 def _check_arguments(
@@ -202,7 +225,7 @@ def _find_head(
     return path, None if file is None else load_head_file(path / file)
 
 
-def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, name: str) -> None:
+def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, path: Path, name: str) -> None:
     """Measure the acceptance rate of another checkpoint's head once, and store the result.
 
     Raises:
@@ -214,10 +237,12 @@ def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedH
         with suppress(OSError):  # otherwise it is measured again the next time
             head.remember(model.fingerprint(), acceptance)
     if acceptance < FLOOR:
+        with suppress(OSError):  # a read-only folder
+            forget(HEADS, path)  # so that mtp="cached" loads without it
         raise ValueError(
             f"{name} accepts {acceptance:.0%} of the drafts from the head of {head.source} on built-in text, and a matching "
             f"head reaches {FLOOR:.0%} or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit "
-            f"--model {name} --mlx-path NEW`, or use --copy-drafts auto without --mtp."
+            f"--model {name} --mlx-path NEW`, or generate without a head (--no-mtp)."
         )
 
 

@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.generation_config import Sampling, sampling_defaults
-from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..checkpoint.load import DEMO, DEMO_NOTE, check_family
 from ..distributed.ranks import Ranks
 from ..drafts.draft_options import asks_for_copies
 from ..prompt_store import PromptStore
@@ -22,6 +22,12 @@ from .flags import SAMPLING
 def head_of(args: argparse.Namespace) -> bool | str:
     """The ``mtp`` of ``mlx_mtp.load``. Commands fetch a missing head automatically."""
     return "auto" if args.mtp is True else args.mtp
+
+
+def check_drafts_possible(args: argparse.Namespace) -> None:
+    """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports, before the download."""
+    if args.mtp is True:
+        check_family(args.model)
 
 
 def asks_for_drafts(args: argparse.Namespace) -> bool:

@@ -17,7 +17,15 @@ from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
-from ..cli.arguments import head_of, load_options, open_prompt_store, rank_groups, report_settings, sampler_of
+from ..cli.arguments import (
+    check_drafts_possible,
+    head_of,
+    load_options,
+    open_prompt_store,
+    rank_groups,
+    report_settings,
+    sampler_of,
+)
 from ..cli.checks import check_alone, check_generation_flags, check_images, check_model_flags, check_prompt_cache_dir
 from ..cli.display import prompt_progress
 from ..cli.errors import one_line_errors
@@ -177,6 +185,7 @@ def load_model(
     sees = bool(args.image) and _is_ours(args.model)
     if sees:
         options["vision"] = "auto"
+    check_drafts_possible(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, config = load_as(

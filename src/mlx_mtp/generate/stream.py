@@ -14,7 +14,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import n_tokens, positions_of
+from ..caches.prompt_cache import has_head, n_tokens, positions_of
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
@@ -60,7 +60,7 @@ def stream_generate(
     draft_model: nn.Module | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
-    mtp: bool = True,
+    mtp: bool | None = None,
     num_draft_tokens: NumDraftTokens | None = None,
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
@@ -77,8 +77,8 @@ def stream_generate(
         prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
-        mtp (bool): Draft with the model's own MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given.
-          Default: ``True``.
+        mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
+          ``None``, ``True`` if the model has a head.
         num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
           fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
         copy_drafts (Union[int, str], optional): The number of tokens to copy when the text repeats itself, 1 to 16, ``"auto"``,
@@ -95,6 +95,7 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
+    mtp = has_head(model) if mtp is None else mtp
     if draft_model is not None:
         _check_draft_model(model, mtp, copy_drafts, images, kwargs.get("prompt_cache"))
     if not mtp and (exact or draft_p_min):

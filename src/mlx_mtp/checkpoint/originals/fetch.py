@@ -61,7 +61,7 @@ def fetch_from_original(
         OSError: It could not be written.
         ValueError: The original is damaged.
     """
-    if (known := _fetched_before(kind, folder, config)) is not None:
+    if (known := fetched_before(kind, folder, config)) is not None:
         return known, False
     try:
         original, tensors = find_original(name, folder, config, PARTS[kind], describe)
@@ -83,7 +83,7 @@ def fetch_from_original(
     return target, is_new
 
 
-def _fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
+def fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
     """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
     root = folder_of(kind)
     known = read_own(root / OF).get(str(folder.resolve()))
@@ -91,6 +91,11 @@ def _fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
         return None
     own = read_json(root / known / CONFIG).get("text_config", {})
     return None if first_difference(own, text_config_of(config)) else root / known
+
+
+def forget(kind: str, folder: Path) -> None:
+    """Forget that a part was fetched for a checkpoint. The part stays."""
+    update_own(folder_of(kind) / OF, str(folder.resolve()), None)
 
 
 def _revision_of(original: CheckpointReader) -> str:

@@ -1,6 +1,7 @@
 """The MTP head of a model's original, and whether the model accepts its drafts."""
 
 import shutil
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...decoding.counts import DraftCounts
 from ...decoding.loop import mtp_generate_step
 from ...layers.mtp import split_head
+from ...memory.account import GB
 from ...prompts import PYTHON
-from ..config import Config, read_json, skeleton, text_config_of
+from ..config import Config, read_config, read_json, skeleton, text_config_of
 from ..head_formats import DRAFTER, check_head, check_shapes, head_file_of
-from ..storage.reader import CheckpointReader
+from ..storage.hub import fetch
+from ..storage.reader import CheckpointReader, n_bytes
 from ..storage.tensors import tensor_names
 from .fetch import (
     CONFIG,
     HEADS,
+    PARTS,
     WEIGHTS,
     Tensors,
     copy_tensors,
@@ -30,13 +34,14 @@ from .fetch import (
     read_own,
     update_own,
 )
-from .find import check_sizes
+from .find import check_sizes, find_original, published_base
 
 ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
 # On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as the most
 # frequent token occurs, 0.1 to 0.15 there; random heads and heads of other models reach 0 to 0.03.
 FLOOR = 0.3
+PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
 CHECK_TOKENS = 32  # after each prompt; enough to tell whether the head is the model's
 
 
@@ -88,15 +93,46 @@ def fetch_missing_head(
     Args:
         needed (Collection[str], optional): As in ``tensor_names``.
     """
-    if head_file_of(name, config) is not None or split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1]:
+    if has_own_head(name, folder, config, needed):
         return None
     advice = (
         f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from ORIGINAL --model {name} --mlx-path NEW`, "
-        "or use --copy-drafts auto without --mtp."
+        "or generate without a head (--no-mtp, in Python mtp=False)."
     )
     return FetchedHead(
         *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write, advice)
     )
+
+
+def has_own_head(name: str, folder: Path, config: Config, needed: Collection[str] | None = None) -> bool:
+    """Whether a checkpoint has its own head, or names a file for it."""
+    head_file = head_file_of(name, config)
+    return head_file is not None or bool(split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1])
+
+
+def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
+    """The original of a checkpoint without a head, and the bytes of the head that ``mtp="auto"`` would fetch from it.
+
+    The catalog tells most; otherwise the hub is asked, for a few seconds at most. ``None`` if neither knows one, also without a
+    network. Nothing of the head is downloaded.
+    """
+    folder = fetch(path_or_hf_repo, revision, weights=())
+    config = read_config(folder, path_or_hf_repo)
+    if (known := published_base(path_or_hf_repo, folder, config)) is not None:
+        return known.original, int(known.head_gb * GB)
+    found: list[tuple[str, int]] = []
+
+    def ask() -> None:
+        with suppress(OSError, ValueError):
+            original, tensors = find_original(
+                path_or_hf_repo, folder, config, PARTS[HEADS], lambda o: fitting_head(o, config, path_or_hf_repo)
+            )
+            found.append((original.name, sum(map(n_bytes, tensors.values()))))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return next(iter(found), None)
 
 
 def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:

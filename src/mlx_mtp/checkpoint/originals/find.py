@@ -11,7 +11,7 @@ from huggingface_hub import RepoCard
 from huggingface_hub.utils import TensorInfo
 from yaml import YAMLError
 
-from ..catalog import originals_like
+from ..catalog import Published, originals_like, published
 from ..config import Config, check_config, first_difference, text_config_of
 from ..storage.reader import CheckpointReader
 
@@ -78,6 +78,16 @@ def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
         if isinstance(other, str) and other and other not in seen:
             seen.add(other)
             yield other
+
+
+def published_base(name: str, folder: Path, config: Config) -> Published | None:
+    """The published model that a checkpoint's own card, config or name says it was made from, without the hub."""
+    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
+    text = text_config_of(config)
+    sizes = text.get("num_hidden_layers"), text.get("hidden_size")
+    by_original = {m.original: m for m in published().values() if (m.layers, m.hidden_size) == sizes}
+    likely = [*base_models(folder / CARD), own_name, *originals_like(f"{name} {own_name}", config)]
+    return next((by_original[original] for original in likely if original in by_original), None)
 
 
 def _bases_of(name: str) -> list[str]:
